@@ -363,7 +363,7 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
         return refusals[0]
     if all(axis is None for axis in output_axes.values()):
         first = next(iter(output_axes), "")  # the file may declare no outputs
-        return RowVerdict(Outcome.MIXED, node=first, reason="no output carries the rows")
+        return RowVerdict(Outcome.MIXED, node=first, reason="no output has an axis with the rows")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
     return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes)
 
@@ -377,9 +377,9 @@ def _problem(value: Value) -> str:
     if not value.is_plain:
         return "does not have one entry for each row"
     if value.facts.stride != 0:
-        return "contains the number of the row"
+        return "contains the index of each row in the batch"
     if value.facts.padding is not None:
-        return "is padded to the longest row"
+        return "has padding that depends on the longest row of the batch"
     return ""
 
 

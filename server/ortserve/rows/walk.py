@@ -127,7 +127,7 @@ class _Scope:
         if self._depth >= _DEEPEST:
             raise NotKnownError(f"nests graphs more than {_DEEPEST} deep")
         if len(arguments) != len(graph.inputs):
-            raise NotKnownError(f"gives {len(arguments)} values to a graph with {len(graph.inputs)} inputs")
+            raise NotKnownError(f"passes {len(arguments)} values to a graph with {len(graph.inputs)} inputs")
         names = dict(self._names)
         if hide_rows:
             names = {name: _hidden(value) for name, value in names.items()}
@@ -188,7 +188,7 @@ class _Scope:
                 has_size = has_size or (value.kind is Kind.SIZE and i not in rule.arguments)
         if has_rows:
             if has_size:
-                raise RowsMeetError("uses the number of rows as a value")
+                raise RowsMeetError("computes with the number of rows in the batch")
             _check_operands(rule, operands)
         try:
             return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=has_size)
@@ -221,10 +221,10 @@ class _Scope:
             return value
         for axis, length in enumerate(value.dims or ()):
             if contains_rows(length) and not (value.is_rows and axis == value.axis):
-                raise RowsMeetError("makes the length of an axis without the rows depend on their number")
+                raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
         if value.is_rows:
             if has_size:
-                raise RowsMeetError("uses the number of rows as a value")
+                raise RowsMeetError("computes with the number of rows in the batch")
             return value
         if has_size and value.kind is Kind.FREE and value.elements is None:
             return replace(value, kind=Kind.SIZE, facts=NO_FACTS)
@@ -287,9 +287,9 @@ def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
         if value is None or value.kind is Kind.FREE:
             continue
         if value.facts.stride != 0 and not rule.keeps_stride:
-            raise RowsMeetError("uses the number of the row")
+            raise RowsMeetError("uses the index of each row in the batch")
         if value.facts.padding is not None and not rule.keeps_padding:
-            raise RowsMeetError("reads rows that are padded to the longest row")
+            raise RowsMeetError("reads rows whose padding depends on the longest row of the batch")
         if i in rule.parameters:
             raise RowsMeetError(f"takes its parameter {i} from the rows")
 

@@ -152,7 +152,7 @@ class Call:
     ) -> Value:
         """An output: with the row layout of ``like`` if it has rows; otherwise free, with the bounds of ``facts``."""
         if len(dims) > MOST_RANK:
-            raise NotKnownError(f"gives a tensor of {len(dims)} dimensions")
+            raise NotKnownError(f"returns a tensor of {len(dims)} dimensions, more than are analysed")
         if like is None or not like.is_rows:
             return free(tuple(dims), dtype, elements, facts)
         return rows(self.symbols, tuple(dims), axis, like.outer, like.inner, dtype, facts)
@@ -220,13 +220,15 @@ def check_sizes(call: Call) -> None:
     sizes than the one for which its target shape holds all elements.
     """
     if call.symbols.has_solved_size:
-        raise NotKnownError("takes positions along the rows, after a Reshape that may give a row more entries than one")
+        raise NotKnownError(
+            "reads positions along the axis of the rows, after a Reshape that may give a row several entries"
+        )
 
 
 def check_no_stride(values: Iterable[Value]) -> None:
     """Raise ``RowsMeetError`` if a value contains the number of its row."""
     if any(value.facts.stride != 0 for value in values):
-        raise RowsMeetError("uses the number of the row")
+        raise RowsMeetError("uses the index of each row in the batch")
 
 
 def broadcast_shape(call: Call, shapes: Sequence[tuple[Number, ...]]) -> tuple[Number, ...]:
@@ -265,7 +267,7 @@ def aligned_axis(call: Call, values: Sequence[Value]) -> tuple[int, Value] | Non
             if position != value.axis or not value.carries_like(first):
                 raise RowsMeetError("pairs rows that lie along different axes or in different orders")
         elif position >= 0 and dims[position] != 1:
-            raise RowsMeetError("pairs the rows with the entries of a tensor that has no rows")
+            raise RowsMeetError("pairs each row by its index with an entry of a tensor without rows")
     return axis, first
 
 

@@ -73,7 +73,7 @@ def per_feature(call: Call) -> Output:
     """Operators with a parameter for each entry of axis 1. ONNX Runtime cycles through them over all elements."""
     value = call.operand(0)
     if value.is_rows and (value.axis != 0 or len(call.dims(value)) < 2):
-        raise RowsMeetError("applies its parameters in turn, counting across the rows")
+        raise RowsMeetError("applies its parameters in turn over all elements, so those of a row depend on its index")
     return call.same_shape(value, FLOAT if call.op == "Scaler" else None)
 
 
@@ -103,10 +103,10 @@ def array_feature_extractor(call: Call) -> Output:
     picked = call.dims(indices)
     lengths = (*dims[:-1], call.symbols.product(picked))
     if not indices.is_rows:
-        off_axis(value, (len(dims) - 1,), "picks features")
+        off_axis(value, (len(dims) - 1,), "selects features")
         return call.result(lengths, value, value.axis, value.dtype)
     if value.is_rows:
-        raise RowsMeetError("picks from all rows by indices that carry rows")
+        raise RowsMeetError("selects from all rows by indices that depend on the rows")
     product = call.symbols.product
     like = replace(
         indices,
@@ -120,7 +120,7 @@ def feature_vectorizer(call: Call) -> Output:
     values = call.present()
     first = values[0]
     if any(value.is_rows != first.is_rows for value in values):
-        raise RowsMeetError("joins rows with a tensor that has none")
+        raise RowsMeetError("joins rows with a tensor without rows")
     items = _item_count(call, first)
     for value in values:
         _item_count(call, value)
@@ -138,7 +138,7 @@ def normalize(call: Call) -> Output:
     dims = call.dims(value)
     if call.attributes.get("stopwords"):
         if value.is_rows:
-            raise RowsMeetError("drops stop words, which moves rows to other places")
+            raise RowsMeetError("drops stop words, so later rows change their index")
         raise NotKnownError("returns an unknown number of results")
     if value.is_rows and len(dims) == 2 and value.axis == 0:
         raise RowsMeetError("accepts one row, but not several")
@@ -160,14 +160,14 @@ def vectorize(call: Call) -> Output:
     dims = call.dims(value)
     if len(dims) != 2:
         if value.is_rows:
-            raise RowsMeetError("treats the rows as the entries of one row")
+            raise RowsMeetError("treats the rows as the entries of one item")
         raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     if value.is_rows and value.axis != 0:
         raise RowsMeetError("counts along the axis of the rows")
     padding = value.facts.padding
     vocabulary = call.attributes.get("pool_strings")
     if padding is not None and (not isinstance(vocabulary, tuple) or padding in vocabulary):
-        raise RowsMeetError("counts the padding up to the longest row")
+        raise RowsMeetError("counts the padding, whose length depends on the longest row of the batch")
     indexes = call.integers("ngram_indexes") or ()
     return call.result((dims[0], max(indexes, default=-1) + 1), value, 0, FLOAT)
 

@@ -41,7 +41,7 @@ def _joined(call: Call, one: Value, other: Value) -> Value:
         if value.cause is not None:
             return value
     if one.is_rows != other.is_rows:
-        raise RowsMeetError("gives rows in one case and a tensor without rows in the other")
+        raise RowsMeetError("returns rows in one branch and a tensor without rows in the other")
     dims = _joined_dims(call, one, other)
     dtype = one.dtype if one.dtype == other.dtype else 0
     if not one.is_rows:
@@ -50,9 +50,9 @@ def _joined(call: Call, one: Value, other: Value) -> Value:
             return Value(kind, dims, dtype=dtype, elements=one.elements)
         return Value(kind, dims, dtype=dtype)
     if dims is None or one.axis != other.axis or not one.carries_like(other):
-        raise RowsMeetError("gives rows along different axes or in different orders")
+        raise RowsMeetError("returns rows along different axes or in different orders in its two branches")
     if one.facts.stride != other.facts.stride or one.facts.padding != other.facts.padding:
-        raise RowsMeetError("gives the number of the row in one case only")
+        raise RowsMeetError("returns the index or the padding of rows in one branch only")
     facts = Facts(
         stride=one.facts.stride,
         nonnegative=one.facts.nonnegative and other.facts.nonnegative,
@@ -65,7 +65,7 @@ def _joined(call: Call, one: Value, other: Value) -> Value:
 def _joined_dims(call: Call, one: Value, other: Value) -> tuple[Number, ...] | None:
     if one.dims is None or other.dims is None or len(one.dims) != len(other.dims):
         if one.is_rows or other.is_rows:
-            raise NotKnownError("gives tensors of different ranks in its two cases")
+            raise NotKnownError("returns tensors of different ranks in its two branches")
         return None
     dims: list[Number] = []
     for axis, (length, wanted) in enumerate(zip(one.dims, other.dims, strict=True)):
@@ -105,7 +105,7 @@ def loop(call: Call) -> Output:
         if condition.cause is not None:
             raise _CausedError(condition)
         if condition.kind is not Kind.FREE:
-            raise RowsMeetError("ends on a condition that all rows decide together")
+            raise RowsMeetError("ends on a condition that depends on all rows")
         endless[0] = condition.elements == (1,)
         return outputs
 
@@ -168,12 +168,12 @@ def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value
     like = scanned[0]
     for value, axis in zip(scanned, axes, strict=True):
         if not value.is_rows or value.axis != axis or not value.carries_like(like):
-            raise RowsMeetError("runs over rows together with a tensor that does not carry them")
+            raise RowsMeetError("iterates over rows together with a tensor without these rows")
         if value.facts.stride != 0 or value.facts.padding is not None:
-            raise RowsMeetError("uses the number of the row")
+            raise RowsMeetError("uses the index of each row in the batch")
     directions = (call.integers("scan_input_directions") or ()) + (call.integers("scan_output_directions") or ())
     if any(directions):
-        raise RowsMeetError("runs over the rows in reverse")
+        raise RowsMeetError("iterates over the rows in reverse")
     if len(body.inputs) != len(states) + len(scanned):
         raise NotKnownError("has a body with other inputs than its operands")
     for index, state in enumerate(states):
@@ -191,7 +191,7 @@ def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value
         if value.cause is not None:
             return [value] * len(call.node.outputs)
         if value.kind is not Kind.FREE or value.dims is None or not all(_is_before(each, mark) for each in value.dims):
-            raise NotKnownError("gives results for each row whose shape is not known")
+            raise NotKnownError("returns results of unknown shape for each row")
         position = normal_axis(axis, len(value.dims) + 1)
         lengths = (*value.dims[:position], 1, *value.dims[position:])
         results.append(call.result(lengths, like, position, value.dtype))
@@ -327,7 +327,7 @@ class _States:
 def _weaker_facts(current: Value, new: Value) -> Facts:
     one, other = current.facts, new.facts
     if one.stride != other.stride or one.padding != other.padding:
-        raise RowsMeetError("has a state that counts rows")
+        raise RowsMeetError("has a state whose index or padding of rows changes between iterations")
     return Facts(
         stride=one.stride,
         nonnegative=one.nonnegative and other.nonnegative,

@@ -92,7 +92,7 @@ def check_broadcast_attribute(call: Call) -> None:
         raise NotKnownError("has operands of different shapes, before opset 8")
     if call.opset < 7 and call.node.domain == "":
         if "axis" in call.attributes:
-            raise NotKnownError("aligns its operands by an axis, as before opset 7")
+            raise NotKnownError("aligns its operands at the axis of an attribute, as before opset 7")
         if not call.integer("broadcast", 0) and len({len(call.dims(value)) for value in call.present()}) > 1:
             raise NotKnownError("has operands of different ranks, before opset 7")
 
@@ -249,7 +249,7 @@ def _computed(
     check_broadcast_attribute(call)
     dtype = _dtype(values) if dtype is None else dtype
     if facts.stride != 0 and dtype not in _INDICES:
-        raise RowsMeetError("uses the number of the row")
+        raise RowsMeetError("uses the index of each row in the batch")
     result = broadcast(call, values, dtype, facts)
     if compute is None or result.is_rows or result.dims is None or not all(v.dtype in LIMITS for v in values):
         return result

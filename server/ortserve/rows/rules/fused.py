@@ -51,7 +51,7 @@ def bias_split(call: Call) -> Output:
 def bias_add(call: Call) -> Output:
     value, skip = call.operand(0), call.operand(2)
     if value.is_rows != skip.is_rows:
-        raise RowsMeetError("adds a tensor that does not carry the same rows")
+        raise RowsMeetError("adds a tensor without the same rows")
     aligned_axis(call, [value, skip])
     off_axis(value, (len(call.dims(value)) - 1,), "adds a bias")
     return call.same_shape(value)
@@ -71,7 +71,7 @@ def distances(call: Call) -> Output:
 def gather_block(call: Call) -> Output:
     """``GatherBlockQuantized``: picks entries from a table of weights."""
     if not call.is_free(0):
-        raise NotKnownError("picks from a table that depends on the rows")
+        raise NotKnownError("looks up entries in a table that depends on the rows")
     if call.integer("bits", 4) != 4 or call.operand(0).dtype in (2, 3):
         raise NotKnownError("has a packed table")
     return replace(gathered(call, "gather_axis"), dtype=call.operand(2).dtype)
@@ -107,7 +107,7 @@ def _check_scale(call: Call, value: Value) -> None:
 def dynamic(call: Call) -> Output:
     """Operators that compute one scale from a whole tensor."""
     if any(value.is_rows for value in call.present()):
-        raise RowsMeetError("quantizes all rows with one scale, which the values of all rows decide")
+        raise RowsMeetError("quantizes all rows with one scale, which depends on the values of all rows")
     value = call.operand(0)
     if call.op != "DynamicQuantizeLinear":
         raise NotKnownError("returns an unknown shape")

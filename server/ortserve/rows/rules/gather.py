@@ -18,7 +18,7 @@ from ortserve.rows.rules.call import (
 )
 from ortserve.rows.values import NO_FACTS, Kind, Value, taken
 
-_WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
+_WRONG_ROWS: Final = "has operands that do not all have the same rows along the same axis"
 
 
 def gather(call: Call) -> Output:
@@ -35,10 +35,10 @@ def gathered(call: Call, name: str) -> Value:
         if value.is_rows:
             _check_own_rows(call, value, indices, axis)
         elif indices.facts.stride != 0:
-            raise RowsMeetError("picks an entry by the number of the row")
+            raise RowsMeetError("selects an entry by the index of the row in the batch")
         facts = replace(value.facts, columns=()) if value.is_rows else NO_FACTS
         return call.result(lengths, indices, axis + indices.axis, value.dtype, facts=facts)
-    off_axis(value, (axis,), "picks an entry")
+    off_axis(value, (axis,), "selects an entry")
     if not value.is_rows:
         return call.result(lengths, dtype=value.dtype, elements=_picked(value, indices, axis))
     shifted = value.axis if value.axis < axis else value.axis + len(picked) - 1
@@ -49,14 +49,14 @@ def _check_own_rows(call: Call, value: Value, indices: Value, axis: int) -> None
     """Raise an error unless each row certainly picks only entries of itself."""
     check_sizes(call)
     if axis != value.axis:
-        raise RowsMeetError("picks from all rows by indices that carry rows")
+        raise RowsMeetError("selects from all rows by indices that depend on the rows")
     facts = indices.facts
     if value.outer != 1 or facts.stride != value.inner:
-        raise RowsMeetError("picks entries of other rows")
+        raise RowsMeetError("selects entries of other rows")
     if not facts.nonnegative:
-        raise RowsMeetError("may pick an entry of the row before by a negative index")
+        raise RowsMeetError("may select an entry of the previous row, because an index may be negative")
     if facts.below != value.inner:  # an execution provider may not check indices
-        raise RowsMeetError("may pick an entry of the row after by a large index")
+        raise RowsMeetError("may select an entry of the next row, because an index may be too large")
 
 
 def _picked(value: Value, indices: Value, axis: int) -> tuple[Number, ...] | None:
@@ -98,7 +98,7 @@ def _same_rows(call: Call, axis: int) -> Value | None:
         return None
     if not all(value.is_rows and value.axis == like.axis and value.carries_like(like) for value in values):
         raise RowsMeetError(_WRONG_ROWS)
-    off_axis(like, (axis,), "picks by indices")
+    off_axis(like, (axis,), "selects by indices")
     check_sizes(call)
     return like
 
@@ -129,7 +129,7 @@ def gather_nd(call: Call) -> Output:
     if not value.is_rows:
         return call.result(lengths, dtype=value.dtype)
     if value.axis < batch + depth or batch:
-        raise RowsMeetError("picks an entry along the axis of the rows")
+        raise RowsMeetError("selects an entry along the axis of the rows")
     check_no_stride([value, indices])
     return call.result(lengths, value, len(picked) - 1 + value.axis - depth, value.dtype)
 
@@ -163,11 +163,11 @@ def _check_own_number(call: Call, value: Value, indices: Value, batch: int) -> N
     check_sizes(call)
     check_no_stride([value])
     if batch or value.axis != 0 or not value.is_plain or not indices.facts.columns:
-        raise RowsMeetError("picks from all rows by indices that carry rows")
+        raise RowsMeetError("selects from all rows by indices that depend on the rows")
     first, *others = indices.facts.columns
     facts = first.facts
     if facts.stride != 1 or facts.below != 1 or not facts.nonnegative or first.axis == len(first.dims or ()) - 1:
-        raise RowsMeetError("picks entries of other rows")
+        raise RowsMeetError("selects entries of other rows")
     check_no_stride(others)
 
 
@@ -203,7 +203,7 @@ def nonzero(call: Call) -> Output:
 def whole_tensor(call: Call) -> Output:
     """Operators whose number of results depends on all elements."""
     if any(value.is_rows for value in call.present()):
-        raise RowsMeetError("returns as many results as all rows have together")
+        raise RowsMeetError("returns the results of all rows together, without their numbers per row")
     raise NotKnownError("returns an unknown number of results")
 
 

@@ -35,7 +35,7 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
     if one.facts.transposed and len(right) == 1:
         raise NotKnownError("multiplies a transposed matrix by a vector, for which ONNX Runtime may read other entries")
     if left[-1] == 0:
-        raise NotKnownError("sums no products")
+        raise NotKnownError("multiplies along an axis of length 0")
     rank = max(len(left), len(right), 2)
     one_axis = _matrix_axis(one, len(left), rank, is_left=True)
     other_axis = _matrix_axis(other, len(right), rank, is_left=False)
@@ -78,7 +78,7 @@ def _product_axis(
     assert axis is not None
     position = axis - (rank - len(dims))
     if axis < rank - 2 and position >= 0 and dims[position] != 1:
-        raise RowsMeetError("pairs the rows with the matrices of a tensor that has no rows")
+        raise RowsMeetError("pairs each row by its index with a matrix of a tensor without rows")
     return axis, like
 
 
@@ -119,7 +119,7 @@ def _transposed(call: Call, value: Value, flag: int) -> Value:
 def fused_matmul(call: Call) -> Output:
     one, other = call.operand(0), call.operand(1)
     if call.integer("transBatchA", 0) or call.integer("transBatchB", 0):
-        raise NotKnownError("moves the first axis of an operand")
+        raise NotKnownError("transposes the first axis of an operand")
     one, other = (
         _swapped(call, value) if call.integer(flag, 0) else value
         for value, flag in ((one, "transA"), (other, "transB"))
@@ -229,7 +229,9 @@ def einsum(call: Call) -> Output:
     letter, like = carried
     for term, value in zip(operands, values, strict=True):
         if term.count(letter) != (1 if value.is_rows else 0):
-            raise RowsMeetError("pairs rows with a tensor that has none, or takes a diagonal")
+            raise RowsMeetError(
+                "pairs each row by its index with an entry of a tensor without rows, or takes a diagonal"
+            )
     if result.count(letter) != 1:
         raise RowsMeetError(_MIXED_TERMS)
     return call.result([lengths.get(each, 1) for each in result], like, result.index(letter), values[0].dtype)

@@ -38,7 +38,7 @@ def joined(call: Call, values: Sequence[Value], axis: int) -> Value:
             elements = elements if len(elements) <= MOST_ELEMENTS else None
         return call.result(lengths, dtype=first.dtype, elements=elements)
     if not all(value.is_rows and value.axis == first.axis and value.inner == first.inner for value in values):
-        raise RowsMeetError("joins rows with a tensor that does not carry them along the same axis")
+        raise RowsMeetError("joins rows with a tensor that does not have them along the same axis")
     facts = _joined_facts(values)
     if axis == first.axis:
         outer = symbols.sum(value.outer for value in values)
@@ -124,7 +124,7 @@ def slice_(call: Call) -> Output:
             dims[axis] = call.symbols.product((outer, N, value.inner))
             continue
         if contains_rows(start) or contains_rows(end):
-            raise RowsMeetError("cuts a tensor at the number of rows, which gives positions in the batch")
+            raise RowsMeetError("cuts a tensor at a position that depends on the number of rows")
         dims[axis] = _cut_length(call, dims[axis], start, end, step)
     elements = None
     if value.elements is not None and len(axes) == 1:
@@ -232,7 +232,7 @@ def expand(call: Call) -> Output:
         elif contains_rows(wanted):
             inner = call.symbols.divide_exactly(wanted, N)
             if made is not None or axis >= 0 or length != 1 or inner is None or contains_rows(inner):
-                raise RowsMeetError("makes the length of an axis without the rows depend on their number")
+                raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
             made = position, inner
             lengths.append(wanted)
         else:
@@ -251,7 +251,7 @@ def tile(call: Call) -> Output:
     dims = call.dims(value)
     repeats = call.numbers(1, "repeats")
     if len(repeats) != len(dims):
-        raise NotKnownError("repeats axes that its operand does not have")
+        raise NotKnownError("has repeats that do not fit its operand")
     lengths: list[Number] = []
     outer = value.outer
     made: tuple[int, Number] | None = None
@@ -259,12 +259,12 @@ def tile(call: Call) -> Output:
         lengths.append(call.symbols.multiply(length, count))
         if value.is_rows and position == value.axis:
             if contains_rows(count):
-                raise RowsMeetError("repeats the rows as often as there are rows")
+                raise RowsMeetError("repeats the rows by their number")
             outer = call.symbols.multiply(outer, count)
         elif contains_rows(count):
             inner = call.symbols.divide_exactly(lengths[-1], N)
             if made is not None or value.is_rows or inner is None or contains_rows(inner):
-                raise RowsMeetError("makes the length of an axis without the rows depend on their number")
+                raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
             made = position, inner
     if made is not None:
         return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, facts_of_copies(value))

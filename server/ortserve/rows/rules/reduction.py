@@ -166,7 +166,7 @@ def reverse_sequence(call: Call) -> Output:
     off_axis(value, (time,), "reverses")
     if value.is_rows and value.axis == batch:
         if not lengths.is_rows or not lengths.carries_like(value):
-            raise RowsMeetError("takes lengths that do not carry the same rows")
+            raise RowsMeetError("takes lengths without the same rows")
     elif lengths.is_rows:
         raise RowsMeetError("takes lengths from the rows for another axis")
     return call.same_shape(value)

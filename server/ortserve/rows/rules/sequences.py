@@ -9,7 +9,7 @@ from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, R
 from ortserve.rows.rules.matmul import check_columns, check_one_number
 from ortserve.rows.values import Value
 
-_OTHER_ROWS: Final = "has operands that do not carry the same rows along their batch axes"
+_OTHER_ROWS: Final = "has operands without the same rows along their batch axes"
 
 
 def _check_rows(call: Call, like: Value, index: int, axis: int = 0) -> None:
@@ -38,7 +38,7 @@ def _check_bias(call: Call, like: Value, index: int, rank: int) -> None:
         if not like.is_rows or len(dims) != rank or value.axis != 0 or not value.is_plain:
             raise RowsMeetError(_OTHER_ROWS)
     elif like.is_rows and len(dims) == rank and dims[0] != 1:
-        raise RowsMeetError("pairs the rows with the entries of a mask that has no rows")
+        raise RowsMeetError("pairs each row by its index with an entry of a mask without rows")
 
 
 def _check_mask(call: Call, like: Value, index: int) -> None:
@@ -49,7 +49,7 @@ def _check_mask(call: Call, like: Value, index: int) -> None:
     if not value.is_rows and like.is_rows:
         dims = call.dims(value)
         if len(dims) != 2 or dims[0] != 1:
-            raise RowsMeetError("has a mask that does not carry the rows")
+            raise RowsMeetError("has a mask whose entries are not those of the rows")
         raise NotKnownError("has a mask without rows")
     _check_rows(call, like, index)
 
@@ -190,7 +190,7 @@ def embed(call: Call) -> Output:
         _check_rows(call, ids, index)
     positions = call.optional(8)
     if positions is not None and not positions.is_rows and call.dims(positions)[0] != 1:
-        raise RowsMeetError("pairs the rows with positions that have no rows")
+        raise RowsMeetError("pairs each row by its index with positions without rows")
     if positions is not None and positions.is_rows:
         _check_rows(call, ids, 8)
     tables = call.operand(2)
@@ -284,7 +284,7 @@ def _check_batch_axis(value: Value, batch: int) -> None:
 def _check_same_rows(value: Value, state: Value, axis: int) -> None:
     """Raise an error unless lengths or an initial state carry the same rows as the input."""
     if value.is_rows != state.is_rows or (value.is_rows and (state.axis != axis or not state.carries_like(value))):
-        raise RowsMeetError("has lengths or an initial state that do not carry the same rows")
+        raise RowsMeetError("has lengths or an initial state without the same rows")
 
 
 RULES: Final[Rules] = {

@@ -52,7 +52,7 @@ def constant_of_shape(call: Call) -> Output:
     if carriers:
         inner = call.symbols.divide_exactly(lengths[carriers[0]], N)
         if len(carriers) > 1 or inner is None or contains_rows(inner):
-            raise RowsMeetError("makes the length of an axis without the rows depend on their number")
+            raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
         copied = Value(kind=call.operand(0).kind, dtype=dtype, elements=fill)
         return rows(call.symbols, lengths, carriers[0], 1, inner, dtype, facts_of_copies(copied))
     lengths = tuple(length_of(call, length) for length in lengths)
@@ -66,11 +66,11 @@ def range_(call: Call) -> Output:
     dtype = call.operand(0).dtype
     symbols = call.symbols
     if contains_rows(start) or contains_rows(delta):
-        raise RowsMeetError("counts from the number of rows")
+        raise RowsMeetError("takes the start or the step of its range from the number of rows")
     if contains_rows(limit):
         inner = symbols.divide_exactly(limit, N)
         if start != 0 or delta != 1 or inner is None or dtype not in (INT32, INT64):
-            raise RowsMeetError("counts to the number of rows")
+            raise RowsMeetError("takes the limit of its range from the number of rows")
         facts = Facts(stride=inner, nonnegative=True, below=inner)
         return rows(symbols, (limit,), 0, 1, inner, dtype, facts)
     if isinstance(start, int) and isinstance(limit, int) and isinstance(delta, int) and delta:
@@ -86,14 +86,14 @@ def range_(call: Call) -> Output:
 def eye_like(call: Call) -> Output:
     value = call.operand(0)
     if value.is_rows:
-        raise RowsMeetError("gives positions in the batch")
+        raise RowsMeetError("returns a matrix that depends on the index of each row in the batch")
     return call.result(call.dims(value), dtype=call.integer("dtype", value.dtype))
 
 
 def shape(call: Call) -> Output:
     value = call.operand(0)
     if value.facts.padding is not None:
-        raise RowsMeetError("gives the length of the longest row")
+        raise RowsMeetError("returns the length of the longest row of the batch")
     dims = call.dims(value)
     rank = len(dims)
     start, end = (
@@ -107,7 +107,7 @@ def shape(call: Call) -> Output:
 def size(call: Call) -> Output:
     value = call.operand(0)
     if value.facts.padding is not None:
-        raise RowsMeetError("counts the elements of the longest row")
+        raise RowsMeetError("returns a number of elements that depends on the longest row of the batch")
     return free((), INT64, (call.symbols.product(call.dims(value)),))
 
 
@@ -131,7 +131,7 @@ def flatten(call: Call) -> Output:
 def _without_copies(call: Call, value: Value, target: Sequence[Number]) -> list[Number]:
     """The target with each 0 replaced by the size that it copies."""
     if 0 in target and call.integer("allowzero", 0):
-        raise NotKnownError("gives a tensor without elements")
+        raise NotKnownError("returns a tensor without elements")
     dims = value.dims
     copied: list[Number] = []
     for position, length in enumerate(target):
@@ -184,7 +184,7 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
         raise RowsMeetError("does not keep the rows on one axis")
     like = replace(value, outer=outer, inner=inner)
     if value.facts.padding is not None and not (_ends_in_padding(value) and axis == 0 and like.is_plain):
-        raise RowsMeetError("reads rows that are padded to the longest row")
+        raise RowsMeetError("reads rows whose padding depends on the longest row of the batch")
     return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
 
 

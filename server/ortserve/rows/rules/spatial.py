@@ -15,7 +15,7 @@ from ortserve.rows.values import Value
 def check_first_axis(value: Value) -> None:
     """Raise an error unless the rows of an operand, if it has rows, lie on the first axis."""
     if value.is_rows and value.axis != 0:
-        raise RowsMeetError("has its rows on another axis than the first, and does not keep them apart there")
+        raise RowsMeetError("has the rows on another axis than the first, where it combines them")
 
 
 def conv(call: Call) -> Output:
@@ -32,7 +32,7 @@ def fused_conv(call: Call) -> Output:
     added = call.optional(3)
     if added is not None and result.is_rows:
         if not added.is_rows or added.axis != 0 or not added.carries_like(result):
-            raise RowsMeetError("adds a tensor that does not carry the same rows")
+            raise RowsMeetError("adds a tensor without the same rows")
     elif added is not None and added.is_rows:
         raise RowsMeetError("adds rows to a result without rows")
     return result
@@ -141,7 +141,7 @@ def _pooled(call: Call, value: Value) -> Value:
 def max_pool(call: Call) -> Output:
     result = _pooled(call, call.operand(0))
     if call.wants(1) and result.is_rows:
-        raise RowsMeetError("gives indices that count over the whole batch")
+        raise RowsMeetError("returns indices that count over the whole batch")
     return [result, call.result(call.dims(result), dtype=INT64)]
 
 
@@ -193,7 +193,7 @@ def grid_sample(call: Call) -> Output:
     check_first_axis(value)
     check_first_axis(grid)
     if value.is_rows != grid.is_rows or not value.carries_like(grid):
-        raise RowsMeetError("takes samples at positions that do not carry the same rows")
+        raise RowsMeetError("takes samples at positions without the same rows")
     dims = (*call.dims(value)[:2], *call.dims(grid)[1:-1])
     return call.result(dims, value, 0, value.dtype)
 
@@ -209,7 +209,7 @@ def resize(call: Call) -> Output:
     axes = tuple(range(rank)) if given is None else tuple(normal_axis(axis, rank) for axis in given)
     if not is_old and _has_elements(call, 3):
         if call.text("keep_aspect_ratio_policy", "stretch") != "stretch":
-            raise NotKnownError("chooses sizes by the ratio of its axes")
+            raise NotKnownError("chooses sizes that preserve the ratio of its axes")
         return _with_sizes(call, value, axes, call.numbers(3, "sizes"))
     return _with_scales(call, value, axes, call.numbers(1 if is_old else 2, "scales"))
 
@@ -250,7 +250,7 @@ def _with_sizes(call: Call, value: Value, axes: Sequence[int], sizes: Sequence[N
             if size != dims[axis]:
                 raise RowsMeetError("resizes the axis of the rows")
         elif contains_rows(size):
-            raise RowsMeetError("makes the length of an axis without the rows depend on their number")
+            raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
         else:
             dims[axis] = size
     return call.result(dims, value, value.axis, value.dtype)
