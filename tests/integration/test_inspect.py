@@ -173,7 +173,7 @@ def test_page_needs_no_network_and_shows_the_findings(run: Run, tmp_path: Path) 
 
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
-    assert "LayerNorm in pieces" in page
+    assert "LayerNorm split into several operators" in page
     assert not re.search(r"(src|href)=\"https?:", page)
 
 

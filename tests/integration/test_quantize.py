@@ -117,7 +117,7 @@ def test_the_time_limit_includes_calibration(data: Path, tmp_path: Path, capsys:
         capsys, DIGITS, "-o", tmp_path / "out.onnx", "--mode", "static", "--calibration", data / "images.npz",
         "--max-error", "cosine=1", "--minutes", "0", "--seconds", "0",
     )  # fmt: skip
-    assert "calibrated without 149 of the samples, for lack of time: more --minutes use them" in result["notes"]
+    assert "calibration ran out of time and left out 149 of the samples; raise --minutes to use them" in result["notes"]
 
 
 def test_a_bound_that_cannot_be_kept_writes_nothing(
@@ -303,5 +303,5 @@ def test_commands_of_the_page_print_what_it_shows(command: Command, tmp_path: Pa
     printed = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
     shown = {line.split()[0] for line in command.output.splitlines() if line.strip() and line.strip("─ ")}
     assert shown - printed <= {"speed", "Note:"}
-    assert "accuracy 100.00%, of the source 100.00%" in {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert "accuracy 100.00%, source 100.00%" in {" ".join(line.split()) for line in done.stdout.splitlines()}
     assert {"digits_int8.onnx", "digits_int8.provenance.json"} <= names(tmp_path)

@@ -29,7 +29,7 @@ _MOST_HISTOGRAMS: Final = 12
 _MOST_SEEN: Final = 4
 """Cases that the text of a finding names. ``where`` has all of them."""
 _CATALOG: Final = Catalog("""
-generator_too_slow (problem): The figures may be those of the generator or of a busy machine, so there is no verdict.
+generator_too_slow (problem): The generator or other work may have limited the figures, so there is no verdict.
     → Lower the rate, use --processes, free processors, or run the generator on another machine.
 generator_beside_server (warning): The generator takes processors from the server: throughput may be too low by this
     share, and latencies too long.
@@ -56,7 +56,7 @@ def present(result: BenchResult, *, has_pictures: bool) -> Report:
         "began": result.began,
         "inputs": result.inputs,
         "machine of the generator": result.machine,
-        **({"ended": "early, by Ctrl-C: these are partial results"} if result.is_interrupted else {}),
+        **({"ended": "interrupted by Ctrl-C; the results are partial"} if result.is_interrupted else {}),
     }
     tables = [_latencies(result, names), _rates(result, names), _capacities(result), *_details(points, names)]
     blocks: list[Block] = [Facts("Measurement", facts), *(table for table in tables if table.rows)]
@@ -106,8 +106,8 @@ def _latencies(result: BenchResult, names: _Names) -> Table:
         row[f"p{result.percentile:g} 95 %"] = _range(asked.low_ms, asked.high_ms) if asked else None
         rows.append(row)
     note = (
-        "Open loops count from the moment when a request was due. Closed loops count from its sending, and hide "
-        "stalls: callers that wait send nothing."
+        "Open loops measure from the time when a request was due. Closed loops measure from the time when it was sent, "
+        "and hide stalls, because callers that wait send nothing."
     )
     return Table.of("Latency in ms", rows, note)
 
@@ -135,8 +135,8 @@ def _rates(result: BenchResult, names: _Names) -> Table:
 
 def _capacities(result: BenchResult) -> Table:
     bound = f", and p{result.percentile:g} is within {result.slo_ms:g} ms" if result.slo_ms else ""
-    columns = ["target", "way", "rows", "sustained /s", "too much /s"]
-    note = f"Sustained: no backlog grows, at most 0.1 % of the requests fail{bound}."
+    columns = ["target", "way", "rows", "sustained /s", "not sustained /s"]
+    note = f"A sustained rate builds up no backlog, and at most 0.1 % of its requests fail{bound}."
     return Table("Capacity", columns, [astuple(one) for one in result.capacities], note)
 
 

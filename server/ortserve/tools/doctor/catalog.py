@@ -6,7 +6,7 @@ from ortserve.tools.report import Catalog
 
 _TEXTS: Final = """
 # processors
-no_avx2 (warning): ONNX Runtime's kernels then use 128-bit instructions: several times slower
+no_avx2 (warning): without AVX2, ONNX Runtime's kernels use 128-bit instructions and are several times slower
     → use another type of machine; in a virtual machine, pass the host's processor through
 no_int8_dot_product (advice): quantized models gain less; on x86 products of bytes may saturate and change results
     → compare with the original model here; if they differ, quantize with reduce_range=True
@@ -20,11 +20,11 @@ shared_cores (advice): a second thread on a core adds little to matrix products
     → measure with intra_op_threads at the number of cores: ortserve bench
 numa (advice): threads that read the memory of another node are slower
     → run one server per node: numactl --cpunodebind=N --membind=N ortserve serve ...
-frequency_governor (advice): processors are slow until they have been busy for a while, also for requests after a pause
+frequency_governor (advice): after a pause, processors are slow until they have been busy for a while
     → cpupower frequency-set -g performance
 
 # steadiness
-unsteady_processors (warning): no request can have a steadier latency, and benchmarks here need many repetitions
+unsteady_processors (warning): latencies of requests vary at least as much, and benchmarks here need many repetitions
     → look for other work on this machine or its host; prefer exclusive processors
 unequal_processors (warning): a run on several threads waits for the slowest one
     → keep the server on equal processors (taskset, cpuset), for example the performance cores
@@ -38,7 +38,7 @@ processes_killed (warning): a killed server answers no request until it is start
     → raise the memory limit; max_inflight_bytes and max_rows limit the memory that the server uses
 huge_pages_defrag (warning): an allocation may wait for the kernel to move memory
     → echo madvise > /sys/kernel/mm/transparent_hugepage/defrag
-no_huge_pages (advice): large weights then need many entries of the processor's page tables
+no_huge_pages (advice): without huge pages, large weights need many entries in page tables
     → echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, and measure
 small_shared_memory (advice): clients that pass tensors in shared memory have no room for large ones
     → docker run --shm-size=1g, or an emptyDir with medium: Memory; only needed with --allow-client-shm
@@ -48,7 +48,7 @@ few_open_files (warning): connections beyond the limit fail although the options
     → raise it (ulimit -n, LimitNOFILE= of systemd), or lower http_max_connections and grpc_max_connections
 variables_without_effect (advice): ONNX Runtime has not used OpenMP since version 1.7, so they do not change its threads
     → unset them; use intra_op_threads and session.spinning
-runtime_variables (warning): they change ONNX Runtime behind the options that model.yaml and this report show
+runtime_variables (warning): they change how ONNX Runtime works, and model.yaml does not show it
     → unset them; use options instead
 
 # ONNX Runtime and GPUs
@@ -58,7 +58,7 @@ provider_unusable (problem): models that request it fail to load, or run elsewhe
     → pip install 'onnxruntime-gpu[cuda,cudnn]', for TensorRT also 'tensorrt-cu13<11'; see whether nvidia-smi works
 provider_without_gpu (warning): models that request it fail to load, or run elsewhere with allow_fallback
     → give the container the GPU (docker run --gpus all); on a machine without one install ortserve[cpu]
-missing_library (warning): operators that need it fail: without cuDNN convolutions, without cuFFT Fourier transforms
+missing_library (warning): operators that need it fail: convolutions need cuDNN, Fourier transforms need cuFFT
     → pip install 'onnxruntime-gpu[cuda,cudnn]'
 gpu_unused (warning): models run on the CPU only
     → pip uninstall onnxruntime, then pip install 'ortserve[gpu]'
@@ -94,11 +94,11 @@ empty_repository (problem): the server would serve nothing
     → expected <repository>/<model>/<version>/model.onnx or <repository>/<name>.onnx
 model_fails (problem): the server does not serve it
     → correct what the message names
-model_not_checked (warning): whether it can be served is unknown
+model_not_checked (warning): the check cannot tell whether the server can serve it
     → give it more memory, or more time by --seconds-per-model
 provider_passed_over (warning): the model runs on a later execution provider of its list, which may be much slower
     → see the execution providers of this report, or remove it from execution_providers
-option_without_effect (warning): the model is served in another way than its configuration says
+option_without_effect (warning): the server does not serve the model as its configuration says
     → remove the option, or the one that contradicts it
 nodes_on_cpu (warning): each run copies tensors between the device and the host
     → ortserve inspect shows which nodes; the entry session.disable_cpu_ep_fallback makes them an error
@@ -107,7 +107,7 @@ not_batched (warning): concurrent requests wait for each other
 batched_against_evidence (warning): answers may depend on the other requests of a batch
     → remove batched: true, or correct the model
 load_warning (warning): the server logs it as a warning
-    → see the options that it names
+    → correct the options that the message names
 too_many_threads (warning): threads take processors from each other: runs take longer, and their times vary
     → keep instances times intra_op_threads within the processors
 little_memory (warning): batches and requests need memory, too, and the kernel kills a process that takes too much
@@ -132,9 +132,9 @@ run_timeouts (warning): the requests of these batches failed
     → see the log, and run_timeout_s
 abandoned_runs (warning): each such run still holds a thread; its model was reloaded
     → see the log for the model
-out_of_memory (warning): batches are smaller since then
+out_of_memory (warning): the server has formed smaller batches since then
     → see the log; set max_rows or serve fewer models
-rows_depend (warning): requests of that model now run alone
+rows_depend (warning): requests for this model now run alone
     → set batched: false, or correct the model
 """
 

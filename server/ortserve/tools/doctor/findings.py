@@ -35,7 +35,7 @@ _COUNTS: Final = {
     "event_loop_stalls": "stalls of the event loop",
     "run_timeouts": "batches were terminated at their time limit",
     "abandoned_runs": "runs never ended",
-    "out_of_memory": "batches found too little memory",
+    "out_of_memory": "batches ran out of memory",
     "rows_depend": "answers depended on the other requests of their batch",
 }
 """Metrics that should be 0. The kinds of their findings have the same names."""
@@ -48,7 +48,9 @@ def find_in_processors(found: Processors) -> Iterator[Finding]:
         yield finding("no_avx2", f"{model} has no AVX2")
     products = [name for name in _DOT_PRODUCTS if name in sets]
     if products and not any(sets[name] for name in products):
-        yield finding("no_int8_dot_product", f"{model} has no dot product of bytes ({' or '.join(products)})")
+        yield finding(
+            "no_int8_dot_product", f"{model} has no instructions for dot products of bytes ({' or '.join(products)})"
+        )
     if found.quota is not None and found.quota < len(found.allowed):
         seen = f"a quota of {found.quota:g} processors, while {len(found.allowed)} are visible"
         yield finding("small_cpu_quota" if found.quota < 1 else "cpu_quota", seen)
@@ -82,8 +84,8 @@ def find_in_system(found: System, connections: int) -> Iterator[Finding]:
     """Findings in limits and environment. ``connections`` is the limit of connections by the server's options."""
     if found.open_files is not None and found.open_files < connections + 256:
         hard = "no hard limit" if found.open_files_hard is None else f"hard limit {found.open_files_hard:,}"
-        seen = f"{found.open_files:,} open files are allowed ({hard}), and {connections:,} connections by the options"
-        yield finding("few_open_files", seen)
+        allowed = f"the options allow {connections:,} connections"
+        yield finding("few_open_files", f"the process may open {found.open_files:,} files ({hard}), and {allowed}")
     if idle := [name for name in found.environment if name.startswith(("OMP_", "KMP_", "GOMP_"))]:
         yield finding("variables_without_effect", f"{', '.join(idle)} set", *idle)
     own = [name for name in found.environment if name.startswith("ORT_") and name != "ORT_DISABLE_TELEMETRY"]
@@ -94,7 +96,7 @@ def find_in_system(found: System, connections: int) -> Iterator[Finding]:
 def find_in_steadiness(found: Steadiness) -> Iterator[Finding]:
     """Findings in the noise of the processors."""
     if found.spread > 1.5:
-        seen = f"the same {found.median_ms:.1f} ms of work took {found.spread:.1f} times as long at the 99th percentile"
+        seen = f"work of {found.median_ms:.1f} ms took {found.spread:.1f} times as long at the 99th percentile"
         yield finding("unsteady_processors", seen)
     if found.slowest > 1.3:
         yield finding("unequal_processors", f"the slowest takes {found.slowest:.1f} times as long as the fastest")
@@ -217,7 +219,7 @@ def _find_in_metrics(metrics: Mapping[str, float]) -> Iterator[Finding]:
     if limit and used > 0.8 * limit:
         yield finding("open_files_near_limit", f"{used:,.0f} of {limit:,.0f} open files are in use")
     if (saturation := metrics.get("saturation", 0)) > 0.8:
-        seen = f"a model is offered {saturation:.0%} of the rows that it can compute"
+        seen = f"a model receives {saturation:.0%} of the rows that it can compute"
         yield finding("saturated", seen, level="problem" if saturation > 1 else None)
     requests, rejected = metrics.get("requests", 0), metrics.get("rejected_requests", 0)
     if rejected > 0.01 * (requests + rejected):

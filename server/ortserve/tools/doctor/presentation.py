@@ -32,8 +32,8 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
         yield _table(title, runtime.providers, "name", "is_usable", "problem")
         libraries = [(trial.name, *each) for trial in runtime.providers for each in trial.libraries.items()]
         if libraries:
-            yield Table("Libraries", ("execution provider", "library", "version, or what the loader says"), libraries)
-        none = Facts("GPUs", {"none": runtime.gpu_problem or "NVML shows none"})
+            yield Table("Libraries", ("execution provider", "library", "version, or error of the loader"), libraries)
+        none = Facts("GPUs", {"none": runtime.gpu_problem or "NVML reports no GPU"})
         yield _table("GPUs", runtime.gpus) if runtime.gpus else none
     yield from models_table(result.models)
     if result.server is not None:
@@ -100,7 +100,7 @@ def _request(found: RequestPath) -> Table:
     return Table(
         f"One request to {found.model}, one row",
         ("stage", "median µs", "p99 µs", "share"),
-        [*rows, ("whole, at the client", found.median_us, found.p99_us, "100%")],
-        note=f"{found.requests} requests one after the other; inputs: {found.inputs}. Most time: {found.dominant}."
+        [*rows, ("total, at the client", found.median_us, found.p99_us, "100%")],
+        note=f"{found.requests} requests one after the other; inputs: {found.inputs}. Longest stage: {found.dominant}."
         f"{compared} Medians do not add up exactly.",
     )

@@ -54,7 +54,7 @@ class Evidence:
     def fuses_nothing(self) -> str:
         """A remark in parentheses if the configuration turns fusions off; otherwise empty."""
         level = self.subject.options.session.graph_optimization
-        return f" (session.graph_optimization is {level}, which fuses nothing)" if level in _FUSES_NOTHING else ""
+        return f" (session.graph_optimization is {level}, which turns fusions off)" if level in _FUSES_NOTHING else ""
 
     @property
     def file(self) -> str:
@@ -87,7 +87,7 @@ def _initializers_as_inputs(evidence: Evidence) -> Iterator[Finding]:
         "initializers_as_inputs",
         evidence.content.initializers_as_inputs,
         "weight",
-        "that requests can replace, because they are inputs, too",
+        "also declared as an input, which requests can replace",
         "ONNX Runtime does not treat them as constants, so it cannot fold, fuse or pack them.",
         "python -m onnxruntime.tools.remove_initializer_from_input "
         f"--input {evidence.file} --output {evidence.beside('constant')}",
@@ -112,9 +112,10 @@ def _attention(evidence: Evidence) -> Iterator[Finding]:
         "unfused_attention",
         [softmax for _, softmax, _ in found],
         "attention",
-        f"in pieces after optimization{evidence.fuses_nothing}",
-        "One operator for an attention reads and writes memory once. On CPUs it gained 2 to 9 %, on GPUs more.",
-        f"export with opset_version=23, which has Attention; or try, as it knows some exporters only: {command}",
+        f"split into several operators after optimization{evidence.fuses_nothing}",
+        "A fused operator reads and writes memory once. On CPUs it saved 2 to 9 % of the time, on GPUs more.",
+        "export with opset_version=23, which has the operator Attention, or try this tool, which knows some exporters: "
+        f"{command}",
         level="advice",
     )
 
@@ -130,18 +131,18 @@ def _norms_and_gelus(evidence: Evidence) -> Iterator[Finding]:
             f"unfused_{kind}",
             apart,
             name,
-            f"in pieces after optimization{evidence.fuses_nothing}",
-            "Each piece reads and writes its whole tensor; one operator does it once. ONNX Runtime fuses usual forms, "
-            "unless a value within them is an output of the model or read by other nodes.",
+            f"split into several operators after optimization{evidence.fuses_nothing}",
+            "Each of these operators reads and writes its whole tensor. ONNX Runtime fuses the usual forms, "
+            "unless a value inside them is an output of the model or is read by other nodes.",
             f"{first}export with opset_version={max(since, opset)} or higher, so that the exporter writes {operator}",
         )
         if apart and opset < since:
             yield Finding(
                 "old_opset",
                 "advice",
-                f"opset {opset} has no {operator}, so the exporter wrote it in pieces",
-                f"{operator} exists since opset {since}; then no fusion has to recognize the pieces.",
-                f"torch.onnx.export(…, opset_version={since}); converting the file would keep the pieces",
+                f"opset {opset} has no {operator}, so the exporter wrote several operators instead",
+                f"{operator} exists since opset {since} and needs no fusion.",
+                f"torch.onnx.export(…, opset_version={since}); converting the file would keep the separate operators",
             )
 
 
@@ -151,10 +152,10 @@ def _transposes(evidence: Evidence) -> Iterator[Finding]:
         "layout_transposes",
         [node for graph in graphs for node in patterns.layout_transposes(Wiring.of(graph))],
         "Transpose",
-        "between channels first and last beside convolutions",
-        "They only move memory: ONNX Runtime's optimizer could not cancel them.",
-        f"export channels first, for example: python -m tf2onnx.convert --saved-model FOLDER --output {evidence.file} "
-        "--inputs-as-nchw INPUT --outputs-as-nchw OUTPUT; in PyTorch without permute",
+        "next to convolutions, between channels first and channels last",
+        "They only move memory, and ONNX Runtime's optimizer could not remove them.",
+        "export with channels first, for example: python -m tf2onnx.convert --saved-model FOLDER "
+        f"--output {evidence.file} --inputs-as-nchw INPUT --outputs-as-nchw OUTPUT; in PyTorch, export without permute",
     )
 
 
@@ -164,8 +165,8 @@ def _casts(evidence: Evidence) -> Iterator[Finding]:
         "casts_back",
         [node for wiring in evidence.wirings() for node in patterns.casts_back(wiring, values)],
         "Cast",
-        "back to the type before another Cast",
-        "Both copy the tensor; the way through a narrower type also rounds it.",
+        "back to the type that the value had before another Cast",
+        "Both nodes copy the tensor, and a narrower type between them rounds it.",
         "remove them before the export, or set session.entries: {optimization.enable_cast_chain_elimination: 1} "
         "in model.yaml, which skips the rounding and so changes results",
     )
@@ -184,7 +185,7 @@ def _double(evidence: Evidence) -> Iterator[Finding]:
         ],
         "node",
         f"in float64, with {nbytes:,} bytes of weights",
-        "Twice the memory and at most half the speed of float32; on most GPUs 1/32 of it.",
+        "float64 takes twice the memory of float32 and has at most half its speed, on most GPUs 1/32.",
         "convert before the export: model.float() in PyTorch, to_onnx(model, X.astype(numpy.float32)) in skl2onnx",
     )
 
@@ -194,9 +195,9 @@ def _control_flow(evidence: Evidence) -> Iterator[Finding]:
         "control_flow",
         [node for node in all_nodes(evidence.optimized.model) if not node.domain and node.op in CONTROL_FLOW],
         "node",
-        "with graphs of their own",
-        "The time of a run depends on values: no CUDA graphs, no runs on the server's event loop, and on GPUs the host "
-        "waits for each decision.",
+        "with inner graphs",
+        "The duration of a run depends on values. This excludes CUDA graphs and runs on the server's event loop, and "
+        "on GPUs the host waits for each decision.",
         "export without branches and loops that depend on data, as torch.onnx.export(…, dynamo=True) does, or fix "
         f"sizes by {evidence.free_sizes}",
     )
@@ -209,8 +210,8 @@ def _shapes_on_gpu(evidence: Evidence) -> Iterator[Finding]:
             "shape_computation",
             [node for wiring in evidence.wirings() for node in patterns.shape_nodes(wiring)],
             "node",
-            f"that compute shapes in each run on the CPU, beside {gpu}",
-            "The GPU's kernels behind them start only when the host has finished.",
+            f"that compute shapes on the CPU in each run, although {gpu} runs the model",
+            "The next kernels on the GPU start only when the host has computed the shapes.",
             f"fix sizes that do not vary: {evidence.free_sizes}",
             level="advice",
         )
@@ -220,15 +221,17 @@ def _fallen_back(evidence: Evidence) -> Iterator[Finding]:
     for one in evidence.placement:
         if one.problem and one.provider in wishes(evidence.subject):
             seen = f"{one.provider}: {one.problem}"
-            matters = "The server passes over it, or refuses the model."
-            yield Finding("provider_unusable", "warning", seen, matters, "ortserve doctor", (one.provider,))
+            matters = "The server uses another execution provider of the model's list, or fails to load the model."
+            yield Finding(
+                "provider_unusable", "warning", seen, matters, "ortserve doctor shows the cause", (one.provider,)
+            )
         if one.elsewhere or one.copies:
             copies = f"; ONNX Runtime inserted {len(one.copies)} copies between memories" if one.copies else ""
             yield Finding(
                 "nodes_elsewhere",
                 "warning",
-                f"{one.provider} leaves nodes to others: {one.elsewhere or 'none'}{copies}",
-                "Each change of provider copies tensors between memories and waits for them.",
+                f"nodes that {one.provider} does not run: {one.elsewhere or 'none'}{copies}",
+                "Each change of provider copies tensors from one memory to another and waits for the copies.",
                 f"ortserve profile {evidence.file} shows their share; replace the operators in the export, or choose "
                 "another provider in model.yaml: execution_providers",
                 tuple(one.copies or ())[:_MOST_NODES],

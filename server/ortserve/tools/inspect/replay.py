@@ -96,7 +96,7 @@ def _judge(
     control = [node for node in nodes if not node.domain and node.op in CONTROL_FLOW]
     dynamic = [node for node in nodes if not node.domain and node.op in DATA_DEPENDENT]
     copies = [node for node in nodes if node.op in COPIES]
-    waits = "their results have as many elements as values decide, so runs wait for the GPU" if dynamic else ""
+    waits = "the size of their results depends on values, so each run waits for the GPU" if dynamic else ""
     copied = f"ONNX Runtime inserted {len(copies)} copies between the host and the device" if copies else ""
     conditions = [
         _condition("no_control_flow", ask("control_flow", {CUDA: {node.op for node in control}}), control),

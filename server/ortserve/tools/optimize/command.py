@@ -225,7 +225,7 @@ def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: O
     kept = [step.name for step in work.steps if step.is_kept]
     notes: tuple[str, ...] = ()
     if given.publish is not None and not kept:
-        given.publish, notes = None, ("nothing is published, because no step made the model better",)
+        given.publish, notes = None, ("nothing is published, because no step improved the model",)
         if given.output is None:
             return Delivered(notes=notes)
     provenance = make_provenance(

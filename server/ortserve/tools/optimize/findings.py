@@ -25,7 +25,7 @@ runtime_operators (advice): Other runtimes do not have these operators. Opset co
     → keep the source for other uses; quantize it rather than this model
 lost_fusions (warning): Known sizes let ONNX Runtime rewrite multiplications before other fusions can use them.
     → leave the dimensions free, or compare both: the source and this model
-half_on_cpu (warning): ONNX Runtime converts to fp32 and back around most operators there.
+half_on_cpu (warning): On CPUs, ONNX Runtime converts to fp32 and back around most operators.
     → use it on GPUs, or only to save space
 slower (warning): The model was written nevertheless, because options ask for it.
     → use the source

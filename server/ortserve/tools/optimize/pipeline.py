@@ -36,7 +36,7 @@ is measured longer at the end."""
 _GROWTH: Final = 1.02
 """Largest growth of the file without fewer nodes to run."""
 _LEAST_SAVED_BYTES: Final = 1024
-_NOTHING_GAINED: Final = "nothing became better"
+_NOTHING_GAINED: Final = "no improvement"
 
 Make: TypeAlias = Callable[..., tuple[str, ...]]
 """Makes the second file from the first one, and returns notes for people. It can be pickled."""
@@ -213,7 +213,7 @@ def judge(step: Step, before: Look, checked: Checked) -> Verdict:
     if new.nbytes > _GROWTH * old.nbytes:
         return Verdict(False, "a larger file")
     if new.nodes < old.nodes:
-        return Verdict(True, "fewer nodes in the file; the same number runs")
+        return Verdict(True, "fewer nodes in the file, but the same number runs")
     if new.nbytes < old.nbytes - _LEAST_SAVED_BYTES:
         return Verdict(True, "a smaller file")
     return Verdict(False, _NOTHING_GAINED)

@@ -94,8 +94,10 @@ def convert(
     if not half:
         raise invalid_input(f"--precision {name}: no node can be converted within {bound}")
     make(half)
-    kept = {node: f"values up to {value:.3g}, {name} ends at 65,504" for node, value in overflowing.items()}
-    kept |= {node: f"error {error:.2g} with it" for node, error in reasons.items()}
+    kept = {
+        node: f"values up to {value:.3g}, above the maximum 65,504 of {name}" for node, value in overflowing.items()
+    }
+    kept |= {node: f"error {error:.2g} in {name}" for node, error in reasons.items()}
     notes = [f"{len(half)} nodes in {name}, {len(kept)} kept in fp32"]
     notes += [f"fp32: {operators[node]} '{node}', {why}" for node, why in list(kept.items())[:_MOST_NAMED]]
     return (*notes, *([f"and {len(kept) - _MOST_NAMED} more in fp32"] if len(kept) > _MOST_NAMED else ()))

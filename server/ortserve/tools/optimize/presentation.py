@@ -49,7 +49,7 @@ def _blocks(result: OptimizeResult) -> Iterator[Block]:
         if counts:
             yield Table(title, ["operator", "nodes"], list(counts.items()))
     if result.almost_fused:
-        title = "Left in pieces in the graph that runs"
+        title = "Not fused in the graph that runs"
         yield table_of(title, result.almost_fused, most_rows=_MOST_ROWS)
     yield Findings(result.findings)
 

@@ -68,7 +68,7 @@ def measure(
     for number in range(WARM_UP + most):
         if number >= WARM_UP + _LEAST_RUNS and time.monotonic() > until:
             for arm in arms:
-                arm.runs.notes.append(f"{number - WARM_UP} of {runs} runs were made, as {seconds:g} s were over")
+                arm.runs.notes.append(f"only {number - WARM_UP} of {runs} runs fit into {seconds:g} s")
             break
         step(number, f"run {number + 1} of {WARM_UP + most}")
         for arm in order.sample(arms, len(arms)):
@@ -99,10 +99,10 @@ class _Arm:
         self._graph_file: Path | None = trace.with_suffix(".onnx")
         if not graph.external_files and model_nbytes(variant.subject.path, graph) > _LARGE_WEIGHTS:
             self._graph_file = None
-            self.runs.notes.append("the optimized graph is not known, as the model is over 1 GiB")
+            self.runs.notes.append("the optimized graph is unknown, because the model is over 1 GiB")
         if rows > 1 and not plain.signature.is_batched:
             because = plain.signature.unbatched_because
-            self.runs.notes.append(f"runs have one row, as the model is not batched: {because}")
+            self.runs.notes.append(f"runs have one row, because the model is not batched: {because}")
         self._profiled = self._open(trace, self._graph_file)
         self._overhead = CallOverhead(plain.threads, trace.with_name(f"{trace.name}-overhead"))
         self._runners = [(plain.runner(), self.runs.plain), (self._profiled.runner(), self.runs.profiled)]

@@ -90,19 +90,22 @@ def _balance(profile: Profile, of: str) -> Table:
     }
     if balance.is_closed is not None:
         note = (
-            f"Operators and profiler come {'' if balance.is_closed else 'NOT '}within {_percent(CLOSED_WITHIN)} of the "
-            f"time without interruptions: the rest is {_percent(balance.rest_share)} ± {_percent(balance.rest_error)}."
+            f"Operators and profiler {'' if balance.is_closed else 'do NOT '}account for the time without "
+            f"interruptions within {_percent(CLOSED_WITHIN)}: the rest is {_percent(balance.rest_share)} "
+            f"± {_percent(balance.rest_error)}."
         )
     elif balance.operators_ms < LEAST_MS:
         note = (
-            f"A run takes less than {LEAST_MS:g} ms: {_percent(balance.profiler_share)} of what a profiled run shows "
-            "is the profiler. Trust shares, not times."
+            f"A run takes less than {LEAST_MS:g} ms: the profiler takes {_percent(balance.profiler_share)} of a "
+            "profiled run. Rely on shares, not on times."
         )
     else:
         note = f"The time that the profiler adds is known only within {_percent(balance.rest_error)}."
     if balance.is_closed is False and balance.rest_ms < 0:
         within = number_text(-balance.rest_ms)
-        note += f" Profiling slows the operators down by at least {within} ms, apart from its own part of their times."
+        note += (
+            f" Profiling slows the operators down by at least {within} ms, in addition to its own share of their times."
+        )
     if balance.gaps_ms is not None:
         note += f" No operator ran for {number_text(balance.gaps_ms)} ms of a profiled run."
     rows = [(part, ms, 100 * ms / balance.profiled_ms) for part, ms in parts.items()]
@@ -141,14 +144,14 @@ def _table(title: str, rows: Sequence[_Row], columns: Mapping[str, Callable[[_Ro
 
 
 def _fusion(profile: Profile, fusion: Fusion, of: str) -> Block:
-    note = f"The file has {fusion.before:,} nodes in its main graph, constants apart; {fusion.after:,} run."
+    note = f"The file has {fusion.before:,} nodes in its main graph, without constants; {fusion.after:,} run."
     for text, kinds in (("Removed", fusion.removed), ("Added", fusion.added)):
         if kinds:
             note += f" {text}: {', '.join(f'{op} x{count:,}' for op, count in kinds.items())}."
     rows = [(node.op, node.name, " + ".join(node.replaces), node.self_ms) for node in profile.nodes if node.replaces]
     if not rows:
         return Text(f"No nodes were fused. {note}")
-    return Table(f"Fused nodes{of}", ("operator", "node", "in place of", "ms"), rows, note, _SHOWN)
+    return Table(f"Fused nodes{of}", ("operator", "node", "replaces", "ms"), rows, note, _SHOWN)
 
 
 def _comparison(comparison: Comparison, one: str, other: str) -> Iterator[Block]:

@@ -28,8 +28,9 @@ class Balance:
         profiler_share: `profiler_ms` as a share of the time without interruptions.
         rest_share: `rest_ms` as a share of the time without interruptions.
         rest_error: Half of the width of the 95 % interval of `profiler_ms`, as a share of the same time.
-        is_closed: Whether operators and profiler come within 5 % of the time without interruptions. Null for runs under
-            5 ms, whose operators are too short for the profiler's clock of 1 µs, and if other work makes it uncertain.
+        is_closed: Whether operators and profiler account for the time without interruptions within 5 %. Null for runs
+            under 5 ms, whose operators are too short for the profiler's clock of 1 µs, and if other work makes it
+            uncertain.
     """
 
     runs: int

@@ -122,7 +122,7 @@ def read_trace(lines: Iterable[bytes]) -> Trace:
             known = _Event(event["ts"], event["dur"], event["name"])
             reader.add(known, event["tid"], event["args"] if event["cat"] == "Node" else None)
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            problem = f"line {number} of ONNX Runtime's trace is no event: {error}"
+            problem = f"line {number} of ONNX Runtime's trace is not an event: {error}"
             raise ServeError(ErrorKind.INTERNAL, problem) from None
     return reader.trace
 

@@ -232,11 +232,11 @@ def _quantize(
         notes.append(f"requests can no longer replace the weights {', '.join(sorted(lost_inputs))}, which were inputs")
     notes += consequences(settings, nbytes / source_nbytes, speeds[1], lost)
     if left:
-        notes.append(f"calibrated without {left} of the samples, for lack of time: more --minutes use them")
+        notes.append(f"calibration ran out of time and left out {left} of the samples; raise --minutes to use them")
     if problem := next((one.problem for one in tried if one.problem), ""):
-        notes.append(f"with some nodes quantized the model cannot run: {problem}")
+        notes.append(f"some of the tried models cannot run: {problem}")
     if not found.is_complete:
-        notes.append("nodes were ranked in groups or not at all: more --trials or --minutes rank them one by one")
+        notes.append("some nodes were ranked in groups or not at all; raise --trials or --minutes to rank each node")
     every, quantized = Counter(nodes.values()), Counter(nodes[name] for name in best.nodes)
     return QuantizeResult(
         model=source.name,

@@ -247,10 +247,10 @@ def consequences(settings: Settings, share: float, speed: Speed | None, batching
     if settings.reduce_range:
         notes.append("weights have 7 bits, for processors without VNNI")
     if share >= 1:
-        notes.append("the model is not smaller than its source, which has too few weights to gain by this")
+        notes.append("the model is not smaller than its source, which has too few weights for a gain")
     if speed is not None and not speed.is_faster:
         how = "slower than" if speed.is_slower else "not faster than"
-        gain = "" if share >= 1 else ": it only takes less space"
+        gain = "" if share >= 1 else ", and only takes less space"
         notes.append(f"on this machine the model is {how} its source{gain}")
     if batching_lost:
         notes.append(f"the server batches requests for the source, but not for this model: {batching_lost}")

@@ -44,7 +44,7 @@ def _summary(result: QuantizeResult) -> dict[str, Cell]:
     agreement, delivered = result.agreement, result.delivered
     facts: dict[str, Cell] = {}
     if result.missed:
-        facts["written"] = f"nothing: {'; '.join(result.missed)}"
+        facts["written"] = f"no model: {'; '.join(result.missed)}"
     elif delivered is not None:
         version = f"{delivered.published} version {delivered.version}" if delivered.published else ""
         facts["written"] = ", ".join(filter(None, (delivered.output, version)))
@@ -55,7 +55,7 @@ def _summary(result: QuantizeResult) -> dict[str, Cell]:
         facts["speed"] = f"{speed_text(result.speed)}, {times}"
     facts["accuracy"] = f"{NOTHING} (no labels)"
     if agreement.accuracy is not None and agreement.reference_accuracy is not None:
-        facts["accuracy"] = f"{agreement.accuracy:.2%}, of the source {agreement.reference_accuracy:.2%}"
+        facts["accuracy"] = f"{agreement.accuracy:.2%}, source {agreement.reference_accuracy:.2%}"
     facts["errors within"] = ", ".join(result.bounds)
     facts["compared with"] = result.inputs
     if result.calibration:

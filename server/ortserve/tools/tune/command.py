@@ -44,7 +44,7 @@ JOURNAL: Final = ".ortserve-tune.journal"
 _DESCRIPTION: Final = """\
 Search for the options of a model that serve a load best on this machine: execution providers, threads, spinning,
 instances, batch sizes and others. Trials run in processes of their own, through the server's own batcher, in turn with
-the current configuration. What is confirmed to be better is written to model.yaml.
+the current configuration. Changes that are confirmed to be better are written to model.yaml.
 """
 _PREPARE_LIMIT_S: Final = 1800.0
 _GAINS: Final = {
@@ -275,7 +275,7 @@ def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Chang
         for index, (number, file) in enumerate(variants.items()):
             bench.show(f"version {number}")
             provenance = read_provenance(file)
-            ratio, error, why = None, None, "there was no time; allow more with --max-minutes"
+            ratio, error, why = None, None, "no time was left; allow more with --max-minutes"
             first = len(reference.readings)
             left_s, least_s = budget.left_s, budget.cost_s(1, _LEAST_PAIRS)
             share_s = max(left_s / (len(variants) - index), least_s) - budget.cost_s(1, 0)
@@ -295,7 +295,7 @@ def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Chang
 
 def _conclusion(objective: str, ending: Ending | None, trials: int) -> str:
     if trials < 2:
-        return "There was no time for a trial; allow more with --max-minutes."
+        return "No time was left for a trial; allow more with --max-minutes."
     if ending is None:
         return "No trial was better than the current configuration by more than the noise."
     ratio = ending.confirmation.ratio
@@ -320,17 +320,17 @@ def _write(
 ) -> tuple[str, str]:
     """Write the confirmed changes. Returns the file and an empty text, or an empty text and why it was not written."""
     if not changes:
-        return "", "nothing is better"
+        return "", "no configuration is better"
     if given.dry_run:
         return "", "not written, because of --dry-run"
     if subject.folder is None:
-        return "", "a single file has no model.yaml; for a model in a folder it would be"
+        return "", "a single file has no model.yaml; the model.yaml of a model in a folder would get"
     if (subject.folder / TRITON_OPTIONS_FILE).exists():
-        return "", f"the model has a {TRITON_OPTIONS_FILE}, which is not changed; in a {OPTIONS_FILE} it would be"
+        return "", f"the model has a {TRITON_OPTIONS_FILE}, which tune does not change; a {OPTIONS_FILE} would get"
     file = subject.folder / OPTIONS_FILE
     present_options = load_model_options(file, LoadOptions()) if file.exists() else ModelOptions()
     # find_model changes the policy for a version that the model's own policy does not select.
     if present_options.model_copy(update={"version_policy": subject.options.version_policy}) != subject.options:
-        return "", f"not written, because {OPTIONS_FILE} was changed meanwhile; for the options before, it would be"
+        return "", f"not written, because {OPTIONS_FILE} changed during the search; the earlier file would get"
     write_options(file, changes, comments, apply_changes(present_options, changes))
     return str(file), ""

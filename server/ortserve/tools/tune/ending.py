@@ -87,7 +87,7 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
     before.readings, after.readings = current, best
     confirmation = Confirmation(estimate_ratio(logs), len(logs), before.figures(goal), after.figures(goal), *rates)
     too_few = len(logs) < min(pairs, LEAST_PAIRS)
-    why = "there was no time to confirm it; allow more with --max-minutes" if too_few else goal.misses(best, current)
+    why = "no time was left to confirm it; allow more with --max-minutes" if too_few else goal.misses(best, current)
     return confirmation, why
 
 

@@ -34,7 +34,7 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         {"keys": describe(one.changes), "ratio": str(one.ratio or "not measured"), "is kept": one.is_kept}
         for one in result.gains
     ]
-    tables.append(Table.of("Gain of each change, against leaving it out", gains))
+    tables.append(Table.of("Gain of each change, compared with leaving it out", gains))
     note = "With the same configuration. model.yaml chooses versions by version_policy, such as {specific: [2]}."
     tables.append(table_of("Other versions", result.variants, note=note))
     trials: list[dict[str, Cell]] = [
@@ -69,7 +69,7 @@ def _findings(result: TuneResult) -> Iterator[Finding]:
         yield Finding(
             "noisy_machine",
             "warning",
-            f"the current configuration against itself: {result.noise}",
+            f"the current configuration, measured against itself, had the ratio {result.noise}",
             "The search can miss gains that are smaller than this noise.",
             "Stop other work on this machine, or allow more time with --max-minutes.",
         )

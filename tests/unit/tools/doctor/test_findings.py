@@ -188,7 +188,7 @@ def test_small_limits_are_found(tmp_path: Path) -> None:
     assert kinds(findings.find_in_memory(memory)) == {"small_shared_memory"}
     assert list(findings.find_in_system(SYSTEM, 8192)) == []
     (few,) = findings.find_in_system(replace(SYSTEM, open_files=1024), 8192)
-    assert few.seen == "1,024 open files are allowed (hard limit 524,288), and 8,192 connections by the options"
+    assert few.seen == "the process may open 1,024 files (hard limit 524,288), and the options allow 8,192 connections"
 
 
 @pytest.mark.parametrize("kind", STEADINESS)

@@ -52,7 +52,7 @@ def test_pattern_that_onnx_runtime_cannot_fuse_is_found(kind: str, tmp_path: Pat
     build = getattr(patterns, kind)
     name = f"unfused_{kind}"
 
-    assert "in pieces" in findings(build(tmp_path / "apart.onnx", leak=True))[name].seen
+    assert "split into several operators" in findings(build(tmp_path / "apart.onnx", leak=True))[name].seen
     assert name not in findings(build(tmp_path / "fused.onnx", leak=False)), "ONNX Runtime fuses this one"
 
 
@@ -135,7 +135,7 @@ def test_weights_that_are_inputs_are_found_and_the_command_mends_them(tmp_path: 
     path = patterns.dense(tmp_path / "m.onnx", is_input=True)
 
     found = findings(path)["initializers_as_inputs"]
-    assert "1 weight that requests can replace, because they are inputs, too: w" in found.seen
+    assert "1 weight also declared as an input, which requests can replace: w" in found.seen
     _, *arguments = shlex.split(found.remedy)
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=60)
 

@@ -41,11 +41,11 @@ def checked(after: Look, error: float = 0.0, ratio: float = 1.0) -> Checked:
         (look(5, 5), 2e-4, 1.0, False, "relative error 0.0002 exceeds 0.0001"),
         (look(5, 5), 0.0, 0.5, False, "slower: 0.500 times as fast"),
         (look(5, 11), 0.0, 2.0, False, "more nodes to run: 10 → 11"),
-        (look(5, 10), 0.0, 1.0, True, "fewer nodes in the file; the same number runs"),
+        (look(5, 10), 0.0, 1.0, True, "fewer nodes in the file, but the same number runs"),
         (look(5, None), 0.0, 1.0, True, "nodes to run: 10 → 5"),
         (look(5, 10, 150_000), 0.0, 1.0, False, "a larger file"),
         (look(nbytes=90_000), 0.0, 1.0, True, "a smaller file"),
-        (look(), 0.0, 1.0, False, "nothing became better"),
+        (look(), 0.0, 1.0, False, "no improvement"),
     ],
 )
 def test_steps_are_kept_for_what_they_gain(after: Look, error: float, ratio: float, is_kept: bool, reason: str) -> None:

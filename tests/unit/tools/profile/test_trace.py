@@ -98,5 +98,5 @@ def test_threads_are_read() -> None:
 
 @pytest.mark.parametrize("line", [b"not json\n", b'{"name": "x"}\n', b"3\n"])
 def test_file_that_is_no_trace_is_rejected(line: bytes) -> None:
-    with pytest.raises(ServeError, match="is no event"):
+    with pytest.raises(ServeError, match="is not an event"):
         read_trace([line])

@@ -146,6 +146,6 @@ def test_notes_say_what_the_user_gets(network: Model) -> None:
     settings = choose_settings(Wish("dynamic"), network, AVX2)
     assert consequences(settings, 1.1, None, "rows meet") == [
         "weights have 7 bits, for processors without VNNI",
-        "the model is not smaller than its source, which has too few weights to gain by this",
+        "the model is not smaller than its source, which has too few weights for a gain",
         "the server batches requests for the source, but not for this model: rows meet",
     ]

@@ -110,7 +110,7 @@ def test_options_that_were_changed_meanwhile_stay_and_the_keys_are_printed(
     use(monkeypatch, spinning_helps, lab)
     status, result = run(capsys, str(model), *GOAL)
     assert (status, result["written"]) == (0, "")
-    assert "changed meanwhile" in result["why_not_written"]
+    assert "changed during the search" in result["why_not_written"]
     assert "spinning: true" in result["yaml"]
     assert (model / "model.yaml").read_text() == "instances: 3\n"
 

@@ -75,7 +75,7 @@ def test_confirms_nothing_when_the_time_is_over() -> None:
     ending, _ = search(lab, minutes=3)
     assert ending is not None
     assert not ending.point
-    assert "there was no time to confirm it" in ending.why
+    assert "no time was left to confirm it" in ending.why
 
 
 def test_trial_says_that_it_was_pruned_because_the_time_was_over(tmp_path: Path) -> None:
