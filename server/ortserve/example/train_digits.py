@@ -156,7 +156,7 @@ def describe(correct: int, total: int, train_total: int) -> str:
     )
     return f"""# digits
 
-Recognises handwritten digits. A convolutional network of two layers (16 and 24 channels) and a dense one.
+Recognises handwritten digits with a convolutional network: two convolutions (16 and 24 channels) and a dense layer.
 
 | tensor | datatype | shape | meaning |
 |---|---|---|---|
@@ -166,13 +166,13 @@ Recognises handwritten digits. A convolutional network of two layers (16 and 24 
 
 Held-out accuracy: {correct / total:.4f} ({correct} of {total} images, measured with ONNX Runtime).
 
-Made by `python -m ortserve.example.train_digits`, which trained on {train_total} images and never looked at the {total}
-held out until it measured them once; seed {SEED}, {EPOCHS} epochs.
+Made by `python -m ortserve.example.train_digits`, which trained on {train_total} images and used the {total} held-out
+images only once, for this measurement; seed {SEED}, {EPOCHS} epochs.
 Versions: {versions}.
 
 The images are those of scikit-learn's `load_digits`: the test part of the UCI Machine Learning Repository's "Optical
 Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998), scans of 13 writers' digits, licensed CC BY 4.0.
-Good for showing that a server works; not for reading other people's handwriting.
+The model demonstrates a server. It is not meant to read other handwriting.
 """
 
 
