@@ -4,16 +4,16 @@
 #   docker build --target gpu -t ortserve:0.1.0-gpu .         NVIDIA GPUs, amd64 only, driver 580 or newer
 #   docker build --target loadtest -t ortserve:0.1.0-loadtest .
 #
-# All stages are Ubuntu 24.04, because NVIDIA's CUDA images are: a virtual environment that is made in one works in the
-# others, whose Python is the same one. What is for GPUs comes last: builders other than BuildKit make every stage that is
-# written before the one that is asked for. docs/operations/containers.md describes how to run the images.
+# All stages use Ubuntu 24.04, as NVIDIA's CUDA images do. They have the same Python, so a virtual environment of one stage
+# works in the others. The stages for GPUs come last, because builders other than BuildKit build every stage before the
+# requested one. docs/operations/containers.md describes how to run the images.
 
 # hadolint global ignore=DL3008
-# (Packages of Ubuntu have no versions here: its archive keeps only the newest of each, so that a pinned one stops being
-# there. The distribution's release is pinned instead.)
+# (Ubuntu's packages are not pinned, because its archive keeps only the newest version of each. The release of the
+# distribution is pinned instead.)
 
-# The locale en_US.UTF-8 (3 MB), without which ONNX Runtime loads no model with a StringNormalizer, is made here, too: what
-# makes it is larger and not needed later.
+# ONNX Runtime loads models with a StringNormalizer only if the locale en_US.UTF-8 (3 MB) exists. This stage creates it, so
+# that the later ones do not contain the larger package for it.
 FROM ubuntu:24.04 AS wheel
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev locales python3-dev python3-venv \
@@ -24,11 +24,11 @@ RUN apt-get update \
 WORKDIR /source
 COPY LICENSE README.md constraints.txt pyproject.toml setup.py ./
 COPY server ./server
-# The path of requests is compiled, for which mypyc wants to see the types of all that it imports. None of it is taken along.
+# mypyc compiles the request path. It needs the types of all imported packages; later stages do not contain these packages.
 RUN /opt/pip/bin/pip install --no-cache-dir --only-binary :all: --constraint constraints.txt '.[cpu,otel,compile]' \
     && ORTSERVE_COMPILE=1 /opt/pip/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# Environments without pip. Of everything else only wheels are taken, so that no compiler is needed any more.
+# Environments without pip. All other packages are installed from wheels, so these stages need no compiler.
 FROM wheel AS environment-cpu
 RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
@@ -40,8 +40,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=environment-cpu /opt/ortserve /opt/ortserve
 COPY --from=wheel /opt/locale /usr/lib/locale
-# Written to by nothing but what must be: /tmp, where clients' models are kept while they load. Python's caches of
-# compiled modules were made at installation. Home is /tmp so that no library finds another place to write to.
+# Only /tmp is written to: it holds models from clients while they load. The installation has already written Python's
+# bytecode. HOME is /tmp, so that libraries write nowhere else.
 ENV PATH=/opt/ortserve/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -56,18 +56,18 @@ LABEL org.opencontainers.image.title="ortserve" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 WORKDIR /tmp
-# By number, so that Kubernetes can see that it is not root.
+# A number, so that Kubernetes can verify that the user is not root.
 USER 10001:10001
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
-# Healthy is ready. Models may load for the start period, as in deploy/base, before the container counts as unhealthy.
+# A container is healthy when the server is ready. As in deploy/base, the start period allows models to load.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 CMD ["ortserve", "health"]
-# The kernel drops signals that a container's first process does not handle, and the server leaves the second SIGTERM to
-# its default effect, which is to end at once: so it is tini's child.
+# The server leaves the second SIGTERM to its default action, which ends the process at once. The kernel does not apply
+# default actions to the first process of a container, so the server is a child of tini.
 ENTRYPOINT ["tini", "--", "ortserve"]
 CMD ["serve", "/models"]
 
-# A load to look at, for docker-compose.yml; needs nothing beyond what the server needs.
+# The load test of docker-compose.yml, which needs no packages besides those of the server.
 FROM cpu AS loadtest
 COPY loadtests/open_loop.py loadtests/steady_load.py /opt/loadtests/
 HEALTHCHECK NONE
@@ -79,14 +79,14 @@ RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[gpu,otel,stores]"
 
-# CUDA 13 and cuDNN 9 are those that the wheels of onnxruntime-gpu are built for.
+# The wheels of onnxruntime-gpu are built for CUDA 13 and cuDNN 9.
 FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04 AS gpu
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 tini \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=environment-gpu /opt/ortserve /opt/ortserve
 COPY --from=wheel /opt/locale /usr/lib/locale
-# As for CPUs; and kernels that the driver or cupy compile on first use are kept in /tmp.
+# As for CPUs. Kernels that the driver or cupy compile on first use are cached in /tmp.
 ENV PATH=/opt/ortserve/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp \
     CUDA_CACHE_PATH=/tmp/cuda-cache \
@@ -108,6 +108,6 @@ USER 10001:10001
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 CMD ["ortserve", "health"]
-# As for CPUs. NVIDIA's own entry point prints a banner in front of what is started; it is not used.
+# As for CPUs. NVIDIA's own entry point is not used, because it prints a banner.
 ENTRYPOINT ["tini", "--", "ortserve"]
 CMD ["serve", "/models"]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Fetch the archive at MODELS_URL, make sure that it is the one with MODELS_SHA256, and unpack it into MODELS_FOLDER.
+# Downloads the archive at MODELS_URL, checks that its digest is MODELS_SHA256, and unpacks it into MODELS_FOLDER.
 set -eu
 archive="$MODELS_FOLDER/.archive"
 curl --fail --silent --show-error --location --retry 5 --retry-connrefused --output "$archive" "$MODELS_URL"
