@@ -159,8 +159,8 @@ def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
     ]
     setting = (
         f"Tiny MLP, {CONNECTIONS} connections in the process, medians (lowest to highest) of {options.rounds} rounds "
-        f"in which the arms took turns, CPU µs a request; everything in: {spread(whole)}. What a feature costs is the "
-        "difference within a round; below nothing where it saves more than it costs."
+        f"in which the arms took turns, CPU µs a request; with all features: {spread(whole)}. The cost of a "
+        "feature is the difference within a round; it is negative if the feature saves more than it costs."
     )
     text = "\n\n".join(
         [

@@ -122,11 +122,11 @@ def main() -> None:
     print(f"\n{time.monotonic() - began:.0f} s")
 
 
-CAVEATS: Final = """Caveats first: the clock is virtual. Batcher, planner, admission, queue and device are the
-server's own code; a run takes exactly the time of the line below (or, where said, that time with lognormal noise), and
-everything else takes none: no decoding, no thread hop, no interpreter lock. Every request has one row. Figures after ±
-are standard errors by means of 20 consecutive blocks; ratios are of runs with the same arrivals, and so are their
-errors. The first 5 % of each run are not counted."""
+CAVEATS: Final = """The clock is virtual. Batcher, planner, admission, queue and device are the server's own code.
+A run takes exactly the time of the line below, or that time with lognormal noise where the text says so. Everything
+else takes no time: there is no decoding, no change of thread, no interpreter lock. Every request has one row. Figures
+after ± are standard errors from 20 consecutive blocks; ratios and their errors compare runs with the same arrivals. The
+first 5 % of each run are not counted."""
 
 
 def describe(machine: Machine) -> str:
@@ -187,7 +187,7 @@ def report_latency(latencies: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> l
     return [
         (
             f"## 1. Mean latency against the bound\n\nAt most {MOST_OF_BOUND:.2f} times the bound up to {BOUND_UP_TO} "
-            "of capacity. The bound knows no largest batch, so it may be passed beyond."
+            "of capacity. The bound assumes no largest batch, so the latency may exceed it above that load."
         ),
         table(["machine", "load", "mean ms", "bound ms", "of the bound", "rows a batch", ""], bounds),
         (
@@ -248,12 +248,12 @@ def report_goodput(goodputs: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> li
             )
     return [
         (
-            f"## 3. Overload\n\nEvery request is to be answered within {SLO_RUNS} full batches. Answered in time: "
-            f"at least {LEAST_GOODPUT} of capacity; p99 of the answered: within the deadline. 40,000 requests are "
-            "offered; some 300 of those dropped at 2 times the capacity come from the first 8 batches, in which no "
-            "prediction refuses anybody. With 30 % noise one run in twenty takes 1.6 times its mean: "
-            "holding back for those costs some of the capacity, and is not judged. Without known deadlines the queue "
-            "grows for as long as the overload lasts, or stays full."
+            f"## 3. Overload\n\nThe deadline of each request is {SLO_RUNS} full batches. Goals: at least "
+            f"{LEAST_GOODPUT} of the capacity answered in time, and a p99 of the answers within the deadline. 40,000 "
+            "requests are offered; some 300 of those dropped at 2 times the capacity come from the first 8 batches, "
+            "in which no prediction rejects requests. With 30 % noise one run in twenty takes 1.6 times its mean. A "
+            "reserve for such runs costs some of the capacity, so these rows have no verdict. Without known "
+            "deadlines the queue grows as long as the overload lasts, or stays full."
             "\n\n![answered in time by offered load](batching_simulation_goodput.png)"
         ),
         table(["machine", "load", "arm", "in time", "p99 / deadline", "rows a batch", "refused", "dropped", ""], rows),
@@ -307,9 +307,10 @@ def report_loops(closed: Sequence[tuple[tuple[Machine, int, str], LoopArms]]) ->
         )
     return [
         (
-            f"## 4. Closed loop\n\nEach client thinks for {THINK_NS / 1e6:g} ms, always or on average, and asks again; "
-            "they do not all begin at once. *Ideal* sees when each client will be back, and is the best of going at "
-            "the moment that gives most rows a second, and of waiting for any set number of clients."
+            f"## 4. Closed loop\n\nEach client waits {THINK_NS / 1e6:g} ms, always or on average, before its next "
+            "request; clients begin at different times. *Ideal* knows the time of each next request. It is the "
+            "better of two strategies: running at the time that gives most rows per second, and waiting for a fixed "
+            "number of clients."
         ),
         table(
             [

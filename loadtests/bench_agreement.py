@@ -312,13 +312,13 @@ def main() -> None:
     rows, clients = measure(loads, options.rounds, program)
     setting = (
         f"One row a request, {options.rounds} interleaved rounds of {seconds:g} s for each load; medians and ranges "
-        "over the rounds. Ratios are bench / the other generator, round by round; for the open loop of h2load, which "
-        "is late by up to a millisecond, bench sends at the same moments. Generators and server share the processors: "
-        "in the last load bench, whose client takes more CPU than those in C, takes it from the server. The last "
-        "column is bench's own account of itself."
+        "over the rounds. Ratios are bench / the other generator, round by round. The open loop of h2load is late by "
+        "up to a millisecond; bench sends at the same times. Generators and server share the processors: in the last "
+        "load, the client of bench needs more CPU than the clients in C, and takes it from the server. The last "
+        "column shows the state of bench's generator."
     )
     columns = ["load", "protocol", "generator", "answers/s", "p50 ms", "p99 ms"]
-    columns += ["ratio of answers/s", "ratio of p50", "ratio of p99", "what bench says of itself"]
+    columns += ["ratio of answers/s", "ratio of p50", "ratio of p99", "generator of bench"]
     text = "\n\n".join(
         ("# bench beside other load generators", circumstances(), setting, table(columns, rows), clients)
     )

@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 {circumstances()}
 
-{libraries}. Load average at the beginning: {load:.1f}; at 0 the machine was quiet.
+{libraries}. Load average at the beginning: {load:.1f} (0 means an idle machine).
 
 One FP32 tensor each way.
 
@@ -267,14 +267,14 @@ Medians of {options.rounds} rounds in which all arms took turns, and their range
 
 {measured}
 
-A copy is memory of the tensor's size; what a call needs besides is left out, which is all there is at 1 KB of binary.
-A binary tensor is read as a view on the body and staged from there. It is written by the one copy that joins it with
-what stands before it, because the servers of both protocols take an answer as one piece. JSON's copies are the text and
-the objects that numbers become on the way, and above all what orjson sets aside before it reads: 12 bytes for each byte
-of text, of which it touches what it needs. Of typed contents it is not seen what protobuf sets aside, but the bytes
-that a tensor of them is a view on. They are answered raw, as all calls are.
+A copy is memory of the tensor's size. Other memory of a call is left out; at 1 KB of binary it is all there is. A
+binary tensor is read as a view of the body and staged from there. It is written with one copy, which joins it with the
+head, because the servers of both protocols take an answer as one piece. The copies of JSON are the text, the objects of
+its numbers, and above all the memory that orjson allocates before it reads: 12 bytes for each byte of text, of which it
+touches only a part. For typed contents, the figure shows the bytes that a tensor is a view of, but not the allocations
+of protobuf. Answers to typed contents are raw, like all answers.
 
-## What a thread would spare the event loop
+## Time that a thread would save the event loop
 
 The lowest of {options.rounds} rounds, which other work on the machine disturbs least.
 

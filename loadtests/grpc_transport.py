@@ -165,11 +165,11 @@ def main() -> None:
 
 
 _CAVEATS = (
-    "Tiny MLP, 64 numbers a request; {connections} connections with {streams} calls at one time, closed loop, medians "
+    "Tiny MLP, 64 numbers a request; {connections} connections with {streams} concurrent calls, closed loop, medians "
     "(lowest to highest) of {rounds} interleaved rounds of {seconds} s; the load generator runs on the same "
-    "processors. grpcio clients are sync ones, a process a connection with a thread a call, each call with a timeout: "
-    "threads of a single process hold one another up. Every call was answered OK; samples were compared with ONNX "
-    "Runtime's own."
+    "processors. grpcio clients are synchronous: one process per connection with one thread per call, each call with a "
+    "timeout, because threads of one process delay each other. Every call was answered OK; samples were compared with "
+    "ONNX Runtime's own."
 )
 
 

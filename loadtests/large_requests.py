@@ -231,10 +231,10 @@ def cpu_ns(pid: int) -> int:
 
 
 _CAVEATS = (
-    "Medians (lowest to highest) of {rounds} rounds in which the ways took turns; µs of the server's CPU a request, "
-    "and of median time, in which is the caller's own. Each answer was compared. *Receiving alone* is a process that "
-    "receives the bytes into memory and answers with the last number; the servers also read them once more, to find "
-    "the largest. A process's CPU includes the kernel's copy out of the socket."
+    "Medians (lowest to highest) of {rounds} rounds in which the ways took turns: µs of the server's CPU a request, "
+    "and median time in µs, which includes the caller's own. Each answer was compared. *Receiving alone* is a process "
+    "that receives the bytes into memory and answers with the last number; the servers also read them once more, to "
+    "find the largest. A process's CPU includes the kernel's copy out of the socket."
 )
 
 

@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 {circumstances()}
 
-prometheus_client {version("prometheus_client")}. Load average at the beginning: {load:.1f}; at 0 the machine was quiet.
+prometheus_client {version("prometheus_client")}. Load average at the beginning: {load:.1f} (0 means an idle machine).
 
 Medians of {options.rounds} rounds in which both arms took turns, and their range.
 

@@ -205,11 +205,12 @@ def progress(one: Neighbour, server: str, found: Found) -> str:
 
 _SETTING: Final = (
     "{rate:.0f} small requests a second on each protocol (one row of a tiny MLP; REST JSON, gRPC raw contents) at "
-    "fixed times; ms from when a request was due, p99 and slowest of {rounds} stretches of {seconds:g} s. Alone and "
-    "beside the neighbour took turns on the same server. Memory is the peak of resident memory above that before the "
-    "first stretch, children included; {inflight} MiB are allowed (`max_inflight_bytes`), {load} MiB where a model is "
-    "loaded. Processors are those that the server kept busy beside the neighbour. Aims: p99 at most {most:g} ms and at "
-    "most {ratio:g} times alone."
+    "fixed times. Latencies in ms count from the time when a request was due: p99 and maximum of {rounds} stretches "
+    "of {seconds:g} s. Stretches without and with the neighbour alternate on the same server. Memory is the peak "
+    "growth of resident memory since before the first stretch, children included; {inflight} MiB are allowed "
+    "(`max_inflight_bytes`), {load} MiB if a model is loaded. Processors is the number of processors that the server "
+    "kept busy beside the neighbour. Goals: p99 at most {most:g} ms, and at most {ratio:g} times that without the "
+    "neighbour."
 )
 
 

@@ -121,7 +121,7 @@ def main() -> None:
 
 _CAVEATS = (
     "{connections} connections, closed loop, medians of {rounds} interleaved rounds; the load generator runs on the "
-    "same processors. Every answer was a success, samples were compared with ONNX Runtime's own."
+    "same processors. All requests succeeded, and samples of the answers were compared with ONNX Runtime's own."
 )
 
 

@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 {circumstances()}
 
-opentelemetry-sdk {version("opentelemetry-sdk")}. Load average at the beginning: {load:.1f}; at 0 the machine was quiet.
+opentelemetry-sdk {version("opentelemetry-sdk")}. Load average at the beginning: {load:.1f} (0 means an idle machine).
 
 Medians of {options.rounds} rounds in which all cases took turns, and their range.
 
