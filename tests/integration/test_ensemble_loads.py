@@ -18,7 +18,17 @@ import tritonclient.grpc as triton_grpc
 from models import builders, members, sequences
 from models.members import Step, add_ensemble, ensemble_text
 from ortserve.core.dtypes import DataType
-from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
+from servers import (
+    LONG_S,
+    LOOK_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    json_input,
+    rest_url,
+    serving,
+    wait_for_queue,
+)
 
 EXPLICIT = ("--model-control-mode", "explicit", *SHORT_WARMUP)
 POLL = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
@@ -274,6 +284,25 @@ def test_a_change_of_an_ensemble_that_waits_to_follow_a_member_fails_no_request(
             assert answer(server) == [20, 22]
         else:
             assert states(server)["chain"] == "UNAVAILABLE unloaded"
+
+
+def test_an_ensemble_that_is_loaded_during_an_unload_of_its_members_goes_with_them(repository: Path) -> None:
+    slow = add_model(repository, "slow", builders.slow, steps=300_000)
+    (slow / "model.yaml").write_text("max_rows: 1\nwarmup_s: 0\n")
+    steps: list[Step] = [("chain", {"x": "x"}, {"y": "y"}), ("slow", {"x": "z"}, {"y": "w"})]
+    add_ensemble(repository, "busy", ["x", "z"], ["y", "w"], steps)
+    named = [part for name in ("outer", "busy") for part in ("--load-model", name)]
+    with serving(repository, *EXPLICIT, *named) as server, ThreadPoolExecutor(3) as threads:
+        body = {"inputs": [*BODY["inputs"], json_input("z", np.ones((1, 4), np.float32))]}
+        asking = [threads.submit(httpx.post, rest_url(server, "busy"), json=body, timeout=LONG_S) for _ in range(2)]
+        wait_for_queue(server, "slow", 1)
+        unloading = threads.submit(change, server, "plus", "unload")
+        while states(server)["busy"] != "UNLOADING unloaded":
+            time.sleep(LOOK_S)
+        assert change(server, "outer").status_code == 200  # chain still serves, until busy has answered
+        assert [call.result().status_code for call in (*asking, unloading)] == [200, 200, 200]
+        gone = dict.fromkeys(("busy", "chain", "outer", "plus"), "UNAVAILABLE unloaded")
+        assert states(server) == gone | {"double": "READY", "slow": "READY"}
 
 
 def test_each_fault_of_an_ensemble_has_its_text(server: ServerProcess, repository: Path) -> None:

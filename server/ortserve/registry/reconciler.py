@@ -261,6 +261,7 @@ class Reconciler:
             await self.drop_dependents(ensemble)
             async with self.lock(ensemble):
                 self._versions.drain_all(ensemble)
+                await self.drop_dependents(ensemble)  # Ensembles loaded in the meantime hold this one.
                 await self._draining.wait(ensemble)
 
     async def _follow(self, name: str, applied: Collection[str] = ()) -> None:
