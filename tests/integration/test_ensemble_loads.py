@@ -305,6 +305,21 @@ def test_an_ensemble_that_is_loaded_during_an_unload_of_its_members_goes_with_th
         assert states(server) == gone | {"double": "READY", "slow": "READY"}
 
 
+def test_an_ensemble_follows_a_member_after_the_ensembles_that_it_contains(
+    server: ServerProcess, repository: Path
+) -> None:
+    steps: list[Step] = [("chain", {"x": "x"}, {"y": "t"}), ("plus", {"a": "t"}, {"b": "y"})]
+    add_ensemble(repository, "both", ["x"], ["y"], steps)
+    for call in (("both",), ("chain", "unload"), ("chain",)):  # so that chain was loaded after both
+        assert change(server, *call).status_code == 200
+    loads = len([line for line in server.lines if "model is ready model=both" in line])
+    put(repository, "plus", 1, 2)
+    assert change(server, "plus").status_code == 200
+    assert answer(server, "both") == [8, 10]
+    # One load, because an earlier one would use the new load of plus, and that of chain still the old one.
+    assert len([line for line in server.lines if "model is ready model=both" in line]) == loads + 1
+
+
 def test_each_fault_of_an_ensemble_has_its_text(server: ServerProcess, repository: Path) -> None:
     def load_error(steps: list[Step], **more: str) -> str:
         shutil.rmtree(repository / "e", ignore_errors=True)

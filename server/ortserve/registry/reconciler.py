@@ -11,7 +11,7 @@ from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
 from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
-from ortserve.registry.dependents import dependents_of, members_of, reject_cycles, required_versions
+from ortserve.registry.dependents import closure_of, dependents_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import find_members
 from ortserve.registry.ensemble.served import ServedEnsemble
@@ -274,7 +274,9 @@ class Reconciler:
             name: Name of the model.
             applied: Ensembles that the caller loads after the model anyway.
         """
-        for ensemble in self.dependents_of(name):
+        # An ensemble that contains another one comes after it, so that both never use different loads of the model.
+        dependents = sorted(self.dependents_of(name), key=lambda one: len(closure_of([one], self._sources)))
+        for ensemble in dependents:
             if ensemble in applied:
                 continue
             async with self.lock(ensemble):
