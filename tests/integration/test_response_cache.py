@@ -33,6 +33,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (add_model(folder, "slow", builders.slow) / "model.yaml").write_text("response_cache: true\nwarmup_s: 0.1\n")
     delayed = add_model(folder, "delayed", builders.poison)
     (delayed / "model.yaml").write_text("response_cache: true\nqueue_delay_s: 1\n")
+    for name, is_cached in (("endless", "true"), ("member", "false")):
+        endless = add_model(folder, name, builders.repeats)
+        (endless / "model.yaml").write_text(f"response_cache: {is_cached}\nrun_timeout_s: 1\n")
+    steps = [("member", {"x": "x"}, {"y": "y"})]
+    members.add_ensemble(folder, "ensemble", ["x"], ["y"], steps, response_cache="true")
     (add_model(folder, "refuses", builders.poison) / "model.yaml").write_text("response_cache: true\n")
     return folder
 
@@ -150,6 +155,19 @@ def test_requests_that_shared_a_failed_run_do_not_count_as_rejected(server: Serv
     assert failed["delayed rejected_by_model"] == 4
     rejected = metrics.by_labels("ortserve_rejected_requests_total", "model", "reason")
     assert not [labels for labels in rejected if labels.startswith("delayed")]
+
+
+@pytest.mark.parametrize(("model", "run"), [("endless", "endless"), ("ensemble", "member")])
+def test_requests_that_shared_a_run_over_its_time_limit_fail_with_it(
+    server: ServerProcess, model: str, run: str
+) -> None:
+    body = {"inputs": [json_input("x", np.array([2**62]))]}
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(httpx.post, rest_url(server, model), json=body, timeout=LONG_S) for _ in range(3)]
+        answers = [call.result() for call in calls]
+    assert [answer.status_code for answer in answers] == [504] * 3
+    assert all("its limit is 1 s" in answer.text for answer in answers)
+    assert read_metrics(server).value("ortserve_overdue_batches_total", model=run, outcome="terminated") == 1
 
 
 def test_the_configuration_shows_the_cache(server: ServerProcess) -> None:

@@ -22,7 +22,7 @@ from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import is_absent
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
 from ortserve.telemetry.readings import CacheCounts, CacheReading
 
 Key: TypeAlias = tuple[int, bytes]
@@ -323,10 +323,13 @@ class SharedRun:
         """Fail the requests. If the run missed the first one's deadline, only that one fails; the others run again.
 
         A run that cannot meet its deadline may also be rejected as overloaded, even by a later step of an ensemble.
-        Requests with the same deadline would be rejected again, so they fail in that case.
+        Requests with the same deadline would be rejected again, so they fail in that case. So do all requests of a run
+        that was terminated before its deadline: each further run would take as long.
         """
         kind = error.kind if isinstance(error, ServeError) else None
         by_ns, taken_ns = self._terms.finish_by_ns, self._child.timing.taken_ns
+        if isinstance(error, RunTimeoutError) and (by_ns is None or self._runs.clock() < by_ns):
+            kind = None
         for one in waiting:
             has_more_time = by_ns is not None and one.terms.finish_by_ns != by_ns
             is_late = kind is ErrorKind.DEADLINE or (kind is ErrorKind.OVERLOADED and has_more_time)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ortserve.config.model import ModelOptions
-from ortserve.errors import SequenceError, ServeError, invalid_input
+from ortserve.errors import RunTimeoutError, SequenceError, ServeError, invalid_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,8 @@ def of_ensemble(error: ServeError, ensemble: str, member: str) -> ServeError:
     message = f"in ensemble '{ensemble}', {error.message}"
     if f"'{member}'" not in error.message:
         message += f" (model '{member}')"
+    if isinstance(error, RunTimeoutError):
+        return RunTimeoutError(message)
     # The kind stays, because errors of sequences reach clients without the id of the request before the text.
     kind = SequenceError if isinstance(error, SequenceError) else ServeError
     return kind(error.kind, message, retry_after_s=error.retry_after_s)
