@@ -16,6 +16,7 @@ import tritonclient.http as triton_http
 from onnx import numpy_helper
 
 from encodings_of_requests import triton_inputs
+from http_wire import wait_until
 from models import builders
 from servers import (
     LONG_S,
@@ -56,6 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         add_pair(repository, name, builders.identity, builders.unnamed_dims if name == "wrong" else builders.identity)
     add_pair(repository, "slower", lambda path: builders.slow(path, 150), lambda path: builders.slow(path, 5000))
     add_pair(repository, "crashing", halves, builders.poison)
+    add_pair(repository, "endless", lambda path: builders.repeats(path, 1), builders.repeats, "run_timeout_s: 0.5\n")
     add_pair(repository, "other_inputs", builders.identity, builders.poison)
     for name in ("cached", "copied"):
         add_pair(repository, name, builders.identity, builders.identity, "response_cache: true\n")
@@ -227,6 +229,20 @@ def test_canary_that_crashes_on_some_inputs_is_stopped_and_no_caller_sees_an_err
         assert (end["candidate"], end["result"]) == (2, "rolled_back")
         assert end["reason"].startswith("max_error_rate: expected at most 0.1, got ")
         assert {caller.ask(good)[0] for _ in range(30)} == {"1"}
+
+
+@pytest.mark.parametrize("mode", ["shadow", "canary"])
+def test_candidate_whose_run_exceeds_its_time_limit_is_stopped(server: ServerProcess, mode: str) -> None:
+    start(server, "endless", mode=mode, share=1, rules={"min_requests": 5, "max_error_rate": 0.1})
+    with calling(server, "endless") as caller:
+        version, y = caller.ask({"x": np.array([2**62])})
+        assert (version, y.item()) == ("1", 1)
+        wait_until(lambda: rollout_of(server, "endless")["ended"] is not None)
+    end = rollout_of(server, "endless")["ended"]
+    assert (end["result"], end["reason"]) == (
+        "rolled_back",
+        "max_error_rate: expected at most 0.1, got 1 of 1 requests",
+    )
 
 
 def test_candidate_that_takes_other_inputs_fails_no_caller(server: ServerProcess) -> None:

@@ -19,7 +19,7 @@ from ortserve.core.request import InferRequest
 from ortserve.core.terms import Scheduling
 from ortserve.core.timing import Timing
 from ortserve.core.version_names import STABLE
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
 from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.rollout.decision import MEASURES, Decision, Figures, Latencies, decide, disagrees, errors_of
@@ -128,7 +128,7 @@ class LiveRollout(Rollout):
         self._count("answered")
 
     def candidate_failed(self, error: Exception) -> None:
-        is_busy = isinstance(error, ServeError) and error.kind in _BUSY
+        is_busy = _is_busy(error)
         if not isinstance(error, ServeError):
             log_fault(logger, "a candidate failed unexpectedly", error, model=self.model)
         self._count("rejected" if is_busy else "failed")
@@ -200,7 +200,7 @@ class LiveRollout(Rollout):
         self._end_copy(nbytes, "disagreed" if disagrees(errors, self.options.tolerance) else "agreed")
 
     def _outcome_of(self, error: BaseException) -> Outcome:
-        if isinstance(error, asyncio.CancelledError) or (isinstance(error, ServeError) and error.kind in _BUSY):
+        if isinstance(error, asyncio.CancelledError) or _is_busy(error):
             return "shed"
         if not isinstance(error, ServeError):
             log_fault(logger, "a copied request failed unexpectedly", error, model=self.model)
@@ -245,6 +245,11 @@ class LiveRollout(Rollout):
         if decision is not None:
             self.is_over = True
             self._on_decision(self, decision)
+
+
+def _is_busy(error: BaseException) -> bool:
+    """Whether a version rejected a request because it was busy. A run over its time limit is a failure of the model."""
+    return isinstance(error, ServeError) and error.kind in _BUSY and not isinstance(error, RunTimeoutError)
 
 
 def _names_stable(request: InferRequest) -> bool:
