@@ -30,6 +30,7 @@ from servers import (
 
 ONES = {"x": np.ones((1, 4), np.float32)}
 ALL = "version_policy: {all: true}\n"
+ALREADY = "version 2 of model 'm' is already labelled 'stable'"
 
 
 def halves(path: Path) -> Path:
@@ -334,6 +335,23 @@ def test_rollout_of_the_file_begins_once_and_its_end_survives_a_restart(tmp_path
 
 def in_repository(server: ServerProcess, model: str, to: str) -> None:
     httpx.post(f"{server.url}/v2/repository/models/{model}/{to}", timeout=LONG_S).raise_for_status()
+
+
+@pytest.mark.parametrize(("labels", "previous"), [("{stable: 2}", None), ("{}", "2"), ("{other: 1}", "2")])
+def test_promotion_of_a_rollout_without_effect(tmp_path: Path, labels: str, previous: str | None) -> None:
+    """It replaces the version that answers without a version, and is refused for a version that is stable already."""
+    add_pair(tmp_path, "m", builders.identity, builders.identity)
+    candidate = 2 if previous is None else 1
+    (tmp_path / "m" / "model.yaml").write_text(f"labels: {labels}\n{ALL}rollout: {{candidate: {candidate}}}\n")
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        server.wait_for_line("rollout has no effect", "model=m")
+        answer = asked(server, "POST", "m/promote")
+        if previous is None:
+            assert (answer.status_code, answer.json()["error"]) == (409, ALREADY)
+            return
+        assert answer.raise_for_status().json()["previous"] == previous
+        asked(server, "POST", "m/rollback").raise_for_status()
+        assert stable_of(server, "m") == previous
 
 
 @pytest.mark.parametrize("is_from_file", [True, False])

@@ -105,11 +105,7 @@ class LabelService:
         """
         async with self.lock(model):
             self.check_serves(model, version, "promote")
-            previous = self._stable(model)
-            if previous == version:
-                raise ServeError(
-                    ErrorKind.CONFLICT, f"version {version} of model '{model}' is already labelled '{STABLE}'"
-                )
+            previous = self.replaced_by(model, version)
             state = self._registry.state_of(model)
             labels = {**state.labels, STABLE: version}
             await self._registry.change_state(model, replace(state, labels=labels, previous=previous))
@@ -131,10 +127,17 @@ class LabelService:
             await self._registry.change_state(model, replace(state, labels=labels, previous=None))
         return self.read(model)
 
-    def _stable(self, model: str) -> int | None:
-        """The version that answers requests without a version; None if there is none."""
+    def replaced_by(self, model: str, version: int) -> int | None:
+        """The version that answers requests without a version until ``version`` is promoted; None if that is the same.
+
+        Raises:
+            ServeError: conflict, if ``version`` is ``stable`` already.
+        """
         labels = self._registry.labels(model)
-        return labels[STABLE] if STABLE in labels else max(self._registry.ready_versions(model), default=None)
+        if labels.get(STABLE) == version:
+            raise ServeError(ErrorKind.CONFLICT, f"version {version} of model '{model}' is already labelled '{STABLE}'")
+        before = labels[STABLE] if STABLE in labels else max(self._registry.ready_versions(model), default=None)
+        return None if before == version else before
 
     def _states(self, model: str) -> dict[int, State]:
         """The states of a model's versions. Raises ServeError: not_found."""

@@ -180,7 +180,7 @@ class RolloutService:
         state = self._registry.state_of(model)
         state = replace(state, rollout=None, ended=ended)
         if ended.result == "promoted":
-            previous = self._registry.labels(model).get(STABLE)
+            previous = self._labels.replaced_by(model, ended.candidate)
             state = replace(state, labels={**state.labels, STABLE: ended.candidate}, previous=previous)
         await self._registry.change_state(model, state)
         log_event(
