@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -285,6 +286,29 @@ def test_ensemble_whose_members_do_not_fit_together_fails_and_evicts_nothing_mor
     state, reason = states(crowded)["apart"]
     assert state == "UNAVAILABLE"
     assert re.search(pattern, reason)
+
+
+def test_ensemble_on_demand_loads_a_member_again_that_leaves_before_it_is_held(tmp_path: Path) -> None:
+    """The load of ``c`` waits behind that of ``b``, which a pipe delays, and evicts ``a`` before the ensemble loads."""
+    repository = tmp_path / "repository"
+    for name in ("a", "c"):
+        add_model(repository, name, costly.weighty, width=1000, layers=1)
+    os.mkfifo(repository / "b.onnx")
+    steps = [(name, {"x": "x"}, {"y": f"of_{name}"}) for name in ("a", "b")]
+    members.add_ensemble(repository, "ab", ["x"], ["of_a", "of_b"], steps)
+    wide = {"x": np.ones((1, 1000), np.float32)}
+    flags = ("--load-policy", "on_demand", "--memory-budget-bytes", str(12 * MIB), *SHORT_LOADS)
+    with serving(repository, *flags, through=PLAIN) as server, ThreadPoolExecutor(2) as threads:
+        expected = ask(server, "a", wide)
+        stays_until_s = time.monotonic() + 1  # five times its load, or more
+        whole = threads.submit(ask, server, "ab", wide)
+        wait_until(partial(is_loading, server, "b"))
+        other = threads.submit(ask, server, "c", wide)
+        wait_until(lambda: is_loading(server, "c") and time.monotonic() > stays_until_s)
+        (repository / "b.onnx").write_bytes((repository / "a" / "1" / "model.onnx").read_bytes())
+        for answer in (whole, other):
+            np.testing.assert_allclose(answer.result(LONG_S), expected, rtol=1e-5)
+        assert read_metrics(server).by_labels("ortserve_model_evictions_total", "model")["a"] >= 1
 
 
 def private_bytes(server: ServerProcess) -> int:

@@ -36,6 +36,9 @@ from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
 
+_MOST_TRIES: Final = 4
+"""Maximum number of loads of an ensemble for its requests, if members are evicted before the ensemble holds them."""
+
 
 class Registry:
     """Loads the models of the repositories and finds the one for a request. Loop thread only.
@@ -383,10 +386,10 @@ class Registry:
             ServeError: not_ready, if there is no room in memory or the load failed.
         """
         with self._room.loading_together(closure_of([name], self._sources)):
-            await self._load_with_members(name)
+            await self._load_with_members(name, tries=_MOST_TRIES)
 
-    async def _load_with_members(self, name: str) -> None:
-        """As ``_load_demanded``."""
+    async def _load_with_members(self, name: str, *, tries: int) -> None:
+        """As ``_load_demanded``. A load for another model may evict a member before the ensemble holds it."""
         source = self._sources.get(name)
         for member in () if source is None else self._reconciler.missing_members(source):
             if any(record.makes_requests_wait for record in self._catalog.of(member).values()):
@@ -402,11 +405,14 @@ class Registry:
                 return
             failures = await self._reconciler.apply(source, is_forced=True, is_awaited=True)
         if any(record.is_on_demand and record.is_superseded for record in self._catalog.of(name).values()):
-            await self._load_with_members(name)  # The newer load already waits for the model's lock.
+            await self._load_with_members(name, tries=tries)  # The newer load already waits for the model's lock.
             return
         for record in self._catalog.of(name).values():
             if record.no_room is not None:
-                raise record.no_room
+                if tries == 1 or not self._reconciler.missing_members(source):
+                    raise record.no_room
+                await self._load_with_members(name, tries=tries - 1)
+                return
         if failures:
             raise _not_loaded(name, "; ".join(failures))
 
