@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import rest_json, triton_inputs
-from models import builders
+from http_wire import wait_until
+from models import builders, members
 from servers import (
     LONG_S,
     SHORT_WARMUP,
@@ -290,6 +292,28 @@ def test_unload_answers_admitted_requests_and_rejects_later_ones(tmp_path: Path)
         assert len(done) == 4
         assert not grpc.is_model_ready("slow")
         assert read_metrics(server).by_labels("ortserve_model_state", "model") == {}
+
+
+def test_lower_version_does_not_answer_while_the_highest_one_is_loaded(tmp_path: Path) -> None:
+    """Version 1 returns its input, version 2 does not. The warm-up of version 2 takes seconds."""
+    folder = add_model(tmp_path, "m", builders.identity)
+    add_model(tmp_path, "m", builders.slow, version=2, steps=60_000)
+    (folder / "model.yaml").write_text("version_policy: {all: true}\n")
+    members.add_ensemble(tmp_path, "e", ["x"], ["y"], [("m", {"x": "x"}, {"y": "y"})])
+    with (
+        serving(tmp_path, *EXPLICIT) as server,
+        triton_clients(server) as (http, grpc),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        loading = threads.submit(httpx.post, f"{server.url}/v2/repository/models/m/load", timeout=LONG_S)
+        wait_until(lambda: grpc.is_model_ready("m", "1"))
+        for client, library in ((http, triton_http), (grpc, triton_grpc)):
+            with pytest.raises(InferenceServerException, match=r"no available versions: (LOADING|WARMING) \([^;]*\)$"):
+                client.infer("m", triton_inputs(library, ONES))
+            assert not client.is_model_ready("m")
+        of_ensemble = threads.submit(httpx.post, f"{server.url}/v2/repository/models/e/load", timeout=LONG_S)
+        assert (loading.result().status_code, of_ensemble.result().status_code) == (200, 200)
+        assert answer_of(server, "m") == answer_of(server, "e") != 1
 
 
 def test_changes_of_one_model_at_the_same_time_follow_each_other(tmp_path: Path) -> None:

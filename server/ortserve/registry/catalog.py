@@ -105,14 +105,14 @@ class VersionRecord:
         return self.reason == ON_DEMAND
 
     @property
-    def is_coming(self) -> bool:
-        """Whether requests wait for a load of the version that is under way."""
-        return self.is_awaited and self.state < State.READY
+    def is_loading(self) -> bool:
+        """Whether a load of the version waits or is under way."""
+        return self.state < State.READY
 
     @property
     def makes_requests_wait(self) -> bool:
         """Whether a request for the version waits for a load, which is under way or begins with the request."""
-        return self.is_on_demand or self.is_coming
+        return self.is_on_demand or (self.is_awaited and self.is_loading)
 
     @property
     def is_held(self) -> bool:
@@ -207,11 +207,11 @@ class Catalog:
         """Send requests for a model to its ready versions, by number and label.
 
         If a version is labelled ``stable``, it answers requests without a version, and such requests fail while it is
-        not ready. Otherwise the highest ready version answers them. While a model is loaded on demand, they wait for
-        higher versions, so that their answers do not depend on which version is ready first.
+        not ready. Otherwise the highest ready version answers them. While a model is loaded of which no version served,
+        lower versions do not answer them, so that their answers do not depend on which version is ready first.
         """
         was_answered = (name, "") in self._serving
-        coming = max((record.version for record in self.of(name).values() if record.is_coming), default=0)
+        coming = max((record.version for record in self.of(name).values() if record.is_loading), default=0)
         for key in [key for key in self._serving if key[0] == name]:
             del self._serving[key]
         for record in self.ready(name):
@@ -281,6 +281,8 @@ class Catalog:
         if all(record.is_unloaded for record in asked):
             return ServeError(ErrorKind.NOT_FOUND, f"{text}: it was unloaded")
         states = "; ".join(
-            f"{record.state.name}{f' ({why})' if (why := record.explanation) else ''}" for record in asked
+            f"{record.state.name}{f' ({why})' if (why := record.explanation) else ''}"
+            for record in asked
+            if record.state is not State.READY  # a lower version than one that is loading
         )
         return ServeError(ErrorKind.NOT_READY, f"{text}: {states}", retry_after_s=1)

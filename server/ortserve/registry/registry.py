@@ -337,7 +337,9 @@ class Registry:
 
     def _is_served(self, source: ModelSource) -> bool:
         records = self._catalog.of(source.name).values()
-        is_whole = bool(self.ready_versions(source.name)) and not any(record.is_on_demand for record in records)
+        is_whole = bool(self.ready_versions(source.name)) and not any(
+            record.is_on_demand or record.is_loading for record in records
+        )
         return is_whole and self._sources.get(source.name) == source
 
     async def _unload(self, name: str, *, with_members: bool = False) -> None:
