@@ -2,21 +2,28 @@
 
 import re
 import signal
+import socket
+import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import numpy as np
+import orjson
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from models import builders
+from models import builders, costly
 from servers import LONG_S, ServerProcess, add_model, decisions, json_input, read_metrics, rest_url, serving, starting
 
 ENDLESS = 2**62
 LIMIT = "run_timeout_s: 0.5\n"
+SECONDS_OF_ONE_OPERATOR = 5_000
+"""A width for ``square_product``: 7 s on two fast processors."""
 
 
 def ask(server: ServerProcess, model: str, number: int) -> httpx.Response:
@@ -65,13 +72,58 @@ def test_aborted_grpc_call_is_deadline_exceeded(tmp_path: Path) -> None:
         assert str(grpc.StatusCode.DEADLINE_EXCEEDED) in str(caught.value)
 
 
-def test_endless_run_does_not_outlast_the_drain(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", ["REST", "gRPC"])
+def test_endless_run_is_terminated_when_its_caller_leaves(tmp_path: Path, protocol: str) -> None:
     add_loop(tmp_path, "")
-    with starting(tmp_path, "--warmup-s", "0.1", "--drain-timeout-s", "0.5") as server, ThreadPoolExecutor(1) as pool:
+    with serving(tmp_path, "--warmup-s", "0.1") as server:
+        with leaving(server, protocol):
+            while decisions(server, "loop")["batches"] == 0:
+                pass
+        assert ask(server, "loop", 3).json()["outputs"][0]["data"] == [3]
+        overdue = read_metrics(server).by_labels("ortserve_overdue_batches_total", "model", "outcome")
+        assert not any(overdue.values())
+    assert "all its requests were cancelled; it took 1." in server.output
+
+
+@contextmanager
+def leaving(server: ServerProcess, protocol: str) -> Iterator[None]:
+    """Ask for an endless run. The caller resets its connection, or cancels its call, when the block ends."""
+    if protocol == "gRPC":
+        with triton_grpc.InferenceServerClient(server.grpc) as client:
+            number = triton_grpc.InferInput("x", [1], "INT64")
+            number.set_data_from_numpy(np.array([ENDLESS]))
+            call = client.async_infer("loop", [number], lambda result, error: None)
+            yield
+            call.cancel()
+        return
+    body = orjson.dumps({"inputs": [json_input("x", np.array([ENDLESS]))]})
+    head = f"POST /v2/models/loop/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head + body)
+        yield
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not a FIN
+
+
+def test_endless_run_ends_with_the_drain(tmp_path: Path) -> None:
+    add_loop(tmp_path, "")
+    assert drained_status(tmp_path, "loop", "x", ENDLESS) == 0
+
+
+def test_run_that_cannot_be_terminated_does_not_outlast_the_drain(tmp_path: Path) -> None:
+    add_model(tmp_path, "square", costly.square_product)
+    assert drained_status(tmp_path, "square", "n", SECONDS_OF_ONE_OPERATOR) == 1
+
+
+def drained_status(repository: Path, model: str, name: str, number: int) -> int:
+    """Stop a server that runs a long request. Returns its exit status: 1 if runs were still active at its end."""
+    body = {"inputs": [json_input(name, np.array([number]))]}
+    with starting(repository, "--warmup-s", "0.1", "--drain-timeout-s", "0.5") as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_loaded()
-        endless = pool.submit(ask, server, "loop", ENDLESS)
-        while decisions(server, "loop")["batches"] == 0:
+        long = pool.submit(httpx.post, rest_url(server, model), json=body, timeout=LONG_S)
+        while decisions(server, model)["batches"] == 0:
             pass
         server.send(signal.SIGTERM)
-        assert server.wait() == 1, server.output
-        assert endless.exception() is not None or endless.result().status_code >= 500
+        status = server.wait()
+        assert long.exception() is not None or long.result().status_code >= 500
+        return status

@@ -116,7 +116,7 @@ class BatchRuns:
         self._on_difference = on_difference
         self._ragged = ragged
         self._scheduler = Scheduler(queue, self.decisions, loop, clock)
-        self._withdraw = self._scheduler.on_cancelled
+        self._withdraw = self._on_cancelled
         self._watch = RunWatch(
             name,
             run_limits or RunLimits(),
@@ -166,6 +166,10 @@ class BatchRuns:
         self._timer.close()
         self._scheduler.close()
         self._watch.close()
+
+    def _on_cancelled(self, request: InflightRequest) -> None:
+        if not self._scheduler.on_cancelled(request):
+            self._watch.on_cancelled(request)
 
     def _wake(self) -> None:
         # In the next turn, so that all requests that became readable in this one join the same batch.

@@ -209,7 +209,6 @@ class RequestQueue:
         del requests[:count]
         for request in taken:
             request.state = RUNNING
-            request.withdraw = None
         self._count_removed(shape_class, taken)
         return taken
 

@@ -1,7 +1,8 @@
 """Time limits of runs on worker threads, watched by one timer for all runs of a batcher.
 
 A run that never ends would occupy its instance and its threads, and never answer its requests. A run over its limit is
-terminated; if it has not ended a grace time later, its instance is abandoned.
+terminated; if it has not ended a grace time later, its instance is abandoned. A run whose requests were all cancelled
+is terminated earlier.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from ortserve.batching.statistics import Decisions
 from ortserve.batching.timers import LoopTimer
 from ortserve.clock import Clock
 from ortserve.core.batch import Batch, Runner
+from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.errors import RunTimeoutError
 from ortserve.telemetry.logs import log_event
 
@@ -32,8 +34,8 @@ UNKNOWN_LIMIT_NS: Final = 600 * _NS_PER_S
 _MULTIPLE: Final = 20
 """Time limit as a multiple of the predicted time: far more than other work on the machine explains."""
 LEAST_LATE_RUN_NS: Final = 1 * _NS_PER_S
-"""Minimum time of a run before it is terminated because all its deadlines have passed. Most runs end by then, and the
-latency model learns their times."""
+"""Minimum time of a run before it is terminated because all its deadlines have passed or all its requests were
+cancelled. Most runs end by then, and the latency model learns their times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +67,31 @@ def latest_deadline_ns(group: RequestGroup) -> float:
     return float(latest_ns)
 
 
+def is_cancelled(group: RequestGroup) -> bool:
+    """Whether all requests of a group were cancelled."""
+    return all(request.state == CANCELLED for request in group.requests)
+
+
 class Run:
     """A run on a worker. It is terminated at ``due_ns``, or abandoned if it already ``is_overdue``."""
 
-    __slots__ = ("batch", "due_ns", "group", "is_overdue", "limit_ns", "runner", "taken_ns")
+    __slots__ = ("batch", "begins_ns", "due_ns", "group", "is_overdue", "limit_ns", "runner", "taken_ns")
 
     def __init__(
-        self, runner: Runner, group: RequestGroup, batch: Batch, taken_ns: int, limit_ns: float, due_ns: float
+        self, runner: Runner, group: RequestGroup, batch: Batch, taken_ns: int, begins_ns: float, limit_ns: float
     ) -> None:
         self.runner = runner
         self.group = group
         self.batch = batch
         self.taken_ns = taken_ns
+        self.begins_ns = begins_ns
         self.limit_ns = limit_ns
-        self.due_ns = due_ns
+        self.due_ns = begins_ns + limit_ns
         self.is_overdue = False
+
+    def end_by(self, time_ns: float) -> None:
+        """Terminate the run at ``time_ns``, if that is earlier, but not before ``LEAST_LATE_RUN_NS``."""
+        self.due_ns = min(self.due_ns, max(time_ns, self.begins_ns + LEAST_LATE_RUN_NS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +167,21 @@ class RunWatch:
         taken_ns: int,
     ) -> None:
         """Watch a run that was chosen at ``taken_ns`` and begins at ``begins_ns``, after the previous run there."""
-        limit_ns = self._limits.limit_ns(predicted_ns)
-        due_ns = begins_ns + limit_ns
-        late_ns = latest_deadline_ns(group)
-        if late_ns < due_ns:
-            due_ns = min(due_ns, max(late_ns, begins_ns + LEAST_LATE_RUN_NS))
-        self._runs[group] = Run(runner, group, batch, taken_ns, limit_ns, due_ns)
-        if due_ns < self._fires_ns:
-            self._set(due_ns, taken_ns)
+        run = Run(runner, group, batch, taken_ns, begins_ns, self._limits.limit_ns(predicted_ns))
+        run.end_by(latest_deadline_ns(group))
+        self._runs[group] = run
+        if run.due_ns < self._fires_ns:
+            self._set(run.due_ns, taken_ns)
+
+    def on_cancelled(self, request: InflightRequest) -> None:
+        """Terminate the run of a cancelled request early if no other request waits for it."""
+        for run in self._runs.values():
+            if request in run.group.requests and not run.is_overdue and is_cancelled(run.group):
+                now_ns = self._clock()
+                run.end_by(now_ns)
+                if run.due_ns < self._fires_ns:
+                    self._set(run.due_ns, now_ns)
+                return
 
     def end(self, group: RequestGroup, runner: Runner) -> Run | None:
         """Stop watching a run that has ended. Returns None if it was abandoned before."""
@@ -186,7 +205,10 @@ class RunWatch:
             else:
                 run.is_overdue = True
                 run.due_ns = float(now_ns + self._limits.grace_ns)
-                self._terminate(run, now_ns)
+                if is_cancelled(run.group):
+                    self._terminate_cancelled(run, now_ns)
+                else:
+                    self._terminate(run, now_ns)
         if self._runs:
             self._set(min([run.due_ns for run in self._runs.values()]), now_ns)
 
@@ -201,6 +223,17 @@ class RunWatch:
             self._events.on_timeout()
         log_event(logger, logging.WARNING, "run is over its time limit", model=self._name, reason=message)
         fail_group(run.group, run.taken_ns, RunTimeoutError(message))
+        run.runner.terminate(run.batch)
+
+    def _terminate_cancelled(self, run: Run, now_ns: int) -> None:
+        """Terminate a run for which no request waits. Its instance is not abandoned before the limit of the run.
+
+        The model is not at fault, so no metric counts it as overdue.
+        """
+        run.due_ns = max(run.due_ns, run.begins_ns + run.limit_ns + self._limits.grace_ns)
+        elapsed_s = (now_ns - run.taken_ns) / 1e9
+        reason = f"all its requests were cancelled; it took {elapsed_s:.1f} s"
+        log_event(logger, logging.INFO, "run is terminated", model=self._name, reason=reason)
         run.runner.terminate(run.batch)
 
     def _abandon(self, run: Run, now_ns: int) -> None:

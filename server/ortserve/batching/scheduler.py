@@ -112,10 +112,11 @@ class Scheduler:
         if expires_ns is not None:
             self._fire_after(expires_ns, now_ns)
 
-    def on_cancelled(self, request: InflightRequest) -> None:
-        """Remove a cancelled request from the queue, if it is still there."""
-        if self._queue.remove_one(request):
-            self._decisions.left += 1
+    def on_cancelled(self, request: InflightRequest) -> bool:
+        """Remove a cancelled request from the queue. Returns False if it is no longer there."""
+        was_queued = self._queue.remove_one(request)
+        self._decisions.left += was_queued
+        return was_queued
 
     def fail_all(self, error: ServeError) -> None:
         """Fail all waiting requests."""

@@ -112,7 +112,7 @@ class LoadOptions(BaseModel):
     run_timeout_s: float | None = Field(default=None, gt=0, le=86400)
     """Time limit of one run on a worker: its requests then fail, and the run is terminated. Unset: 20 times the learned
     time, at least 60 seconds; 600 seconds before a time is learned. In any case, a run over 1 second is terminated once
-    the deadlines of all its requests have passed."""
+    the deadlines of all its requests have passed, or all of them were cancelled."""
     run_grace_s: float = Field(default=5.0, gt=0, le=3600)
     """Time for a terminated run to end; it cannot end inside an operator. Then its instance is abandoned and the
     version is reloaded. The version is not ready while it has no instance."""

@@ -47,7 +47,8 @@ class InflightRequest:
         text_units: Amount of text, see ``batching/large_requests``; 0 for a model without texts.
         on_settled: Called once with this request while it is being settled. Its exceptions are logged, because the
             other requests of the batch must still be settled.
-        withdraw: Called with this request when it is cancelled: removes it from its queue or cancels its task.
+        withdraw: Called with this request when it is cancelled: removes it from its queue, terminates its run if no
+            other request waits for that, or cancels its task.
     """
 
     __slots__ = (

@@ -46,6 +46,22 @@ def counted_loop(path: Path) -> Path:
     return _write(path, [node], ("n", DataType.INT64, [1]), ("y", DataType.FP32, [1]), *constants)
 
 
+def square_product(path: Path) -> Path:
+    """A product of matrices whose width is the input: n INT64 [1] → y FP64 [1, 1], the square of n.
+
+    A run cannot be terminated inside the product, which takes seconds for a width of some thousands.
+    """
+    one = numpy_helper.from_array(np.ones(1))
+    nodes = [
+        helper.make_node("Concat", ["n", "n"], ["shape"], axis=0),
+        helper.make_node("ConstantOfShape", ["shape"], ["ones"], value=one),
+        helper.make_node("MatMul", ["ones", "ones"], ["product"]),
+        helper.make_node("ReduceMean", ["product"], ["mean"]),
+        helper.make_node("Mul", ["mean", "mean"], ["y"]),
+    ]
+    return _write(path, nodes, ("n", DataType.INT64, [1]), ("y", DataType.FP64, [1, 1]))
+
+
 def widened(path: Path) -> Path:
     """An output whose length is the input: n INT64 [1] → y FP32 [n], all ``FILL``."""
     fill = numpy_helper.from_array(np.array([FILL], np.float32))

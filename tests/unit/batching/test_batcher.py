@@ -1117,6 +1117,50 @@ def test_a_run_over_its_limit_is_ended_and_its_instance_runs_others() -> None:
     play(main, run_limits=LIMITS)
 
 
+def test_run_whose_requests_are_all_cancelled_is_terminated_after_a_second() -> None:
+    async def main(stage: Stage) -> None:
+        stage.runner.latency_ns = lambda rows: 3600_000 * MS
+        first, second = stage.submit(rows_of(1)), stage.submit(rows_of(2))
+        await asyncio.sleep(0.5)
+        first.cancel()
+        await asyncio.sleep(0.7)
+        assert stage.runner.terminated == 0, "the other request still waits"
+        stage.runner.latency_ns = lambda rows: RUN_NS
+        third = stage.submit(rows_of(3))
+        second.cancel()
+        assert_answered(await third, rows_of(3))
+        assert stage.runner.terminated == 1
+        assert stage.now_ns == pytest.approx(1_200 * MS, abs=2 * RUN_NS)
+        assert stage.batcher.learned().decisions.run_timeouts == 0
+        fourth = stage.submit(rows_of(4))
+        stage.runner.latency_ns = lambda rows: 3600_000 * MS
+        await asyncio.sleep(0.1)
+        fourth.cancel()
+        await asyncio.sleep(0.8)
+        assert stage.runner.terminated == 1, "runs of less than a second are not worth it"
+        await asyncio.sleep(0.2)
+        assert stage.runner.terminated == 2
+        assert not stage.abandoned
+
+    play(main, run_limits=RunLimits())
+
+
+def test_instance_with_a_cancelled_run_is_not_abandoned_before_the_limit_of_the_run() -> None:
+    async def main(stage: Stage) -> None:
+        stage.runner.latency_ns = lambda rows: 3600_000 * MS
+        stage.runner.is_endless = True
+        left = stage.submit(rows_of(1))
+        await asyncio.sleep(0.1)
+        left.cancel()
+        await asyncio.sleep(2.3)
+        assert stage.runner.terminated == 1
+        assert not stage.abandoned
+        await asyncio.sleep(0.2)
+        assert stage.abandoned == [True]
+
+    play(main, run_limits=LIMITS)
+
+
 def test_instance_whose_run_does_not_end_is_abandoned_and_queued_requests_fail() -> None:
     async def main(stage: Stage) -> None:
         stage.runner.latency_ns = lambda rows: 3600_000 * MS
