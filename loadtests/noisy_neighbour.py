@@ -36,6 +36,7 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
 from harness import circumstances, cpu_s, process, receive, serving, table  # noqa: E402
+from machine_stalls import watch  # noqa: E402
 from neighbours import MIB, NEIGHBOURS, SLOWEST_S, Neighbour, Ports, neighbour, write_models  # noqa: E402
 from small_requests import PATIENCE_S, PROTOCOLS, RATE, Row, Stretch, probe, small_row  # noqa: E402
 
@@ -44,6 +45,8 @@ INFLIGHT_BYTES: Final = 1024 * MIB
 """The server's limit for requests; fixed, because the default depends on the machine's memory."""
 MOST_MS: Final = 3.0
 MOST_RATIO: Final = 3.0
+STALL_MS: Final = 5.0
+"""The report names longer stalls of the machine as a reason for a missed goal."""
 SILENCE_S: Final = PATIENCE_S + SLOWEST_S
 """Silence after which a process counts as stuck."""
 
@@ -57,6 +60,7 @@ class Found:
     outcomes: Counter[str] = field(default_factory=Counter)
     processors: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    stalls_ms: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def misses(self, allowed_bytes: int) -> list[str]:
@@ -67,7 +71,8 @@ class Found:
             p99, ratio = beside.quantile_ms(0.99), beside.quantile_ms(0.99) / alone.quantile_ms(0.99)
             if not p99 <= MOST_MS:
                 busy = ", as alone: the machine is busy" if not alone.quantile_ms(0.99) <= MOST_MS else ""
-                missed.append(f"{protocol} p99 {p99:.1f} ms{busy}")
+                stalled = ", the machine stalled" if max(self.stalls_ms, default=0) > STALL_MS else ""
+                missed.append(f"{protocol} p99 {p99:.1f} ms{busy or stalled}")
             if not ratio <= MOST_RATIO:
                 missed.append(f"{protocol} {ratio:.1f} times alone")
             missed += [
@@ -137,6 +142,7 @@ def measure(
         other = stack.enter_context(process(neighbour, one.name, ports))  # builds its bodies meanwhile
         pid = stack.enter_context(serving(folder, PORT, *flags, environment=environment))
         small = stack.enter_context(process(probe, {"REST": ports.http, "gRPC": ports.grpc}, row))
+        machine = stack.enter_context(process(watch))
         assert receive(other, SILENCE_S) == "prepared"
         ask_stretch(small, 1.0)  # warm-up, not counted
         receive(small, SILENCE_S)
@@ -145,9 +151,11 @@ def measure(
             ask_stretch(small, options.seconds)
             add(found.alone, receive(small, SILENCE_S))
             began, before_s = begin_peak(pid), cpu_s(pid)
+            longest_stall_s(machine)  # forgets those before
             other.send("begin")
             ask_stretch(small, options.seconds)
             stretches = receive(small, SILENCE_S)
+            found.stalls_ms.append(longest_stall_s(machine) * 1e3)
             other.send("end")
             if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 found.faults.append("the server died")
@@ -169,6 +177,12 @@ def add(stretches: dict[str, list[Stretch]], new: Mapping[str, Stretch]) -> None
 
 def ask_stretch(small: Pipe, seconds: float) -> None:
     small.send(seconds)
+
+
+def longest_stall_s(machine: Pipe) -> float:
+    """Longest stall of the machine since the last call."""
+    machine.send("ask")
+    return float(receive(machine, SILENCE_S))
 
 
 def begin_peak(pid: int) -> float:
@@ -200,7 +214,8 @@ def progress(one: Neighbour, server: str, found: Found) -> str:
         parts.append(
             f"{protocol} {alone.quantile_ms(0.99):.2f} → {beside.quantile_ms(0.99):.2f} ms (worst {worst:.0f})"
         )
-    return f"{one.name:18} {server:5} {'; '.join(parts)}; +{found.peak_bytes / MIB:.0f} MiB; {dict(found.outcomes)}"
+    parts += [f"+{found.peak_bytes / MIB:.0f} MiB", f"machine stalled {max(found.stalls_ms, default=0):.0f} ms"]
+    return f"{one.name:18} {server:5} {'; '.join(parts)}; {dict(found.outcomes)}"
 
 
 _SETTING: Final = (
@@ -209,8 +224,8 @@ _SETTING: Final = (
     "of {seconds:g} s. Stretches without and with the neighbour alternate on the same server. Memory is the peak "
     "growth of resident memory since before the first stretch, children included; {inflight} MiB are allowed "
     "(`max_inflight_bytes`), {load} MiB if a model is loaded. Processors is the number of processors that the server "
-    "kept busy beside the neighbour. Goals: p99 at most {most:g} ms, and at most {ratio:g} times that without the "
-    "neighbour."
+    "kept busy beside the neighbour. Stalls is the longest time for which a processor of the machine ran nothing "
+    "(`machine_stalls.py`). Goals: p99 at most {most:g} ms, and at most {ratio:g} times that without the neighbour."
 )
 
 
@@ -229,11 +244,12 @@ def report(found: Mapping[tuple[str, str], Found], misses: Mapping[tuple[str, st
         answered = ", ".join(f"{status}: {count}" for status, count in each.outcomes.most_common())
         busy = f"{np.mean(each.processors):.2f}" if each.processors else "—"
         label = f"{one.sends} (`{name}`)" + (f", {server}" if options.base else "")
+        stalled = f"{max(each.stalls_ms):.0f}" if each.stalls_ms else "—"
         missed = "; ".join(misses[name, server]) or "none"
-        rows.append([label, *cells, answered, busy, f"{each.peak_bytes / MIB:.0f}", missed])
+        rows.append([label, *cells, answered, busy, stalled, f"{each.peak_bytes / MIB:.0f}", missed])
     header = ["neighbour"]
     header += [f"{protocol} {what}" for protocol in PROTOCOLS for what in ("alone", "beside", "slowest")]
-    header += ["its requests", "processors", "memory, MiB", "missed"]
+    header += ["its requests", "processors", "stalls, ms", "memory, MiB", "missed"]
     setting = _SETTING.format(
         rate=RATE,
         rounds=options.rounds,
