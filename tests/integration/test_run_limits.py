@@ -107,16 +107,20 @@ def leaving(server: ServerProcess, protocol: str) -> Iterator[None]:
 
 def test_endless_run_ends_with_the_drain(tmp_path: Path) -> None:
     add_loop(tmp_path, "")
-    assert drained_status(tmp_path, "loop", "x", ENDLESS) == 0
+    status, last = drained(tmp_path, "loop", "x", ENDLESS)
+    assert status == 0
+    assert last.endswith(" drained")
 
 
 def test_run_that_cannot_be_terminated_does_not_outlast_the_drain(tmp_path: Path) -> None:
     add_model(tmp_path, "square", costly.square_product)
-    assert drained_status(tmp_path, "square", "n", SECONDS_OF_ONE_OPERATOR) == 1
+    status, last = drained(tmp_path, "square", "n", SECONDS_OF_ONE_OPERATOR)
+    assert status == 1
+    assert "drain timed out; active runs are abandoned timeout_s=0.5" in last
 
 
-def drained_status(repository: Path, model: str, name: str, number: int) -> int:
-    """Stop a server that runs a long request. Returns its exit status: 1 if runs were still active at its end."""
+def drained(repository: Path, model: str, name: str, number: int) -> tuple[int, str]:
+    """Stop a server that runs a long request. Returns its exit status and the last line of its log."""
     body = {"inputs": [json_input(name, np.array([number]))]}
     with starting(repository, "--warmup-s", "0.1", "--drain-timeout-s", "0.5") as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_loaded()
@@ -126,4 +130,4 @@ def drained_status(repository: Path, model: str, name: str, number: int) -> int:
         server.send(signal.SIGTERM)
         status = server.wait()
         assert long.exception() is not None or long.result().status_code >= 500
-        return status
+        return status, server.lines[-1]
