@@ -242,7 +242,7 @@ def read_until(output: IO[str], text: str) -> None:
 def test_server_runs_as_the_image_user_in_a_read_only_tree(image: Path) -> None:
     stage = STAGES["cpu"]
     uid = int(stage.last("USER").split(":")[0])
-    user = uid if can_be(uid) else None  # None: the user who runs the tests
+    user = uid if can_be(uid) else None  # None keeps the user of the tests
     with socket.create_server(("127.0.0.1", 0)) as free:
         metrics_port = str(free.getsockname()[1])
     ports = {"ORTSERVE_HTTP_PORT": "0", "ORTSERVE_GRPC_PORT": "0", "ORTSERVE_METRICS_PORT": metrics_port}

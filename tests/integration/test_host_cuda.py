@@ -77,8 +77,15 @@ def host_cuda(**settings: str) -> dict[str, str]:
 def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
     """Run pytest in a separate process, in which all tests must pass without skips. Returns its output."""
     alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly")
+    output = output_of(environment, "-m", "pytest", "-q", "-o", "faulthandler_timeout=60", *alone, *arguments)
+    assert "skipped" not in output.splitlines()[-1], output
+    return output
+
+
+def output_of(environment: Mapping[str, str], *arguments: str | Path) -> str:
+    """Run Python in a separate process, which must succeed. Returns its output."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", "faulthandler_timeout=60", *alone, *arguments],
+        [sys.executable, *arguments],
         cwd=TESTS.parent,
         env=dict(environment),
         stdout=subprocess.PIPE,
@@ -88,7 +95,6 @@ def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
         check=False,
     )
     assert run.returncode == 0, run.stdout
-    assert "skipped" not in run.stdout.splitlines()[-1], run.stdout
     return run.stdout
 
 
@@ -112,17 +118,8 @@ def test_script_of_figures_runs_the_gpu_tests_without_plugins_of_pytest() -> Non
     """Its settings differ from the repository's, which need plugins that a GPU machine may lack."""
     script = TESTS.parent / "loadtests" / "gpu_figures.py"
     which = {"PYTEST_ADDOPTS": "-k 'another_process or gpu_runs or (growing and copies)'"}
-    run = subprocess.run(
-        [sys.executable, str(script), "--only", "checks"],
-        env=host_cuda() | which,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
-    assert re.search(r"\b4 passed", run.stdout), run.stdout
+    output = output_of(host_cuda() | which, script, "--only", "checks")
+    assert re.search(r"\b4 passed", output), output
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from servers import LONG_S, ServerProcess, add_model, decisions, json_input, rea
 
 ENDLESS = 2**62
 LIMIT = "run_timeout_s: 0.5\n"
-SECONDS_OF_ONE_OPERATOR = 5_000
-"""A width for ``square_product``: 7 s on two fast processors."""
+LONG_WIDTH = 5_000
+"""A width for which the product of ``square_product`` takes seconds."""
 
 
 def ask(server: ServerProcess, model: str, number: int) -> httpx.Response:
@@ -114,7 +114,7 @@ def test_endless_run_ends_with_the_drain(tmp_path: Path) -> None:
 
 def test_run_that_cannot_be_terminated_does_not_outlast_the_drain(tmp_path: Path) -> None:
     add_model(tmp_path, "square", costly.square_product)
-    status, last = drained(tmp_path, "square", "n", SECONDS_OF_ONE_OPERATOR)
+    status, last = drained(tmp_path, "square", "n", LONG_WIDTH)
     assert status == 1
     assert "drain timed out; active runs are abandoned timeout_s=0.5" in last
 

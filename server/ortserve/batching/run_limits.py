@@ -67,7 +67,7 @@ def latest_deadline_ns(group: RequestGroup) -> float:
     return float(latest_ns)
 
 
-def is_cancelled(group: RequestGroup) -> bool:
+def _is_cancelled(group: RequestGroup) -> bool:
     """Whether all requests of a group were cancelled."""
     return all(request.state == CANCELLED for request in group.requests)
 
@@ -176,7 +176,7 @@ class RunWatch:
     def on_cancelled(self, request: InflightRequest) -> None:
         """Terminate the run of a cancelled request early if no other request waits for it."""
         for run in self._runs.values():
-            if request in run.group.requests and not run.is_overdue and is_cancelled(run.group):
+            if request in run.group.requests and not run.is_overdue and _is_cancelled(run.group):
                 now_ns = self._clock()
                 run.end_by(now_ns)
                 if run.due_ns < self._fires_ns:
@@ -205,7 +205,7 @@ class RunWatch:
             else:
                 run.is_overdue = True
                 run.due_ns = float(now_ns + self._limits.grace_ns)
-                if is_cancelled(run.group):
+                if _is_cancelled(run.group):
                     self._terminate_cancelled(run, now_ns)
                 else:
                     self._terminate(run, now_ns)
