@@ -231,6 +231,7 @@ class RunWatch:
         The model is not at fault, so no metric counts it as overdue.
         """
         run.due_ns = max(run.due_ns, run.begins_ns + run.limit_ns + self._limits.grace_ns)
+        self._decisions.wasted_rows += run.group.rows
         elapsed_s = (now_ns - run.taken_ns) / 1e9
         reason = f"all its requests were cancelled; it took {elapsed_s:.1f} s"
         log_event(logger, logging.INFO, "run is terminated", model=self._name, reason=reason)

@@ -1131,7 +1131,8 @@ def test_run_whose_requests_are_all_cancelled_is_terminated_after_a_second() -> 
         assert_answered(await third, rows_of(3))
         assert stage.runner.terminated == 1
         assert stage.now_ns == pytest.approx(1_200 * MS, abs=2 * RUN_NS)
-        assert stage.batcher.learned().decisions.run_timeouts == 0
+        decisions = stage.batcher.learned().decisions
+        assert (decisions.run_timeouts, decisions.wasted_rows) == (0, 2)
         fourth = stage.submit(rows_of(4))
         stage.runner.latency_ns = lambda rows: 3600_000 * MS
         await asyncio.sleep(0.1)
