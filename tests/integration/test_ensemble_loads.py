@@ -320,6 +320,34 @@ def test_an_ensemble_follows_a_member_after_the_ensembles_that_it_contains(
     assert len([line for line in server.lines if "model is ready model=both" in line]) == loads + 1
 
 
+def test_no_request_uses_two_loads_of_a_model_that_two_members_contain(server: ServerProcess, repository: Path) -> None:
+    add_ensemble(repository, "plain", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "y"})])
+    steps: list[Step] = [("chain", {"x": "x"}, {"y": "doubled"}), ("plain", {"x": "x"}, {"y": "single"})]
+    add_ensemble(repository, "both", ["x"], ["doubled", "single"], steps)
+    assert change(server, "both").status_code == 200
+    stopping = threading.Event()
+
+    def ask() -> set[tuple[float, float]]:
+        seen = set()
+        with httpx.Client(timeout=LONG_S) as client:
+            while not stopping.is_set():
+                outputs = client.post(rest_url(server, "both"), json=BODY).raise_for_status().json()["outputs"]
+                (doubled, _), (single, _) = (output["data"] for output in outputs)
+                seen.add((doubled, single))
+        return seen
+
+    offsets = range(2, 12)
+    with ThreadPoolExecutor(2) as threads:
+        asking = [threads.submit(ask) for _ in range(2)]
+        for offset in offsets:
+            put(repository, "plus", 1, offset)
+            assert change(server, "plus").status_code == 200
+        stopping.set()
+        seen = set.union(*(one.result() for one in asking))
+    assert (2.0 * (1 + offsets[-1]), 1.0 + offsets[-1]) in seen
+    assert {doubled / single for doubled, single in seen} == {2}
+
+
 def test_each_fault_of_an_ensemble_has_its_text(server: ServerProcess, repository: Path) -> None:
     def load_error(steps: list[Step], **more: str) -> str:
         shutil.rmtree(repository / "e", ignore_errors=True)

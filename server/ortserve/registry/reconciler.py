@@ -13,7 +13,7 @@ from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.dependents import closure_of, dependents_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
-from ortserve.registry.ensemble.members import find_members
+from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.repository.source import ModelSource, VersionChanges, plan_changes
@@ -295,7 +295,7 @@ class Reconciler:
         """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.
 
         A version that these do not fit goes out of service with the reason. A version that a later load should have
-        replaced, and did not, serves on.
+        replaced, and did not, serves on. So does one whose members are not all reconnected yet.
         """
         for record in self._catalog.ready(name):
             if not isinstance(record.served, ServedEnsemble) or self._is_connected(record.served):
@@ -307,9 +307,11 @@ class Reconciler:
                 self._catalog.of(name)[record.version].reason = why_not_replaced
 
     def _is_connected(self, ensemble: ServedEnsemble) -> bool:
-        """Whether the steps of an ensemble use the versions that answer requests."""
+        """Whether the steps of an ensemble use the versions that answer requests, as far as these agree."""
         try:
             return find_members(ensemble.name, ensemble.plan, self._catalog) == ensemble.members
+        except MembersDisagreeError:
+            return True
         except ServeError:
             return False
 
