@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,19 +11,17 @@ from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
-from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly
+from ortserve.registry.on_demand import LoadsOnDemand
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.source import ModelSource
-from ortserve.registry.residency.demand import Demands
-from ortserve.registry.residency.ledger import HostLedger, LoadCost
+from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import MemoryRoom
-from ortserve.registry.serving import ServedVersion
 from ortserve.registry.source_reader import NOT_POLLED, SourceReader, load_failure
 from ortserve.registry.state_file import ModelState, StateFile
 from ortserve.registry.stores.mirrors import Mirrors
@@ -35,9 +32,6 @@ from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
-
-_MOST_TRIES: Final = 4
-"""Maximum number of loads of an ensemble for its requests, if members are evicted before the ensemble holds them."""
 
 
 class Registry:
@@ -80,7 +74,6 @@ class Registry:
             gpu_memory_budget_bytes: The option of this name.
             on_demand_wait_s: The longest wait of a request for a load, and of a load for memory.
         """
-        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         ledger = HostLedger()
@@ -111,14 +104,6 @@ class Registry:
             on_change=self._on_change,
             on_replace=self._start_replacing,
         )
-        self._demands = Demands(
-            clock,
-            metrics.residency,
-            load=self._load_demanded,
-            start=self._start,
-            expect=self._expect,
-            wait_s=on_demand_wait_s,
-        )
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
         self._without_files: set[str] = set()
@@ -128,10 +113,21 @@ class Registry:
         self._reconciler = Reconciler(
             self._catalog, self._versions, self._draining, self._labels, self._sources, clock, self._on_versions
         )
+        on_demand = LoadsOnDemand(
+            self._catalog,
+            self._reconciler,
+            self._room,
+            self._sources,
+            clock,
+            metrics.residency,
+            start=self._start,
+            wait_s=on_demand_wait_s,
+        )
         self._changes: set[asyncio.Task[Any]] = set()
         self.on_change: Callable[[], None] = lambda: None
         """Called after the state of a version has changed, and when initial loading is over."""
         self.find: Final = self._catalog.find
+        self.wait_for: Final = on_demand.wait_for
         self.labels: Final = self._catalog.labels
         self.state_of: Final = self._labels.state_of
         self.rollout: Final = self._labels.rollout
@@ -211,32 +207,6 @@ class Registry:
             ServeError: internal, with the reason. Its first words are Triton's, which clients search for.
         """
         await asyncio.shield(self._start(self._load(name, config, files or {})))
-
-    async def wait_for(
-        self, name: str, version: str, received_ns: int | None = None, timeout_ns: int | None = None
-    ) -> ServedVersion:
-        """Find the version that answers, as ``find`` does. A model that is not in memory is loaded first.
-
-        Args:
-            name: Name of the model.
-            version: A number, a label or ``""``, as for ``find``.
-            received_ns: When the request was received (monotonic); None for now.
-            timeout_ns: The request's time limit, or None. ``on_demand_wait_s`` limits the wait in any case.
-
-        Raises:
-            ServeError: An error of ``find`` or of ``Demands.wait``.
-        """
-        try:
-            return self.find(name, version)
-        except NotInMemoryError:
-            pass
-        try:
-            await self._demands.wait(name, self._clock() if received_ns is None else received_ns, timeout_ns)
-        except ServeError:
-            with suppress(ServeError):  # another version failed, or is still loading
-                return self.find(name, version)
-            raise
-        return self.find(name, version)
 
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """Take a model out of service, at once for new requests. Returns when its admitted requests are answered.
@@ -381,53 +351,9 @@ class Registry:
         self.on_versions(name)
         self._start(self._reconciler.settle_labels(name))
 
-    async def _load_demanded(self, name: str) -> None:
-        """Load a model that requests wait for, with the members of an ensemble.
-
-        Raises:
-            ServeError: not_ready, if there is no room in memory or the load failed.
-        """
-        with self._room.loading_together(closure_of([name], self._sources)):
-            await self._load_with_members(name, tries=_MOST_TRIES)
-
-    async def _load_with_members(self, name: str, *, tries: int) -> None:
-        """As ``_load_demanded``. A load for another model may evict a member before the ensemble holds it."""
-        source = self._sources.get(name)
-        for member in () if source is None else self._reconciler.missing_members(source):
-            if any(record.makes_requests_wait for record in self._catalog.of(member).values()):
-                await asyncio.shield(self._demands.join(member).task)
-                continue
-            try:
-                self.find(member, "")
-            except ServeError as error:
-                raise _not_loaded(name, error.message) from None
-        async with self._reconciler.lock(name):
-            source = self._sources.get(name)
-            if source is None or not any(record.is_on_demand for record in self._catalog.of(name).values()):
-                return
-            failures = await self._reconciler.apply(source, is_forced=True, is_awaited=True)
-        if any(record.is_on_demand and record.is_superseded for record in self._catalog.of(name).values()):
-            await self._load_with_members(name, tries=tries)  # The newer load already waits for the model's lock.
-            return
-        for record in self._catalog.of(name).values():
-            if record.no_room is not None:
-                if tries == 1 or not self._reconciler.missing_members(source):
-                    raise record.no_room
-                await self._load_with_members(name, tries=tries - 1)
-                return
-        if failures:
-            raise _not_loaded(name, "; ".join(failures))
-
-    def _expect(self, name: str) -> LoadCost:
-        return self._room.expect(self._sources[name])
-
     def _must_stay(self, name: str) -> bool:
         """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""
         return self._reconciler.is_changing(name) or name in self._without_files
 
     def _start_replacing(self, record: VersionRecord) -> None:
         self._start(self._reconciler.load_again(record))
-
-
-def _not_loaded(name: str, reason: str) -> ServeError:
-    return ServeError(ErrorKind.NOT_READY, f"failed to load '{name}', {reason}", retry_after_s=1)

@@ -425,11 +425,11 @@ async def test_more_instances_need_more_memory_than_the_last_load_took(tmp_path:
     put(tmp_path, "m")
     registry = make(100 * MIB)
     await registry.load_all()
-    assert registry._expect("m").nbytes == 2 * MIB
+    assert registry._room.expect(registry._sources["m"]).nbytes == 2 * MIB
     (tmp_path / "m" / "model.yaml").write_text("{instances: 8, load_policy: on_demand}")
     await registry.unload("m")
     await registry.poll()
-    assert registry._expect("m").nbytes > 4 * MIB
+    assert registry._room.expect(registry._sources["m"]).nbytes > 4 * MIB
 
 
 async def test_model_of_a_client_that_got_no_room_waits_for_no_request(tmp_path: Path, make: Make) -> None:
