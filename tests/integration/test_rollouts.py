@@ -195,10 +195,12 @@ def test_copies_that_hit_the_cache_do_not_lower_the_statistics_of_the_candidate(
         for value in values:
             direct.ask(value)
         start(server, "copied", share=1)
-        for value in values:
-            caller.ask(value)
-    wait_for_sample(server, "nv_cache_num_hits_per_model", lambda hits: hits == 5, model="copied", version="2")
-    metrics = read_metrics(server)
+        metrics, hits = read_metrics(server), 0.0
+        while hits < 5:  # a busy server drops copies
+            for value in values:
+                caller.ask(value)
+            metrics = read_metrics(server)
+            hits = metrics.by_labels("nv_cache_num_hits_per_model", "model", "version").get("copied 2", 0.0)
     assert metrics.value("nv_inference_count", model="copied", version="2") == 5
     assert asked(server, "GET", "copied/versions/2/stats").json()["model_stats"][0]["inference_count"] == 5
 
