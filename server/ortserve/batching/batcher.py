@@ -89,7 +89,7 @@ class Batcher:
             self._runs.enqueue(request, known, now_ns)
             return
         self._divided += 1
-        task = request.settle_by(self._run_in_pieces(request, known))
+        task = request.settle_by(self._run_in_pieces(request, shape_class))
         task.add_done_callback(self._on_pieces_done)  # also for a task that is cancelled before it begins
 
     async def close(self) -> None:
@@ -162,12 +162,12 @@ class Batcher:
         max_rows = policy.max_rows if policy.lone_rows is None else policy.lone_rows  # inlined: once per request
         return most_rows(request.text_units, request.rows, max_rows) if self._has_texts else max_rows
 
-    async def _run_in_pieces(self, request: InflightRequest, shape_class: ShapeClass) -> Arrays:
+    async def _run_in_pieces(self, request: InflightRequest, shape_class: Hashable) -> Arrays:
         enqueue = partial(self._enqueue_piece, request, shape_class, request.timing.queued_ns)
         return await run_in_pieces(request.inputs, request.rows, self._piece_rows(request), enqueue)
 
     def _enqueue_piece(
-        self, request: InflightRequest, shape_class: ShapeClass, queued_ns: int, inputs: Arrays
+        self, request: InflightRequest, shape_class: Hashable, queued_ns: int, inputs: Arrays
     ) -> InflightRequest:
         """Enqueue a piece of a request that was admitted at ``queued_ns``."""
         runs = self._runs
@@ -182,7 +182,8 @@ class Batcher:
             piece.text_units = text_units(inputs)
         now_ns = self._clock()
         piece.timing.queued_ns = now_ns  # decides its place in the queue
-        runs.enqueue(piece, shape_class, now_ns)
+        # Looked up for each piece: the class may have been evicted since the last one.
+        runs.enqueue(piece, self._queue.shape_class(shape_class), now_ns)
         piece.timing.queued_ns = queued_ns  # its queue time counts from the admission of the request
         return piece
 

@@ -19,7 +19,7 @@ from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.executor import TRIAL_RUNS, InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RequestQueue
+from ortserve.batching.queue import MAX_CLASSES, RequestQueue
 from ortserve.batching.run_limits import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
@@ -522,6 +522,19 @@ def test_cancelled_large_request_does_not_run_its_remaining_pieces() -> None:
         await asyncio.wait({task})
         await stage.submit(rows_of(11))
         assert [first_values(run.parts) for run in stage.runner.runs] == [[1, 2], [11]]
+
+    play(main, max_rows=2)
+
+
+def test_large_request_and_small_ones_of_its_shape_are_answered_while_more_shapes_arrive_than_are_known() -> None:
+    async def main(stage: Stage) -> None:
+        large = rows_of(*range(1, 301))
+        outcomes = [stage.submit(large)]
+        outcomes += [stage.submit(rows_of(1, width=width)) for width in range(3, 4 + MAX_CLASSES)]
+        outcomes.append(stage.submit(rows_of(2)))
+        answers = await asyncio.gather(*outcomes)
+        assert_answered(answers[0], large)
+        assert_answered(answers[-1], rows_of(2))
 
     play(main, max_rows=2)
 
