@@ -121,8 +121,9 @@ class Scheduler:
     def fail_all(self, error: ServeError) -> None:
         """Fail all waiting requests."""
         for shape_class in self._queue.waiting():
-            for request in self._queue.take(shape_class, len(shape_class.requests)):
-                request.fail(error)
+            if shape_class.requests:  # the callback of a request that failed before may have cancelled them
+                for request in self._queue.take(shape_class, len(shape_class.requests)):
+                    request.fail(error)
         while self._again:
             for request in self._again.popleft().requests:
                 request.fail(error)

@@ -1199,6 +1199,24 @@ def test_instance_whose_run_does_not_end_is_abandoned_and_queued_requests_fail()
     play(main, run_limits=LIMITS)
 
 
+def test_queued_requests_of_all_shapes_fail_although_the_failure_of_one_cancels_another() -> None:
+    async def main(stage: Stage) -> None:
+        stage.runner.is_endless = True
+        outcomes = [stage.submit(rows_of(1))]
+        await asyncio.sleep(0.1)
+        outcomes += [stage.submit(rows_of(2, width=width)) for width in (2, 3, 4)]
+        # As an ensemble cancels the steps beside a failed one.
+        outcomes[1].add_done_callback(lambda _: outcomes[2].cancel())
+        await asyncio.gather(*outcomes, return_exceptions=True)
+        assert outcomes[2].cancelled()
+        error = outcomes[3].exception()
+        assert isinstance(error, ServeError)
+        assert error.kind is ErrorKind.NOT_READY
+        assert stage.abandoned == [True]
+
+    play(main, run_ns=3600_000 * MS, run_limits=LIMITS)
+
+
 def test_other_instances_continue_when_one_is_abandoned() -> None:
     async def main(stage: Stage) -> None:
         stuck, healthy = stage.runners[1], stage.runners[0]  # the last one is used first
