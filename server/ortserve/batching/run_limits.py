@@ -58,9 +58,11 @@ class RunLimits:
 
 
 def latest_deadline_ns(group: RequestGroup) -> float:
-    """When the last deadline of a group passes; infinite if a request has none."""
+    """When the last deadline of a group passes; infinite if a request has none. Cancelled requests do not count."""
     latest_ns = 0
     for request in group.requests:
+        if request.state == CANCELLED:
+            continue
         if request.finish_by_ns is None:
             return math.inf
         latest_ns = max(latest_ns, request.finish_by_ns)
@@ -174,13 +176,12 @@ class RunWatch:
             self._set(run.due_ns, taken_ns)
 
     def on_cancelled(self, request: InflightRequest) -> None:
-        """Terminate the run of a cancelled request early if no other request waits for it."""
+        """Terminate the run of a cancelled request early if no other request waits for it, or only until a deadline."""
         for run in self._runs.values():
-            if request in run.group.requests and not run.is_overdue and _is_cancelled(run.group):
-                now_ns = self._clock()
-                run.end_by(now_ns)
+            if request in run.group.requests and not run.is_overdue:
+                run.end_by(latest_deadline_ns(run.group))
                 if run.due_ns < self._fires_ns:
-                    self._set(run.due_ns, now_ns)
+                    self._set(run.due_ns, self._clock())
                 return
 
     def end(self, group: RequestGroup, runner: Runner) -> Run | None:

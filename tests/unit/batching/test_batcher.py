@@ -1243,6 +1243,18 @@ def test_a_run_of_which_all_deadlines_have_passed_is_ended() -> None:
     play(main, run_ns=10_000 * MS)
 
 
+def test_a_run_for_a_late_and_a_cancelled_request_is_ended() -> None:
+    async def main(stage: Stage) -> None:
+        late, left = stage.submit(rows_of(1), terms=stage.within(1_500 * MS)), stage.submit(rows_of(2))
+        await asyncio.sleep(0.1)
+        left.cancel()
+        with pytest.raises(ServeError, match="all its deadlines have passed"):
+            await late
+        assert stage.now_ns == pytest.approx(1_500 * MS, abs=3 * MS)
+
+    play(main, run_ns=10_000 * MS)
+
+
 def test_run_with_a_request_without_a_deadline_is_not_ended() -> None:
     async def main(stage: Stage) -> None:
         hasty = stage.submit(rows_of(2), terms=stage.within(1_500 * MS))

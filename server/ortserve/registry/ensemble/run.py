@@ -317,7 +317,7 @@ class EnsembleRun:
             self._end(ErrorKind.CANCELLED)
 
     def _end(self, why: ErrorKind | None) -> None:
-        """Start no further step, and cancel the steps under way. A batch that already runs is not interrupted."""
+        """Start no further step, and cancel the steps under way."""
         self._is_over = True
         children = list(self._children.values())
         self._children.clear()
