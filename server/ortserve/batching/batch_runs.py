@@ -298,7 +298,7 @@ class BatchRuns:
         began_ns = self.instances.give_back(runner, taken_ns, now_ns)
         self.share.end()
         if run.is_overdue and not isinstance(outcome, DeviceLostError):
-            group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
+            group.shape_class.batch_latency.observe_terminated(bucket, now_ns - began_ns)
         elif isinstance(outcome, DeviceLostError):
             fail_group(group, taken_ns, outcome)
             self._on_device_lost(runner, outcome)

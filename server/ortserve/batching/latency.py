@@ -1,5 +1,6 @@
 """The latency model: how long a batch of n rows takes, learned in warm-up and from every batch since."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ class LatencyModel:
         # A knot far below its neighbour would otherwise vanish before the neighbour has learned.
         self._knots[above] = max(_LEAST_NS, self._knots[above] * (1 + _GAIN * share * ratio))
         self._knots[below] = max(_LEAST_NS, self._knots[below] * (1 + _GAIN * (1 - share) * ratio))
+
+    def observe_terminated(self, rows: int, ns: float) -> None:
+        """Learn from a batch that was terminated after ``ns``: only a prediction below that is wrong."""
+        if (self.predict_ns(rows) or math.inf) < ns:
+            self.observe(rows, ns)
 
     def predict_ns(self, rows: int) -> float | None:
         """L(rows), positive and finite; None without any knot. Beyond the largest knot the last slope continues."""

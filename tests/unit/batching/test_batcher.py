@@ -1255,6 +1255,25 @@ def test_a_run_for_a_late_and_a_cancelled_request_is_ended() -> None:
     play(main, run_ns=10_000 * MS)
 
 
+@pytest.mark.parametrize("known_s", [None, 100], ids=["first run", "known time"])
+@pytest.mark.parametrize("are_cancelled", [True, False], ids=["cancelled", "late"])
+def test_terminated_runs_do_not_shorten_the_limit_of_later_ones(known_s: int | None, are_cancelled: bool) -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        for value in range(80):
+            terms = NO_TERMS if are_cancelled else stage.within(1_500 * MS)
+            outcome = stage.submit(rows_of(value), terms=terms)
+            await asyncio.sleep(0.1)
+            if are_cancelled:
+                outcome.cancel()
+            await asyncio.sleep(2)
+            assert outcome.done()
+        assert stage.runner.terminated == 80
+        assert_answered(await stage.submit(rows_of(80)), rows_of(80))
+
+    play(main, run_ns=100_000 * MS, known_ns=known_s and known_s * 1000 * MS)
+
+
 def test_run_with_a_request_without_a_deadline_is_not_ended() -> None:
     async def main(stage: Stage) -> None:
         hasty = stage.submit(rows_of(2), terms=stage.within(1_500 * MS))
