@@ -192,6 +192,7 @@ class BatchRuns:
         """Start a batch if an instance is free and requests wait; called again while there may be more."""
         self._is_woken = False
         if not self.instances.free and not (self.instances.lends_ahead and self._free_ahead()):
+            self.share.withdraw()  # the instance for which it waited may be lost
             return
         now_ns = self._clock()
         if not self.share.may_start():

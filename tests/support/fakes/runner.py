@@ -81,7 +81,7 @@ class FakeRunner:
         self.terminated = 0
         self.is_endless = False
         self.is_abandoned = False
-        self._pending: tuple[asyncio.TimerHandle, BatchDone] | None = None
+        self._pending: list[tuple[Batch, asyncio.TimerHandle, BatchDone]] = []
 
     def run(self, batch: Batch) -> BatchResult:
         """Run at once: advance the clock by the duration."""
@@ -98,21 +98,32 @@ class FakeRunner:
         computes_ns = max(began_ns, self._free_at_ns)
         self._free_at_ns = computes_ns + self.latency_ns(batch.bucket)
         seconds = (self._free_at_ns - began_ns) / 1e9
-        self._pending = (
-            self._loop.call_later(seconds, lambda: done(self._end(batch, computes_ns, is_inline=False))),
-            done,
-        )
+
+        def end() -> None:
+            self._forget(batch)
+            done(self._end(batch, computes_ns, is_inline=False))
+
+        self._pending.append((batch, self._loop.call_later(seconds, end), done))
 
     def terminate(self, batch: Batch) -> None:
-        """End the run at once with an error, unless ``is_endless``."""
+        """End the run at once with an error, unless ``is_endless`` or it has ended already."""
         self.terminated += 1
-        if self._pending is not None and not self.is_endless:
-            timer, done = self._pending
+        pending = None if self.is_endless else self._forget(batch)
+        if pending is not None:
+            timer, done = pending
             timer.cancel()
             self._in_flight -= 1
-            self._free_at_ns = self._clock()
-            self._pending = None
+            if not self._pending:
+                self._free_at_ns = self._clock()
             done(ServeError(ErrorKind.INTERNAL, "terminate flag"))
+
+    def _forget(self, batch: Batch) -> tuple[asyncio.TimerHandle, BatchDone] | None:
+        """Remove a run, and return its timer and callback; None if it has ended."""
+        for place, (pending, timer, done) in enumerate(self._pending):
+            if pending is batch:
+                del self._pending[place]
+                return timer, done
+        return None
 
     def abandon(self) -> None:
         self.is_abandoned = True

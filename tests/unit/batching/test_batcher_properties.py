@@ -28,6 +28,7 @@ from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import LEAST_DUE_NS, RequestQueue
 from ortserve.batching.row_checks import RowChecks
+from ortserve.batching.run_limits import LEAST_LATE_RUN_NS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
@@ -80,6 +81,9 @@ class Model:
     depth: int = 1
     checks: Literal["", "agree", "differ"] = ""
     """Whether its rows are checked, and the result."""
+    run_limits: RunLimits | None = None
+    endless: int = 0
+    """Number of instances whose runs cannot be terminated."""
 
     def latency_ns(self, rows: int) -> int:
         return self.base_ns + rows * self.row_ns
@@ -96,6 +100,9 @@ class Arrival:
     finish_within_ns: int | None = None
     start_within_ns: int | None = None
     cancel_after_ns: int | None = None
+    cancels: int | None = None
+    """Index of an arrival that is cancelled when this one fails, as an ensemble cancels the steps beside a failed
+    one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,8 @@ class Caller:
     terms: Terms = field(default_factory=Terms)
     outcomes: list[Arrays | ServeError | Literal["cancelled"]] = field(default_factory=list)
     settled_ns: int = 0
+    outcome: Outcome | None = None
+    """None for a request in pieces."""
     runs: list[FakeRun] = field(default_factory=list)
     """Its runs, in the order of their starts."""
 
@@ -239,7 +248,10 @@ class Theatre:
         self.waiting = len(schedule.arrivals)
         self.all_settled = asyncio.Event()
         self.queues = [self._make_queue(model, schedule) for model in schedule.models]
-        self.runners = [[self._make_runner(model) for _ in range(model.instances)] for model in schedule.models]
+        self.runners = [
+            [self._make_runner(model, is_endless=number < model.endless) for number in range(model.instances)]
+            for model in schedule.models
+        ]
         self.observed: list[list[int]] = [[] for _ in schedule.models]
         self.differed_ns: list[int | None] = [None for _ in schedule.models]
         self.checks = [RowChecks(SIGNATURE, clock) if model.checks else None for model in schedule.models]
@@ -264,7 +276,8 @@ class Theatre:
             callers = [caller for caller in self.callers if caller.arrival.model == index]
             requests_runs = self._without_checks(index, runs)
             _note_runs(callers, requests_runs)
-            assert sorted(self.observed[index]) == sorted(run.rows for run in requests_runs if not run.has_failed)
+            if model.run_limits is None:  # otherwise a run may be terminated just as it ends
+                assert sorted(self.observed[index]) == sorted(run.rows for run in requests_runs if not run.has_failed)
             assert (self.queues[index].rows, self.queues[index].nbytes, bool(self.queues[index])) == (0, 0, False)
             plays.append(
                 Play(
@@ -320,14 +333,16 @@ class Theatre:
                 shape_class.batch_latency.observations = MIN_OBSERVATIONS
         return queue
 
-    def _make_runner(self, model: Model) -> FakeRunner:
+    def _make_runner(self, model: Model, *, is_endless: bool) -> FakeRunner:
         def latency_ns(rows: int) -> int:
             if not 0 <= self.shared.free_threads <= self.schedule.device_threads:
                 self.violations.append(f"{self.shared.free_threads} threads are free")
             return model.latency_ns(rows)
 
         compute = answer_and(len) if model.checks == "differ" else answer_and(lambda rows: 0)
-        return FakeRunner(self.loop, self.clock, latency_ns, compute, depth=model.depth)
+        runner = FakeRunner(self.loop, self.clock, latency_ns, compute, depth=model.depth)
+        runner.is_endless = is_endless
+        return runner
 
     def _make_batcher(self, index: int, model: Model) -> Batcher:
         runs = BatchRuns(
@@ -341,6 +356,7 @@ class Theatre:
             clock=self.clock,
             observe_batch=lambda rows, *_: self.observed[index].append(rows),
             depth=model.depth,
+            run_limits=model.run_limits,
             row_checks=self.checks[index],
             on_difference=lambda _: self._differ(index),
         )
@@ -366,6 +382,7 @@ class Theatre:
         except ServeError as error:
             self._settle(caller, error)
             return
+        caller.outcome = future if isinstance(future, Outcome) else None
         future.add_done_callback(lambda future: self._settle(caller, _outcome(future)))
         if arrival.cancel_after_ns is not None:
             self.loop.call_later(arrival.cancel_after_ns / 1e9, future.cancel)
@@ -379,6 +396,10 @@ class Theatre:
     def _settle(self, caller: Caller, outcome: Arrays | ServeError | Literal["cancelled"]) -> None:
         caller.outcomes.append(outcome)
         caller.settled_ns = caller.settled_ns or self.clock()
+        if caller.arrival.cancels is not None and not isinstance(outcome, tuple):
+            other = self.callers[caller.arrival.cancels].outcome
+            if other is not None:
+                other.cancel()
         self.waiting -= 1
         if self.waiting == 0:
             self.all_settled.set()
@@ -388,7 +409,7 @@ class Theatre:
         close_ns = self.schedule.models[index].close_ns
         if close_ns is None:
             await self.all_settled.wait()
-            await asyncio.sleep(10)  # long after all runs, when no request waits any more
+            await asyncio.sleep(100_000)  # long after all runs, when no request waits any more
             assert self.queues[index].rows == 0
         else:
             await asyncio.sleep(close_ns / 1e9)
@@ -466,6 +487,50 @@ def test_promises_hold_where_rows_are_checked(checks: Literal["agree", "differ"]
     assert found > SCHEDULES // 200, "most schedules have no batch of several requests, and some must"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_promises_hold_where_runs_take_seconds_and_are_terminated(depth: int) -> None:
+    for seed in range(FIRST_SEED, FIRST_SEED + SCHEDULES // 5):
+        draw = random.Random(seed)
+        schedule = slow_schedule(draw_schedule(seed), depth, draw)
+        try:
+            for one in play(schedule):
+                for check in CHECKS_OF_TERMINATED:
+                    check(one)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def slow_schedule(schedule: Schedule, depth: int, draw: random.Random) -> Schedule:
+    """The schedule with all times a thousand times as long, limits of runs, and requests that cancel others."""
+    models = []
+    for model in schedule.models:
+        limit_ns = draw.choice([None, 1000 * model.latency_ns(draw.choice([1, 2, 16]))])
+        models.append(
+            replace(
+                model,
+                depth=depth,
+                base_ns=1000 * model.base_ns,
+                row_ns=1000 * model.row_ns,
+                close_ns=None if model.close_ns is None else 1000 * model.close_ns,
+                run_limits=RunLimits(limit_ns, draw.choice([100 * MS, 5_000 * MS])),
+                endless=draw.choice([0, 0, 1, model.instances]),
+            )
+        )
+    arrivals = [
+        replace(
+            arrival,
+            at_ns=1000 * arrival.at_ns,
+            finish_within_ns=None if arrival.finish_within_ns is None else 1000 * arrival.finish_within_ns,
+            start_within_ns=None if arrival.start_within_ns is None else 1000 * arrival.start_within_ns,
+            cancel_after_ns=None if arrival.cancel_after_ns is None else 1000 * arrival.cancel_after_ns,
+            cancels=draw.randrange(len(schedule.arrivals)) if draw.random() < 0.6 else None,
+        )
+        for arrival in schedule.arrivals
+    ]
+    return replace(schedule, models=models, arrivals=arrivals)
+
+
 def check_each_request_is_settled_once(one: Play) -> None:
     assert [len(caller.outcomes) for caller in one.callers] == [1] * len(one.callers)
 
@@ -479,7 +544,7 @@ def check_each_request_gets_its_own_answer(one: Play) -> None:
             assert len(outcome) == len(wanted)
             assert all(map(np.array_equal, outcome, wanted))
         elif outcome == "cancelled":
-            assert caller.arrival.cancel_after_ns is not None
+            assert caller.arrival.cancel_after_ns is not None or one.model.run_limits is not None
 
 
 def check_failures_have_a_cause(one: Play) -> None:
@@ -651,6 +716,16 @@ def check_decisions_are_counted(one: Play) -> None:
         assert decisions.left == left
 
 
+def check_runs_without_callers_end_after_a_second(one: Play) -> None:
+    if one.model.endless:
+        return
+    for run in one.runs:
+        callers = [caller for caller in one.callers if any(own is run for own in caller.runs)]
+        if not run.is_inline and all(caller.outcomes[0] == "cancelled" for caller in callers):
+            last_ns = max(caller.settled_ns for caller in callers)
+            assert run.ended_ns <= max(last_ns, run.began_ns + LEAST_LATE_RUN_NS) + MS
+
+
 def running_at(one: Play, at_ns: int) -> int:
     return sum(run.began_ns <= at_ns < run.ended_ns for run in one.runs)
 
@@ -696,6 +771,14 @@ CHECKS_OF_ANSWERS = (
     check_close,
 )
 """All checks but those of start times: with two batches at a time, one is chosen before the previous one ends."""
+
+
+CHECKS_OF_TERMINATED = (
+    check_each_request_is_settled_once,
+    check_each_request_gets_its_own_answer,
+    check_batches,
+    check_runs_without_callers_end_after_a_second,
+)
 
 
 CHECKS_OF_CHECKED = (
