@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from models import builders
+from models import builders, costly
 from servers import (
     LONG_S,
     LOOK_S,
@@ -53,6 +54,7 @@ def hasty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     """A server with timeouts that a client on a busy machine may miss."""
     repository = tmp_path_factory.mktemp("hasty")
     add_model(repository, "identity", builders.identity)
+    add_model(repository, "loop", costly.counted_loop)
     times = ("--http-header-timeout-s", "0.8", "--http-body-timeout-s", "0.8", "--http-min-body-bytes-per-s", "1000000")
     with serving(repository, *SHORT_WARMUP, *times, "--idle-timeout-s", "1.5") as server:
         yield server
@@ -241,6 +243,20 @@ def test_trickled_requests_are_rejected_as_too_slow(hasty_server: ServerProcess)
         else:
             assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n"), name
             assert expected_error in json.loads(answer.partition(b"\r\n\r\n")[2])["error"], name
+
+
+@pytest.mark.parametrize("end", [b" ", b""], ids=["slow", "incomplete"])
+def test_request_whose_body_does_not_arrive_is_rejected_after_the_answer_before_it(
+    hasty_server: ServerProcess, end: bytes
+) -> None:
+    body = json.dumps({"n": 2**62}).encode()  # an endless run, which its deadline ends
+    head = GENERATE.replace(b"identity", b"loop") + b"X-Request-Timeout-Ms: 3000\r\nContent-Length: %d\r\n\r\n"
+    with connected(hasty_server) as connection:
+        connection.sendall(head % len(body) + body + GENERATE + b"Content-Length: 9000\r\n\r\n" + end)
+        if not end:
+            connection.shutdown(socket.SHUT_WR)
+        answers = read_to_the_end(connection)
+    assert re.findall(rb"HTTP/1.1 (\d+) ", answers) == [b"504", b"408" if end else b"400"]
 
 
 def test_announced_body_counts_only_received_bytes(narrow_server: ServerProcess) -> None:

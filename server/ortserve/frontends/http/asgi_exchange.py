@@ -143,10 +143,7 @@ class AsgiExchange(Exchange):
         self._writable.set()
 
     def reject_body(self, error: ServeError) -> None:
-        if self.response_started:
-            self.connection.linger()
-        else:
-            self.connection.reject(error)
+        self.connection.reject_in_turn(error, in_body=True)
 
     def abandon(self) -> None:
         self._is_disconnected = True

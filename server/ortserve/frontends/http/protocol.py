@@ -393,7 +393,7 @@ class HttpProtocol(asyncio.Protocol):
         unsent = self.transport.get_write_buffer_size()
         stage, exchange = self._stage, connection.newest
         is_answered = exchange is None or exchange.response_complete
-        if unsent or connection.is_read_paused or not (is_answered or stage is _BODY):
+        if unsent or connection.is_read_paused or connection.ignores_input or not (is_answered or stage is _BODY):
             stage = Stage.RESPONSE
         subject = self._headers if stage is _HEADERS else exchange
         due = self._timer.check(time.monotonic_ns(), stage, subject, self._unfinished.received_bytes, unsent)
