@@ -206,6 +206,8 @@ class RunWatch:
             else:
                 run.is_overdue = True
                 run.due_ns = float(now_ns + self._limits.grace_ns)
+                cancelled = [request.rows for request in run.group.requests if request.state == CANCELLED]
+                self._decisions.wasted_rows += sum(cancelled)
                 if _is_cancelled(run.group):
                     self._terminate_cancelled(run, now_ns)
                 else:
@@ -232,7 +234,6 @@ class RunWatch:
         The model is not at fault, so no metric counts it as overdue.
         """
         run.due_ns = max(run.due_ns, run.begins_ns + run.limit_ns + self._limits.grace_ns)
-        self._decisions.wasted_rows += run.group.rows
         elapsed_s = (now_ns - run.taken_ns) / 1e9
         reason = f"all its requests were cancelled; it took {elapsed_s:.1f} s"
         log_event(logger, logging.INFO, "run is terminated", model=self._name, reason=reason)
