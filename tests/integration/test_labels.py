@@ -250,11 +250,14 @@ def test_change_that_cannot_be_kept_is_refused_and_a_broken_state_stops_the_star
         "{",
         '{"schema": "other"}',
         '{"schema": "ortserve.state/1", "models": {"m": {"labels": {"1": 1}}}}',
+        '{"schema": "ortserve.state/1", "models": {"m": {"labels": {}, "rollout": [2]}}}',
+        '{"schema": "ortserve.state/1", "models": {"m": {"labels": {}, "ended": {"candidate": Infinity}}}}',
     ):
         (tmp_path / "state.json").write_text(content)
         with starting(tmp_path, "--state-dir", tmp_path, *SHORT_WARMUP) as server:
             assert server.wait() == 1
             assert "state.json is not a state file of this version" in server.output
+            assert "Traceback" not in server.output
 
 
 def test_label_of_the_file_moves_when_its_version_serves(tmp_path: Path) -> None:

@@ -147,22 +147,28 @@ def _state_of(name: str, given: Any) -> ModelState:
     labels, previous = (given.get("labels"), given.get("previous")) if isinstance(given, dict) else (None, None)
     if (
         not isinstance(labels, dict)
-        or not all(is_label(label) and type(version) is int and version > 0 for label, version in labels.items())
-        or not (previous is None or (type(previous) is int and previous > 0))
+        or not all(is_label(label) and _is_version(version) for label, version in labels.items())
+        or not (previous is None or _is_version(previous))
     ):
         raise ValueError(f"expected labels with versions of model '{name}', got {given!r:.200}")
     rollout, ended = given.get("rollout"), given.get("ended")
+    if any(not isinstance(part, dict | None) for part in (rollout, ended)) or (
+        ended is not None and not _is_version(ended.get("candidate"))
+    ):
+        raise ValueError(f"expected a rollout, and the end of one, of model '{name}', got {given!r:.200}")
     try:
         return ModelState(
             labels,
             previous,
             None if rollout is None else make_rollout_options(rollout, "rollout"),
-            None
-            if ended is None
-            else EndedRollout(int(ended["candidate"]), str(ended["result"]), str(ended["reason"])),
+            None if ended is None else EndedRollout(ended["candidate"], str(ended["result"]), str(ended["reason"])),
         )
-    except (ServeError, LookupError, TypeError) as error:
+    except (ServeError, LookupError) as error:
         raise ValueError(f"model '{name}': {error!s:.200}") from None
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _document(state: ModelState) -> dict[str, Any]:
