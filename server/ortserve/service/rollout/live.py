@@ -217,21 +217,24 @@ class LiveRollout(Rollout):
         value = self._sticky_value(request, headers)
         return (self._draw() if value is None else self._place_of(value)) < self.options.share
 
-    def _sticky_value(self, request: InferRequest, headers: Headers) -> str | None:
-        """The value by which requests are assigned to a version; None if the request has none."""
+    def _sticky_value(self, request: InferRequest, headers: Headers) -> bytes | None:
+        """The value by which requests are assigned to a version; None if the request has none.
+
+        Texts are in UTF-8, in which HTTP clients send headers that are not ASCII.
+        """
         options = self.options
         if options.sticky and (parameter := request.parameters.get(options.sticky)) is not None:
-            return str(parameter)
+            return str(parameter).encode(errors="replace")
         if not options.sticky_header:
             return None
         name = options.sticky_header.lower()
         names = (name, name.encode())
         value = next((value for found, value in headers if found in names), None)
-        return value.decode("latin-1") if isinstance(value, bytes) else value
+        return value.encode(errors="replace") if isinstance(value, str) else value
 
-    def _place_of(self, value: str) -> float:
+    def _place_of(self, value: bytes) -> float:
         """A number from 0 to 1, equal for equal values on all servers. So a larger share only adds values."""
-        digest = blake2b(value.encode(errors="replace"), digest_size=8, key=self._key).digest()
+        digest = blake2b(value, digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "big") / 2**64
 
     def _count(self, outcome: Outcome) -> None:

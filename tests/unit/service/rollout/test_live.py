@@ -199,7 +199,7 @@ async def test_only_the_share_of_requests_for_stable_is_copied() -> None:
 async def test_sticky_header_takes_one_side_on_both_protocols_and_the_parameter_has_precedence() -> None:
     trial = Trial(mode="canary", sticky="user", sticky_header="X-User")
     request = request_of(np.zeros((1, 4), np.float32))
-    users = [f"user {number}" for number in range(40)]
+    users = [f"{name} {number}" for name in ("user", "José") for number in range(40)]
     trial.drawn = 0.99  # a request without a value stays with stable
     by_http = [trial.rollout.candidate_for(request, [(b"a", b"b"), (b"x-user", user.encode())]) for user in users]
     by_grpc = [trial.rollout.candidate_for(request, (("a", "b"), ("x-user", user))) for user in users]
