@@ -131,7 +131,8 @@ def _excess(rules: RolloutRules, seen: Figures) -> str:
         ("max_error_rate", rules.max_error_rate, seen.failed, seen.requests),
         ("max_disagreement", rules.max_disagreement, seen.disagreed, seen.compared),
     ):
-        if bound is not None and count > bound * max(of, rules.min_requests):
+        # Not ``count > bound * number``: 0.29 * 100 is less than 29.
+        if bound is not None and count / max(of, rules.min_requests) > bound:
             return f"{what}: expected at most {bound:g}, got {count} of {of} requests"
     ratio = _p99_ratio(rules, seen)
     if rules.max_p99_ratio is not None and ratio is not None and ratio > rules.max_p99_ratio:

@@ -54,6 +54,14 @@ def test_decision_follows_from_the_figures(figures: Figures, result: str | None,
     assert decision is None or reason in decision.reason
 
 
+def test_share_that_equals_its_bound_is_kept() -> None:
+    """As a product, 0.29 of 100 is 28.999999999999996."""
+    for percent in range(100):
+        rules = RolloutRules(max_error_rate=percent / 100, max_disagreement=percent / 100)
+        assert decide(rules, Figures(requests=100, failed=percent, compared=100, disagreed=percent)) is None
+        assert decide(rules, Figures(requests=1000, failed=10 * percent + 1)) is not None
+
+
 @given(st.builds(Figures, *[st.integers(0, 10**6)] * 7, st.floats(0, 100), st.floats(0, 100)))
 def test_rules_that_are_not_set_decide_nothing(figures: Figures) -> None:
     assert decide(RolloutRules(), figures) is None
