@@ -13,7 +13,8 @@ import onnx
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from onnx import numpy_helper
+import tritonclient.utils.shared_memory as shared_memory
+from onnx import TensorProto, helper, numpy_helper
 
 from encodings_of_requests import triton_inputs
 from http_wire import wait_until
@@ -25,6 +26,7 @@ from servers import (
     add_model,
     read_metrics,
     serving,
+    triton_clients,
     wait_for_sample,
 )
 
@@ -39,6 +41,13 @@ def halves(path: Path) -> Path:
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.arange(64, dtype=np.float32) / 2, "table"))
     onnx.save(model, path)
     return path
+
+
+def doubles(path: Path) -> Path:
+    """Like ``identity``, but y is FP64."""
+    y = helper.make_tensor_value_info("y", TensorProto.DOUBLE, ["batch", 4])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
+    return builders.write(path, [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.DOUBLE)], [x], [y])
 
 
 def add_pair(
@@ -60,9 +69,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     add_pair(repository, "crashing", halves, builders.poison)
     add_pair(repository, "endless", lambda path: builders.repeats(path, 1), builders.repeats, "run_timeout_s: 0.5\n")
     add_pair(repository, "other_inputs", builders.identity, builders.poison)
+    add_pair(repository, "larger", builders.identity, doubles)
     for name in ("cached", "copied"):
         add_pair(repository, name, builders.identity, builders.identity, "response_cache: true\n")
-    with serving(repository, *SHORT_WARMUP) as started:
+    with serving(repository, "--allow-client-shm", *SHORT_WARMUP) as started:
         yield started
 
 
@@ -255,6 +265,29 @@ def test_candidate_that_takes_other_inputs_fails_no_caller(server: ServerProcess
     assert rollout_of(server, "other_inputs")["figures"]["failed"] == 10
     asked(server, "POST", "other_inputs/rollback").raise_for_status()
     assert rollout_of(server, "other_inputs")["ended"]["result"] == "rolled_back"
+
+
+def test_candidate_whose_output_exceeds_the_region_of_its_caller_fails_no_caller(server: ServerProcess) -> None:
+    start(server, "larger", mode="canary", share=1)
+    name, nbytes = f"larger_{server.pid}", ONES["x"].nbytes
+    region = shared_memory.create_shared_memory_region(name, f"/{name}", nbytes)
+    try:
+        with triton_clients(server) as clients:
+            clients[0].register_system_shared_memory(name, f"/{name}", nbytes)
+            for library, client in zip((triton_http, triton_grpc), clients, strict=True):
+                output = library.InferRequestedOutput("y")
+                output.set_shared_memory(name, nbytes)
+                client.infer("larger", triton_inputs(library, ONES), outputs=[output])
+                y = shared_memory.get_contents_as_numpy(region, np.float32, [1, 4])
+                np.testing.assert_array_equal(y, ONES["x"])
+                y[:] = 0
+            clients[0].unregister_system_shared_memory(name)
+    finally:
+        shared_memory.destroy_shared_memory_region(region)
+    with calling(server, "larger") as caller:
+        assert caller.ask()[0] == "2"
+    figures = rollout_of(server, "larger")["figures"]
+    assert (figures["requests"], figures["failed"]) == (3, 2)
 
 
 def test_equal_values_of_the_sticky_parameter_take_one_side_while_the_share_grows(server: ServerProcess) -> None:

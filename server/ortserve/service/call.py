@@ -4,7 +4,7 @@ A call runs on the version that it names, or first on the candidate of a rollout
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from ortserve.core.batch import Arrays
@@ -143,13 +143,21 @@ class Call(InflightRequest):
 
 
 async def try_candidate(
-    candidate: str, rollout: Rollout, call: Call, request: InferRequest, registry: Registry
+    candidate: str,
+    rollout: Rollout,
+    call: Call,
+    request: InferRequest,
+    registry: Registry,
+    reply: Callable[[Arrays], Awaitable[None]],
 ) -> Arrays:
-    """Run a request on the candidate of a rollout or, if that fails, on the version that the request names."""
+    """Run a request on the candidate of a rollout or, if that fails, on the version that the request names.
+
+    ``reply`` builds the answer from the outputs of the version that ran. It fails, for example, for an output that is
+    larger than the shared memory that the caller prepared.
+    """
     try:
-        tried = registry.find(request.model_name, candidate)
-        outputs = await run_on(tried, call, request)
-        tried.cut_back(outputs, call.inputs)
+        outputs = await run_on(registry.find(request.model_name, candidate), call, request)
+        await reply(outputs)
     except Exception as error:  # noqa: BLE001 - a failure of a candidate never reaches the caller
         failure = error.with_traceback(None)
     else:
@@ -160,6 +168,7 @@ async def try_candidate(
     # Looked up again, because the version may have been replaced meanwhile.
     served = call.served = registry.find(request.model_name, request.model_version)
     outputs = await run_on(served, call, request)
+    await reply(outputs)
     rollout.candidate_failed(failure)  # not reached by a request that fails on both versions
     return outputs
 

@@ -246,18 +246,22 @@ class InferenceService:
             served = call.served = self._registry.find(request.model_name, request.model_version)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
-            outputs = await try_candidate(candidate, rollout, call, request, self._registry)
-            served = call.served
-        else:
-            outputs = await run_on(served, call, request)
+            reply = partial(self._reply, call, request, transfer)
+            return await try_candidate(candidate, rollout, call, request, self._registry, reply)
+        outputs = await run_on(served, call, request)
         if transfer is not None:
-            shown = served.cut_back(outputs, call.inputs)
-            if classifies_long(request, served, shown):
-                call.response = await self._codecs.run(partial(build_response, request, served, shown))
-            else:
-                call.response = build_response(request, served, shown)
-            await transfer.place(call.response.outputs)
+            await self._reply(call, request, transfer, outputs)
         return outputs
+
+    async def _reply(self, call: Call, request: InferRequest, transfer: RegionTransfer | None, outputs: Arrays) -> None:
+        """Build the answer from the outputs of the version that ran, and write those that are placed in regions."""
+        served = call.served
+        assert served is not None, "it has run"
+        shown = served.cut_back(outputs, call.inputs)
+        build = partial(build_response, request, served, shown)
+        call.response = await self._codecs.run(build) if classifies_long(request, served, shown) else build()
+        if transfer is not None:
+            await transfer.place(call.response.outputs)
 
     def _on_settled(self, call: Call) -> None:
         """Answer a call that has outputs, failed or was cancelled."""
