@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -178,6 +178,36 @@ def test_lower_version_answers_once_the_load_of_the_highest_one_has_failed(tmp_p
     with serving(tmp_path, "--load-policy", "on_demand", *SHORT_LOADS) as server:
         for _ in range(2):
             np.testing.assert_array_equal(ask(server, "m", PAIR), PAIR["a"] + 1)
+
+
+def publish_another_version(folder: Path) -> None:
+    (folder / "1").rename(folder / "2")
+    members.affine(folder / "2" / "model.onnx", offset=2)
+
+
+def publish_another_file(folder: Path) -> None:
+    members.affine(folder / "1" / "other.onnx", offset=2)
+    (folder / "1" / "model.onnx").unlink()
+    write_options(folder, "model_file: other.onnx")
+
+
+@pytest.mark.parametrize("publish", [publish_another_version, publish_another_file])
+def test_request_loads_files_that_were_replaced_since_the_last_poll(
+    tmp_path: Path, publish: Callable[[Path], None]
+) -> None:
+    folder = add_model(tmp_path, "m", members.affine, offset=1)
+    poll = ("--model-control-mode", "poll", "--repository-poll-s", "3600")
+    with serving(tmp_path, *poll, "--load-policy", "on_demand", *SHORT_LOADS) as server:
+        publish(folder)
+        np.testing.assert_array_equal(ask(server, "m", PAIR), PAIR["a"] + 2)
+
+
+def test_load_on_demand_of_a_removed_file_fails_with_the_reason(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "m", members.affine, offset=1)
+    with serving(tmp_path, "--load-policy", "on_demand", *SHORT_LOADS) as server:
+        publish_another_version(folder)
+        with pytest.raises(InferenceServerException, match=r"failed to load 'm', version 1: .*found no regular file"):
+            ask(server, "m", PAIR)
 
 
 def test_start_without_a_model_in_memory_says_how_many_there_are(tmp_path: Path) -> None:

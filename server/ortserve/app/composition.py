@@ -145,6 +145,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         memory_budget_bytes=options.memory_budget_bytes,
         gpu_memory_budget_bytes=options.gpu_memory_budget_bytes,
         on_demand_wait_s=options.on_demand_wait_s,
+        is_polled=options.model_control_mode == "poll",
     )
     metrics.memory_budget_bytes = options.memory_budget_bytes
     metrics.gpu_memory_budget_bytes = options.gpu_memory_budget_bytes

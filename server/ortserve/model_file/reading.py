@@ -53,9 +53,12 @@ def read_model(path: Path) -> Model:
 
 
 def model_nbytes(path: Path, model: Model) -> int:
-    """Bytes of a model file and its external files. A session needs about this much memory or more."""
-    files = (path.parent / name for name in model.external_files)
-    return path.stat().st_size + sum(file.stat().st_size for file in files if file.is_file())
+    """Bytes of a model file and its external files. A session needs about this much memory or more.
+
+    Missing files, such as those of a version that is being removed, count as empty: opening a session names them.
+    """
+    files = (path, *(path.parent / name for name in model.external_files))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def parse_model(data: memoryview) -> Model:

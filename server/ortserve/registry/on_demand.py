@@ -1,14 +1,14 @@
 """Loads models that requests wait for, with the members of ensembles."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import Catalog
-from ortserve.registry.dependents import closure_of
+from ortserve.registry.dependents import closure_of, members_of
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.demand import Demands
@@ -35,6 +35,7 @@ class LoadsOnDemand:
         *,
         start: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         wait_s: float,
+        read: Callable[[str], Awaitable[ModelSource | None]] | None = None,
     ) -> None:
         """Load nothing yet.
 
@@ -47,7 +48,9 @@ class LoadsOnDemand:
             counts: Counts requests by the outcome of their wait.
             start: Runs a load in a task that ends with the registry.
             wait_s: The longest wait of a request.
+            read: Reads the source of a model from the disk; None if loads on demand do not follow changes of files.
         """
+        self._read = read
         self._catalog = catalog
         self._reconciler = reconciler
         self._room = room
@@ -93,7 +96,8 @@ class LoadsOnDemand:
 
     async def _load_with_members(self, name: str, *, tries: int) -> None:
         """As ``_load``. A load for another model may evict a member before the ensemble holds it."""
-        source = self._sources.get(name)
+        known = self._sources.get(name)
+        source = await self._read_again(known)
         for member in () if source is None else self._reconciler.missing_members(source):
             if any(record.makes_requests_wait for record in self._catalog.of(member).values()):
                 await asyncio.shield(self._demands.join(member).task)
@@ -103,7 +107,8 @@ class LoadsOnDemand:
             except ServeError as error:
                 raise _not_loaded(name, error.message) from None
         async with self._reconciler.lock(name):
-            source = self._sources.get(name)
+            if self._sources.get(name) is not known:  # read by another change, later
+                source = self._sources.get(name)
             if source is None or not any(record.is_on_demand for record in self._catalog.of(name).values()):
                 return
             failures = await self._reconciler.apply(source, is_forced=True, is_awaited=True)
@@ -118,6 +123,16 @@ class LoadsOnDemand:
                 return
         if failures:
             raise _not_loaded(name, "; ".join(failures))
+
+    async def _read_again(self, known: ModelSource | None) -> ModelSource | None:
+        """The source of a model that is not in memory. Its files may have been replaced since the last poll.
+
+        Ensembles wait for the poll, which checks them together with their members.
+        """
+        if self._read is None or known is None or members_of(known):
+            return known
+        found = await self._read(known.name)
+        return known if found is None or members_of(found) else found
 
     def _expect(self, name: str) -> LoadCost:
         return self._room.expect(self._sources[name])

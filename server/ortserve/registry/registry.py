@@ -56,6 +56,7 @@ class Registry:
         memory_budget_bytes: int | None = None,
         gpu_memory_budget_bytes: int | None = None,
         on_demand_wait_s: float = 30.0,
+        is_polled: bool = False,
     ) -> None:
         """Load nothing yet.
 
@@ -73,6 +74,7 @@ class Registry:
             memory_budget_bytes: The option of this name.
             gpu_memory_budget_bytes: The option of this name.
             on_demand_wait_s: The longest wait of a request for a load, and of a load for memory.
+            is_polled: Whether loads on demand follow changes of files, because ``poll`` is called regularly.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
@@ -122,6 +124,7 @@ class Registry:
             metrics.residency,
             start=self._start,
             wait_s=on_demand_wait_s,
+            read=self._reader.read if is_polled else None,
         )
         self._changes: set[asyncio.Task[Any]] = set()
         self.on_change: Callable[[], None] = lambda: None
