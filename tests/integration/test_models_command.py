@@ -14,6 +14,7 @@ import pytest
 
 from models import builders
 from ortserve.cli.main import main
+from ortserve.tools.models import command
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 from small_server import small_server
 
@@ -130,6 +131,12 @@ def test_index_that_cannot_be_read_is_one_line(capsys: pytest.CaptureFixture[str
     out, said = capsys.readouterr()
     assert (status, out, said.count("\n")) == (1, "", 1)
     assert said.startswith(f"ortserve models: {server.url}: expected a server of the Open Inference Protocol v2, got ")
+
+
+def test_defect_of_the_command_is_not_reported_as_another_kind_of_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "Report", None)
+    with small_server() as server, pytest.raises(TypeError, match="NoneType"):
+        main(["models", "list", "--url", server.url])
 
 
 def test_interruption_ends_a_load_that_is_waited_for() -> None:

@@ -4,15 +4,16 @@ import argparse
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
-from ortserve.tools.client import another_kind, path_of
+from ortserve.tools.client import path_of
 from ortserve.tools.command import Outcome, ToolParser, json_or_text, number, run_tool
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.models.result import ModelsResult
-from ortserve.tools.models.server import ModelServer, repository_path
+from ortserve.tools.models.server import ModelLabels, ModelServer, Rollout, repository_path
 from ortserve.tools.report import Block, Facts, Report, Table, Text
 
 _ACTIONS: Final = {
@@ -110,8 +111,6 @@ def act(arguments: argparse.Namespace) -> Outcome:
             print_report(outcome.report)
             outcome = _next(server, arguments, outcome)
         return outcome
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise another_kind(address, f"got an answer that cannot be read: {error!r}") from None
     finally:
         server.close()
 
@@ -128,21 +127,21 @@ def _next(server: ModelServer, arguments: argparse.Namespace, before: Outcome) -
 def _shown(server: ModelServer, arguments: argparse.Namespace, note: str = "") -> Outcome:
     model, action = arguments.model, arguments.action
     versions = server.versions(model, with_counts=action == "status")
-    document = server.labels(model) if model else {}
-    labels = {one["name"]: one["version"] for one in document.get("labels", ())}
+    given = server.labels(model) if model else ModelLabels()
+    rollout = server.rollout(model) if action in ("status", "rollout") else None
     result = ModelsResult(
         action=action,
         url=arguments.url,
         versions=versions,
-        labels=labels,
-        previous=document.get("previous") or "",
-        rollout=server.rollout(model) if action in ("status", "rollout") else None,
+        labels=given.versions,
+        previous=given.previous,
+        rollout=None if rollout is None else {"model": model, **asdict(rollout)},
         note=note,
     )
-    return Outcome(result, _report(result))
+    return Outcome(result, _report(result, rollout))
 
 
-def _report(result: ModelsResult) -> Report:
+def _report(result: ModelsResult, rollout: Rollout | None) -> Report:
     has_counts = any(one.requests is not None for one in result.versions)
     columns = [
         "model",
@@ -169,20 +168,20 @@ def _report(result: ModelsResult) -> Report:
         *([Text(result.note)] if result.note else []),
         Table("Versions", columns, rows),
         *([Facts("Lost labels", lost)] if lost else []),
-        *_rollout_facts(result.rollout or {}),
+        *([] if rollout is None else _rollout_facts(rollout)),
     ]
     return Report(f"Models of {result.url}", blocks)
 
 
-def _rollout_facts(document: Mapping[str, Any]) -> Iterator[Facts]:
-    if (options := document.get("rollout")) is not None:
-        problem = {"problem": document["problem"]} if document["problem"] else {}
-        worst = {f"worst {name} error": error for name, error in document["worst_errors"].items()}
-        figures = {name.replace("_", " "): value for name, value in document["figures"].items()}
-        yield Facts("Rollout", {**dict(_given(options)), **problem})
+def _rollout_facts(shown: Rollout) -> Iterator[Facts]:
+    if shown.rollout is not None:
+        problem = {"problem": shown.problem} if shown.problem else {}
+        worst = {f"worst {name} error": error for name, error in shown.worst_errors.items()}
+        figures = {name.replace("_", " "): value for name, value in shown.figures.items()}
+        yield Facts("Rollout", {**dict(_given(shown.rollout)), **problem})
         yield Facts("Candidate", {**figures, **worst})
-    if document.get("ended") is not None:
-        yield Facts("Last rollout", document["ended"])
+    if shown.ended is not None:
+        yield Facts("Last rollout", shown.ended)
 
 
 def _given(options: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,20 +2,95 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
-from ortserve.tools.client import Client, another_kind, path_of
+from ortserve.tools.client import Answer, Client, another_kind, path_of
 from ortserve.tools.models.result import VersionStatus
 
 _PROGRESS_S: Final = 0.5
 """Interval between two readings of the progress of a load."""
 _LATEST_LABEL: Final = "stable"
+
+_Form = TypeVar("_Form")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """A version that a server knows, or a model that it has not loaded: then all fields but the name are empty."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label and its version."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLabels:
+    """The labels of a model, None for servers without labels, and the version that a rollback leads to."""
+
+    labels: tuple[Label, ...] | None = None
+    previous: str = ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions by label."""
+        return {label.name: label.version for label in self.labels or ()}
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The rollout of a model, as the server describes it."""
+
+    rollout: dict[str, Any] | None
+    problem: str
+    figures: dict[str, Any]
+    worst_errors: dict[str, Any]
+    ended: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Duration:
+    count: int | None = None
+    ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Durations:
+    success: _Duration = _Duration()
+    fail: _Duration = _Duration()
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    version: str = ""
+    inference_stats: _Durations = _Durations()
+
+
+@dataclass(frozen=True, slots=True)
+class _Statistics:
+    model_stats: tuple[_Counts, ...] = ()
+
+
+_INDEX: Final = TypeAdapter(tuple[IndexEntry, ...])
+_LABELS: Final = TypeAdapter(ModelLabels)
+_ROLLOUT: Final = TypeAdapter(Rollout)
+_STATISTICS: Final = TypeAdapter(_Statistics)
 
 
 class ModelServer:
@@ -30,18 +105,17 @@ class ModelServer:
     def close(self) -> None:
         self._client.close()
 
-    def index(self) -> list[dict[str, str]]:
+    def index(self) -> tuple[IndexEntry, ...]:
         """The versions that the server knows, and the models in its repositories."""
-        entries: list[dict[str, str]] = self._read("/v2/repository/index", b"{}", list)
-        return entries
+        return self._read("/v2/repository/index", b"{}", _INDEX)
 
-    def labels(self, model: str) -> dict[str, Any]:
-        """The labels of a model and their origin; empty for servers without labels."""
-        return self._read_if_known(f"{path_of(model)}/labels") or {}
+    def labels(self, model: str) -> ModelLabels:
+        """The labels of a model."""
+        return self._read_if_known(f"{path_of(model)}/labels", _LABELS) or ModelLabels()
 
-    def rollout(self, model: str) -> dict[str, Any] | None:
+    def rollout(self, model: str) -> Rollout | None:
         """The rollout of a model; None for servers without rollouts."""
-        return self._read_if_known(f"{path_of(model)}/rollout")
+        return self._read_if_known(f"{path_of(model)}/rollout", _ROLLOUT)
 
     def versions(self, model: str = "", *, with_counts: bool = False) -> tuple[VersionStatus, ...]:
         """The versions of a model, or of all models.
@@ -50,20 +124,18 @@ class ModelServer:
             ServeError: not_found: the model is unknown; the message names the known ones. Others as ``Client``.
         """
         entries = self.index()
-        known = dict.fromkeys(entry["name"] for entry in entries)
+        known = dict.fromkeys(entry.name for entry in entries)
         if model and model not in known:
             found = f"the server has {', '.join(known)}" if known else "the server has none"
             raise ServeError(ErrorKind.NOT_FOUND, f"{self._address.url}: model '{model}' is not known; {found}")
         names = [model] if model else list(known)
-        labels = {name: _versions_by_label(self.labels(name)) for name in names}
-        ready = {
-            name: [e["version"] for e in entries if (e["name"], e.get("state")) == (name, "READY")] for name in names
-        }
+        labels = {name: self.labels(name) for name in names}
+        ready = {name: [e.version for e in entries if (e.name, e.state) == (name, "READY")] for name in names}
         counts = self._counts(model) if with_counts and ready[model] else {}
         return tuple(
-            _status(entry, labels[entry["name"]], ready[entry["name"]], counts.get(entry.get("version", ""), {}))
+            _status(entry, labels[entry.name], ready[entry.name], counts.get(entry.version, _Counts()))
             for entry in entries
-            if entry["name"] in labels
+            if entry.name in labels
         )
 
     def change(self, method: str, path: str, body: Mapping[str, Any]) -> None:
@@ -80,10 +152,10 @@ class ModelServer:
 
         def watch() -> None:
             while not is_over.wait(_PROGRESS_S):
-                with suppress(ServeError, LookupError):  # progress is optional
+                with suppress(ServeError):  # progress is optional
                     for entry in self.index():
-                        if entry["name"] == model and entry["state"] in ("LOADING", "UNLOADING"):
-                            step(0, f"version {entry['version']}: {entry.get('reason') or entry['state'].lower()}")
+                        if entry.name == model and entry.state in ("LOADING", "UNLOADING"):
+                            step(0, f"version {entry.version}: {entry.reason or entry.state.lower()}")
 
         watching = Thread(target=watch)
         watching.start()
@@ -93,24 +165,29 @@ class ModelServer:
             is_over.set()
             watching.join()
 
-    def _counts(self, model: str) -> dict[str, dict[str, Any]]:
-        stats = self._read(f"{path_of(model)}/stats", None, dict)
-        return {one["version"]: one for one in stats.get("model_stats", ())}
+    def _counts(self, model: str) -> dict[str, _Counts]:
+        return {one.version: one for one in self._read(f"{path_of(model)}/stats", None, _STATISTICS).model_stats}
 
-    def _read_if_known(self, path: str) -> dict[str, Any] | None:
+    def _read_if_known(self, path: str, form: TypeAdapter[_Form]) -> _Form | None:
         try:
-            document: dict[str, Any] = self._read(path, None, dict)
+            answer = self._client.call(path)
         except ServeError as error:
             if error.kind in (ErrorKind.NOT_FOUND, ErrorKind.UNSUPPORTED):
                 return None
             raise
-        return document
+        return self._parse(path, answer, form)
 
-    def _read(self, path: str, body: bytes | None, kind: type) -> Any:
-        document = self._client.call(path, body).json()
-        if not isinstance(document, kind):
-            raise another_kind(self._address, f"got another document as the answer to {path}")
-        return document
+    def _read(self, path: str, body: bytes | None, form: TypeAdapter[_Form]) -> _Form:
+        return self._parse(path, self._client.call(path, body), form)
+
+    def _parse(self, path: str, answer: Answer, form: TypeAdapter[_Form]) -> _Form:
+        try:
+            return form.validate_json(answer.body, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "document"
+            seen = f"got an answer to {path} that cannot be read: {place}: {first['msg']}"
+            raise another_kind(self._address, seen) from None
 
 
 def repository_path(model: str, action: str) -> str:
@@ -118,27 +195,19 @@ def repository_path(model: str, action: str) -> str:
     return f"/v2/repository/models/{quote(model, safe='')}/{action}"
 
 
-def _versions_by_label(document: Mapping[str, Any]) -> dict[str, str] | None:
-    """Versions by label; None for servers without labels."""
-    return {label["name"]: label["version"] for label in document["labels"]} if "labels" in document else None
-
-
-def _status(
-    entry: Mapping[str, str], labels: Mapping[str, str] | None, ready: list[str], counts: Mapping[str, Any]
-) -> VersionStatus:
-    version, is_ready = entry.get("version", ""), entry.get("state") == "READY"
-    # Only a server with labels is known to number its versions.
-    default = None if labels is None else labels.get(_LATEST_LABEL, max(ready, key=int, default=""))
-    success, failed = (counts.get("inference_stats", {}).get(name, {}) for name in ("success", "fail"))
-    requests = success.get("count")
+def _status(entry: IndexEntry, labels: ModelLabels, ready: list[str], counts: _Counts) -> VersionStatus:
+    # Only a server with labels is known to number its versions. The longest number is the highest.
+    highest = max(ready, key=lambda number: (len(number), number), default="")
+    is_default = entry.state == "READY" and entry.version == labels.versions.get(_LATEST_LABEL, highest)
+    success, failed = counts.inference_stats.success, counts.inference_stats.fail
     return VersionStatus(
-        model=entry["name"],
-        version=version,
-        state=entry.get("state", ""),
-        labels=tuple(name for name, number in (labels or {}).items() if number == version and version),
-        is_default=None if labels is None else is_ready and version == default,
-        requests=requests,
-        failed=failed.get("count"),
-        mean_ms=round(success["ns"] / requests / 1e6, 3) if requests else None,
-        reason=entry.get("reason", ""),
+        model=entry.name,
+        version=entry.version,
+        state=entry.state,
+        labels=tuple(name for name, number in labels.versions.items() if number == entry.version and number),
+        is_default=None if labels.labels is None else is_default,
+        requests=success.count,
+        failed=failed.count,
+        mean_ms=round(success.ns / success.count / 1e6, 3) if success.count and success.ns is not None else None,
+        reason=entry.reason,
     )
