@@ -104,13 +104,16 @@ class Client:
         )
         parser = httptools.HttpResponseParser(events)
         latest = time.monotonic() + self._timeout_s
+        is_first = self._socket is None
         try:
             connected = self.connect()
             connected.sendall(request)
             while not kept:
                 part = connected.recv(256 * 1024)
-                if not part and not parser.get_status_code():
+                if not part and not parser.get_status_code() and is_first:
                     raise another_kind(self.address, "got a closed connection instead of an answer")
+                if not part and not parser.get_status_code():
+                    raise unreachable(self.address, "it has closed the connection")
                 if not part:
                     break  # the end of the connection ends an answer of HTTP/1.0
                 parser.feed_data(part)

@@ -102,6 +102,14 @@ def test_long_errors_are_cut() -> None:
     assert len(raised.value.message) < 1100
 
 
+def test_server_that_has_closed_the_connection_is_no_other_kind_of_server() -> None:
+    with peer(http(200, "{}")) as client:
+        client.call("/v2")
+        with pytest.raises(ServeError, match="cannot reach the server: ") as raised:
+            client.call("/v2")
+    assert raised.value.kind is ErrorKind.NOT_READY
+
+
 def test_answer_may_end_with_its_connection() -> None:
     with peer(b"HTTP/1.0 200 OK\r\n\r\n{}") as client:
         assert client.call("/v2").json() == {}
