@@ -147,15 +147,17 @@ class LabelService:
 
     def check_serves(self, model: str, version: int, what: str) -> None:
         """Raises ServeError: not_found or not_ready, beginning with ``what``, for a version that does not serve."""
-        states = self._states(model)
-        if states.get(version) is State.READY:
+        self._states(model)
+        record = next((one for one in self._registry.records_of(model) if one.version == version), None)
+        if record is not None and record.state is State.READY:
             return
         ready = ", ".join(map(str, self._registry.ready_versions(model))) or "none"
-        kind = ErrorKind.NOT_READY if version in states else ErrorKind.NOT_FOUND
-        state = states[version].name if version in states else "not known"
+        state = "not known" if record is None else record.state.name
+        reason = f" ({record.explanation})" if record is not None and record.explanation else ""
         raise ServeError(
-            kind,
-            f"{what}: expected a version of model '{model}' that serves ({ready}), got {version}, which is {state}",
+            ErrorKind.NOT_FOUND if record is None else ErrorKind.NOT_READY,
+            f"{what}: expected a version of model '{model}' that serves ({ready}), got {version}, which is "
+            f"{state}{reason}",
         )
 
     def lock(self, model: str) -> asyncio.Lock:

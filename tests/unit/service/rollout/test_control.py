@@ -10,7 +10,7 @@ from ortserve.config.model import MOST_LABELS
 from ortserve.config.rollout import RolloutOptions, make_rollout_options
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.state_file import ModelState
 from ortserve.service.labels import LabelService
 from ortserve.service.rollout.control import RolloutService
@@ -92,6 +92,14 @@ async def test_rollback_ends_a_rollout_that_begins_before_it(registry: FakeRegis
     assert ended is not None
     assert (ended.candidate, ended.result) == (3, "rolled_back")
     assert registry.labels("m")[STABLE] == 1
+
+
+async def test_version_that_does_not_serve_is_refused_with_its_reason(
+    registry: FakeRegistry, labels: LabelService
+) -> None:
+    registry.records[2].state, registry.records[2].reason = State.GONE, ON_DEMAND
+    with pytest.raises(ServeError, match=r"got 3, which is GONE \(not in memory: the next request loads it\)"):
+        await labels.promote("m", 3)
 
 
 async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_looked_up(
