@@ -259,10 +259,11 @@ class ModelOptions(LoadOptions):
     """Whether a version without golden samples fails to load. Samples in the folder ``golden`` of a version are always
     checked before it serves."""
     max_slowdown: float | None = Field(default=None, ge=1, le=1000)
-    """Maximum time of a batch, as a multiple of the time that the serving version takes for it. Both versions run in
-    turn, at the batch sizes that warm-up measured for both. A slower version fails to load, and the serving version
-    keeps serving. Differences below 0.1 ms do not count. No effect while no version serves, and for ensembles and
-    models with sequences. Unset: no comparison."""
+    """Maximum time of a batch, as a multiple of the time that the serving version takes for it: the previous load of
+    the same version, or the one that answers requests without a version. Both versions run in turn, at the batch sizes
+    that warm-up measured for both. A slower version fails to load, and the serving version keeps serving. Differences
+    below 0.1 ms do not count. No effect while no version serves, and for ensembles and models with sequences. Unset: no
+    comparison."""
     sequences: SequenceOptions | None = None
     """Sequences of requests: the requests of a sequence run one after the other, and the server keeps the model's state
     from one request to the next. Such a model accepts only requests with a ``sequence_id``. Unset: each request stands

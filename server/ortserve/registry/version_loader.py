@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -12,7 +13,7 @@ from ortserve.clock import Clock
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
-from ortserve.errors import NotInMemoryError, invalid_input
+from ortserve.errors import NotInMemoryError, ServeError, invalid_input
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.ensemble.members import find_members
 from ortserve.registry.ensemble.plan import make_plan
@@ -172,9 +173,15 @@ class VersionLoader:
         return served
 
     def _serving(self, record: VersionRecord) -> ServedVersion | None:
-        """The version that a load replaces: the previous load of the same version, or else the highest ready one."""
+        """The version that a load may replace: the previous load of the same version, if it serves.
+
+        Otherwise the one that answers requests without a version, or the highest ready one; None without any.
+        """
         ready = self._catalog.ready(record.model)
         same = [before for before in ready if before.version == record.version]
+        if not same:
+            with suppress(ServeError):
+                return self._catalog.find(record.model, "")
         return (same or ready)[-1].served if ready else None
 
     async def _log_progress(self, record: VersionRecord, progress: Progress) -> None:
