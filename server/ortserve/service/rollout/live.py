@@ -36,7 +36,7 @@ MOST_COMPARED_INLINE: Final = 1024
 """Maximum number of output elements that are compared on the event loop; a thread compares larger outputs."""
 
 _JUDGED_EVERY: Final = 16
-"""Number of requests between two judgements, if none failed or disagreed."""
+"""Number of requests between two judgements, if none failed or disagreed, and none is the one that promotes."""
 _BUSY: Final = (ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.NOT_READY, ErrorKind.CANCELLED)
 """Kinds of errors with which a busy version rejects a request. They do not depend on the model."""
 
@@ -241,10 +241,12 @@ class LiveRollout(Rollout):
         self.outcomes[outcome] += 1
         if outcome in ("shed", "rejected") or self.is_over:
             return
-        is_bad = outcome in ("failed", "disagreed")
-        if not is_bad and sum(self.outcomes.values()) % _JUDGED_EVERY:
+        rules, count = self.options.rules, self.outcomes.get
+        requests = sum(self.outcomes.values()) - count("shed", 0) - count("rejected", 0)
+        is_due = requests % _JUDGED_EVERY == 0 or requests == max(rules.promote_after or 0, rules.min_requests)
+        if not is_due and outcome not in ("failed", "disagreed"):
             return
-        decision = decide(self.options.rules, self.figures())
+        decision = decide(rules, self.figures())
         if decision is not None:
             self.is_over = True
             self._on_decision(self, decision)

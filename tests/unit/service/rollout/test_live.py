@@ -228,3 +228,15 @@ async def test_canary_takes_the_share_and_no_other_request() -> None:
     assert trial.counts() == {"answered": 1, "failed": 1, "rejected": 1}
     assert trial.candidate.submitted == []
     assert trial.rollout.figures().stable_requests == 1
+
+
+@pytest.mark.parametrize("rejected", [0, 1])
+async def test_candidate_is_promoted_after_the_number_of_requests_that_it_answered(rejected: int) -> None:
+    trial = Trial(mode="canary", rules={"min_requests": 1, "promote_after": 21})
+    for number in range(21):
+        assert trial.decisions == [], number
+        trial.rollout.candidate_answered(timing_of(1000))
+        for _ in range(rejected):
+            trial.rollout.candidate_failed(ServeError(ErrorKind.OVERLOADED, "busy"))
+    (decision,) = trial.decisions
+    assert (decision.result, decision.reason.startswith("21 requests kept the rules")) == ("promoted", True)
