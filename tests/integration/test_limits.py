@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -217,3 +218,19 @@ def test_too_many_empty_rows_are_rejected_at_once(tmp_path: Path) -> None:
         few, many = np.empty((4096, 0), np.uint8), np.arange(300_000, dtype=np.uint8).reshape(-1, 1)
         for array in (few, many):
             assert np.array_equal(grpc_raw(server, "wide", {"x": array})["y"], array)
+
+
+@pytest.mark.parametrize("flags", ["-Sn", "-SHn"])
+def test_soft_limit_of_open_files_is_raised_and_a_low_hard_limit_is_logged(flags: str, tmp_path: Path) -> None:
+    limit = ("bash", "-c", f'ulimit {flags} 300 && exec "$@"', "bash")
+    with serving(tmp_path, through=limit) as server, ExitStack() as stack:
+        warnings = [line for line in server.lines if "fewer open files than connections are allowed" in line]
+        if "H" in flags:
+            (line,) = warnings
+            assert line.endswith("open_files=300 connections=8192")
+            return
+        assert warnings == []
+        host, _, port = server.http.partition(":")
+        for _ in range(400):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=LONG_S))
+        assert httpx.get(f"http://{server.metrics}/v2/health/ready", timeout=LONG_S).status_code == 200

@@ -14,7 +14,7 @@ import uvloop
 
 from ortserve.app.server import Server
 from ortserve.config.options import ServerOptions, unknown_variables
-from ortserve.engine.process_limits import limit_malloc_arenas
+from ortserve.engine.process_limits import SPARE_FILES, limit_malloc_arenas, raise_open_files
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, put_loop_first, set_slice
 from ortserve.errors import ServeError
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
@@ -41,6 +41,10 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
     switches = configure_logging(options.log_level, options.log_format)
     for problem in unknown_variables(os.environ):
         log_event(logger, logging.WARNING, "environment variable has no effect", reason=problem)
+    connections = options.http_max_connections + options.grpc_max_connections
+    if (files := raise_open_files()) is not None and files < connections + SPARE_FILES:
+        message = "fewer open files than connections are allowed: callers can block every port"
+        log_event(logger, logging.WARNING, message, open_files=files, connections=connections)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     put_loop_first()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,4 +1,4 @@
-"""The processors and the memory that this process may use: affinity mask, cgroup limits, address space, the machine.
+"""The processors, memory and open files that this process may use: affinity, cgroups, resource limits, the machine.
 
 ONNX Runtime itself starts a thread for each physical core of the host, even if a mask or quota is set
 (microsoft/onnxruntime#29510).
@@ -9,6 +9,7 @@ import math
 import os
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,9 @@ _UNLIMITED: Final = 2**60
 _M_ARENA_MAX: Final = -8
 """The constant in glibc's malloc.h."""
 _MOST_ARENAS: Final = 2
+
+SPARE_FILES: Final = 256
+"""Open files of a server that are not connections of its callers: models, libraries, stores, the metrics port."""
 
 _THROTTLING_READ_NS: Final = 1_000_000_000
 _RECENT_NS: Final = 10_000_000_000
@@ -87,6 +91,19 @@ def memory_limit(
         limits.append(_read_number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")))
     limits.append(_read_number(meminfo, after="MemTotal:") * 1024)
     return min([limit for limit in limits if 0 < limit < _UNLIMITED], default=_UNLIMITED)
+
+
+def raise_open_files() -> int | None:
+    """Raise the soft limit of open files to the hard one, because systemd and many shells set 1,024 only.
+
+    Returns:
+        The limit that holds now; None without one.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError):  # a hard limit above fs.nr_open cannot be set again
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def limit_malloc_arenas() -> None:

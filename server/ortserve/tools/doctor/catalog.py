@@ -45,7 +45,7 @@ small_shared_memory (advice): clients that pass tensors in shared memory have no
 
 # system
 few_open_files (warning): connections beyond the limit fail although the options allow them
-    → raise it (ulimit -n, LimitNOFILE= of systemd), or lower http_max_connections and grpc_max_connections
+    → raise it (ulimit -Hn, LimitNOFILE= of systemd), or lower http_max_connections and grpc_max_connections
 variables_without_effect (advice): ONNX Runtime has not used OpenMP since version 1.7, so they do not change its threads
     → unset them; use intra_op_threads and session.spinning
 runtime_variables (warning): they change how ONNX Runtime works, and model.yaml does not show it

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ortserve.engine.distributions import runtime_problem
+from ortserve.engine.process_limits import SPARE_FILES
 from ortserve.engine.provider_options import CPU, CUDA, GPU_PROVIDERS, TENSORRT
 from ortserve.tools.doctor.catalog import finding
 from ortserve.tools.doctor.result import (
@@ -82,10 +83,10 @@ def find_in_memory(found: Memory) -> Iterator[Finding]:
 
 def find_in_system(found: System, connections: int) -> Iterator[Finding]:
     """Findings in limits and environment. ``connections`` is the limit of connections by the server's options."""
-    if found.open_files is not None and found.open_files < connections + 256:
-        hard = "no hard limit" if found.open_files_hard is None else f"hard limit {found.open_files_hard:,}"
+    files = found.open_files_hard  # the server raises its soft limit to it
+    if files is not None and files < connections + SPARE_FILES:
         allowed = f"the options allow {connections:,} connections"
-        yield finding("few_open_files", f"the process may open {found.open_files:,} files ({hard}), and {allowed}")
+        yield finding("few_open_files", f"the server may open {files:,} files (hard limit), and {allowed}")
     if idle := [name for name in found.environment if name.startswith(("OMP_", "KMP_", "GOMP_"))]:
         yield finding("variables_without_effect", f"{', '.join(idle)} set", *idle)
     own = [name for name in found.environment if name.startswith("ORT_") and name != "ORT_DISABLE_TELEMETRY"]

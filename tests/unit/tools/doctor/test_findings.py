@@ -49,7 +49,7 @@ def in_machine(root: Path, files: Mapping[str, str], environment: Mapping[str, s
     return [
         *findings.find_in_processors(read_processors(tree)),
         *findings.find_in_memory(replace(read_memory(tree), shared_bytes=2**33)),
-        *findings.find_in_system(replace(read_system(environment), open_files=65536), 8192),
+        *findings.find_in_system(replace(read_system(environment), open_files_hard=65536), 8192),
     ]
 
 
@@ -187,8 +187,8 @@ def test_small_limits_are_found(tmp_path: Path) -> None:
     memory = replace(read_memory(Files(tmp_path)), shared_bytes=64 * 2**20)
     assert kinds(findings.find_in_memory(memory)) == {"small_shared_memory"}
     assert list(findings.find_in_system(SYSTEM, 8192)) == []
-    (few,) = findings.find_in_system(replace(SYSTEM, open_files=1024), 8192)
-    assert few.seen == "the process may open 1,024 files (hard limit 524,288), and the options allow 8,192 connections"
+    (few,) = findings.find_in_system(replace(SYSTEM, open_files_hard=1024), 8192)
+    assert few.seen == "the server may open 1,024 files (hard limit), and the options allow 8,192 connections"
 
 
 @pytest.mark.parametrize("kind", STEADINESS)
