@@ -30,7 +30,7 @@ def open_listener(option: str, host: str, port: int) -> socket.socket:
         port: 0 for any free port.
 
     Raises:
-        ServeError: conflict, if the address cannot be listened on.
+        ServeError: conflict, naming the option, if the host is unknown or the address cannot be listened on.
     """
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -46,6 +46,9 @@ def open_listener(option: str, host: str, port: int) -> socket.socket:
         except OSError:
             listener.close()
             raise
+    except socket.gaierror as error:
+        expected = "expected an IP address or host name, without brackets and port"
+        raise ServeError(ErrorKind.CONFLICT, f"host: {expected}, got '{host}': {error.strerror}") from error
     except OSError as error:
         raise ServeError(ErrorKind.CONFLICT, f"{option}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener

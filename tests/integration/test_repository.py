@@ -71,7 +71,7 @@ def test_broken_models_do_not_block_other_models(mixed_server: ServerProcess) ->
     [
         ("a_no_model", ("ONNX Runtime cannot load the model",)),
         ("a_float8", ("output 'y' has type tensor(float8e4m3fn)",)),
-        ("bad_options", ("max_rows: expected integer, 1 to 65536, got 'many'", "max_row: unknown key")),
+        ("bad_options", ("max_rows: expected integer, 1 to 65536, in rows, got 'many'", "max_row: unknown key")),
         ("no_yaml", ("is not YAML",)),
         ("for_triton", ("config.pbtxt: backend: expected 'onnxruntime', got 'python'",)),
         ("no_version", ("no version folder",)),
@@ -239,7 +239,7 @@ def test_port_in_use_ends_the_server_with_status_1_and_names_the_option(option: 
         (["--example", "--http-port", "70000"], "--http-port: expected integer, 0 to 65535, got '70000'"),
         (["--example", "--no-such-flag"], "--no-such-flag"),
         ([], "expected at least one folder, URL or --example"),
-        (["/no/such/folder"], "expected a folder, got '/no/such/folder'"),
+        (["/no/such/folder"], "expected a folder of models, got '/no/such/folder': No such file or directory"),
     ],
 )
 def test_invalid_arguments_end_the_command_with_status_2(words: list[str], problem: str) -> None:
@@ -247,6 +247,32 @@ def test_invalid_arguments_end_the_command_with_status_2(words: list[str], probl
         assert server.wait() == 2
         assert problem in server.output
         assert "Traceback" not in server.output
+
+
+WITHOUT_RIGHTS_OF_ROOT = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ("env",)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o400, 0o200])
+def test_repository_without_permission_ends_the_command_with_status_2(mode: int, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "models").mkdir(parents=True)
+    closed.chmod(mode)
+    for folder in (closed, closed / "models"):
+        with starting(folder, through=WITHOUT_RIGHTS_OF_ROOT) as server:
+            assert server.wait() == 2
+            expected = f"repositories: expected a folder of models, got '{folder}': Permission denied"
+            assert server.lines == [f"ortserve serve: {expected}"]
+    closed.chmod(0o700)
+
+
+def test_files_without_permission_are_named(tmp_path: Path) -> None:
+    (add_model(tmp_path, "model", builders.identity) / "1" / "model.onnx").chmod(0)
+    weights = add_model(tmp_path, "weights", builders.external_weights, location="weights.bin") / "1" / "weights.bin"
+    weights.write_bytes(bytes(16))
+    weights.chmod(0)
+    with serving(tmp_path, through=WITHOUT_RIGHTS_OF_ROOT) as server:
+        for problem in ("an ONNX model, it", "weights, as of tensor 'w', in weights.bin: it"):
+            server.wait_for_line(f"cannot load the model: expected {problem} cannot be read: Permission denied")
 
 
 def test_interrupt_from_the_keyboard_ends_the_server_as_sigterm_does() -> None:

@@ -1,6 +1,7 @@
 """The command ``ortserve serve``: reads the options, checks their combinations, and runs the server."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ortserve.config.expectation import describe_default, describe_unit, describe_values, with_suggestions
+from ortserve.config.expectation import describe_default, describe_option, describe_unit, with_suggestions
 from ortserve.config.options import (
     OPTION_GROUPS,
     OptionsError,
@@ -19,6 +20,7 @@ from ortserve.config.options import (
     read_options,
     split_list,
 )
+from ortserve.config.repository_url import Repository
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
 
 _EPILOG: Final = """\
@@ -40,13 +42,24 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse("repositories: expected at least one folder, URL or --example, got none")
     if problems := combination_problems(options):
         return _refuse(*problems)
-    if missing := [path for path in options.repositories if isinstance(path, Path) and not path.is_dir()]:
-        return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
+    if problems := list(filter(None, map(_folder_problem, options.repositories))):
+        return _refuse(*problems)
     if problem := runtime_problem(installed_runtimes()):
         return _refuse(problem)
     from ortserve.app.run import run  # imported here, because it imports the engine
 
     return run(options, option_origins(flags, config_path))
+
+
+def _folder_problem(repository: Repository) -> str:
+    """Why a folder of models cannot be read; empty if it can, and for a repository in a store."""
+    if not isinstance(repository, Path):
+        return ""
+    try:
+        with os.scandir(f"{repository}/."):  # the dot needs the right to search the folder, too
+            return ""
+    except OSError as error:
+        return f"repositories: expected a folder of models, got '{repository}': {error.strerror}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,8 +114,7 @@ def _metavar(name: str, annotation: Any) -> str:
 def _values(name: str, field: FieldInfo) -> str:
     if field.annotation in (bool, str, Path | None) or get_origin(field.annotation) in (Literal, tuple):
         return ""
-    unit = describe_unit(name)
-    return f"{describe_values(field)}{f', in {unit}' if unit else ''}; "
+    return f"{describe_option(name, field)}; "
 
 
 def _plain(field: FieldInfo) -> str:

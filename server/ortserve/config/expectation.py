@@ -33,6 +33,12 @@ _MOST_KEYS: Final = 8
 _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
 
+def describe_option(name: str, field: FieldInfo) -> str:
+    """Describe the values of a field with their unit: ``number, 0 to 60, in seconds``."""
+    unit = describe_unit(name)
+    return describe_values(field) + (f", in {unit}" if unit else "")
+
+
 def describe_values(field: FieldInfo) -> str:
     """Describe the values of a field: ``integer, 0 to 65535``, or the ``expects`` of its declaration."""
     if isinstance(field.json_schema_extra, dict) and "expects" in field.json_schema_extra:
@@ -123,7 +129,7 @@ def describe_problems(
         if finding["type"] == "value_error":  # from a validator of this package, whose message is complete
             problems.setdefault(name, str(finding["ctx"]["error"]))
         elif field is not None:
-            problems.setdefault(name, f"expected {describe_values(field)}, got {_shown(value)}")
+            problems.setdefault(name, f"expected {describe_option(name, field)}, got {_shown(value)}")
         else:
             problems.setdefault(name, f"unknown key{_suggestion(finding['loc'], fields)}")
     return problems

@@ -5,7 +5,7 @@ from typing import Final
 
 from pydantic.fields import FieldInfo
 
-from ortserve.config.expectation import describe_default, describe_unit, describe_values, nested_fields
+from ortserve.config.expectation import describe_default, describe_option, describe_values, nested_fields
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import OPTION_GROUPS, ServerOptions, flag_name, variable_name
 
@@ -69,7 +69,8 @@ def _server_option(name: str, field: FieldInfo) -> str:
 
 def _model_key(name: str, field: FieldInfo) -> str:
     if name in LoadOptions.model_fields:
-        return f"### `{name}` in model.yaml\n\n{_values(name, field)}\n\nSee the server's option [`{name}`](#{name}).\n"
+        values = describe_option(name, field)
+        return f"### `{name}` in model.yaml\n\n{values}\n\nSee the server's option [`{name}`](#{name}).\n"
     return f"### `{name}` in model.yaml\n\n{_facts(name, field, '')}"
 
 
@@ -78,7 +79,7 @@ def _facts(name: str, field: FieldInfo, places: str) -> str:
     text = " ".join((field.description or "").replace("``", "`").split())
     inner = nested_fields(field)
     if inner is None:
-        return f"{places}{_values(name, field)} · default: {f'`{default}`' if default else 'unset'}\n\n{text}\n"
+        return f"{places}{describe_option(name, field)} · default: {f'`{default}`' if default else 'unset'}\n\n{text}\n"
     kind = describe_values(field).partition("{")[0]
     keys = "".join(_nested_key(key, one) for key, one in inner.items())
     return f"{places}{kind}keys with values · default: none\n\n{text}\n\n{keys}"
@@ -87,18 +88,13 @@ def _facts(name: str, field: FieldInfo, places: str) -> str:
 def _nested_key(name: str, field: FieldInfo) -> str:
     default = "" if field.is_required() else describe_default(field)
     presence = "required" if field.is_required() else f"default: {f'`{default}`' if default else 'unset'}"
-    values = f"{_values(name, field)} · {presence}"
+    values = f"{describe_option(name, field)} · {presence}"
     inner = nested_fields(field)
     if inner is not None:
         values = f"{describe_values(field).partition('{')[0]}keys with values"
     text = " ".join((field.description or "").replace("``", "`").split())
     nested = "".join(f"    {_nested_key(key, one)}" for key, one in (inner or {}).items())
     return f"- `{name}`: {values}. {text}\n{nested}"
-
-
-def _values(name: str, field: FieldInfo) -> str:
-    unit = describe_unit(name)
-    return describe_values(field) + (f", in {unit}" if unit else "")
 
 
 if __name__ == "__main__":

@@ -34,13 +34,24 @@ def find_damage(path: Path, model: Model) -> str:
         if not path.is_file():
             return "expected an ONNX model, found no regular file"
         problem = "it is not one or is truncated" if path.stat().st_size else "the file is empty"
-        return f"expected an ONNX model, {problem}"
+        return f"expected an ONNX model, {_read_error(path) or problem}"
     for name, needed in model.external_files.items():
-        file = path.parent / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None or found < needed.nbytes:
-            problem = "there is no such file" if found is None else f"at least {needed.nbytes:,} bytes, got {found:,}"
+        problem = _read_error(file := path.parent / name)
+        if not problem and (found := file.stat().st_size) < needed.nbytes:
+            problem = f"at least {needed.nbytes:,} bytes, got {found:,}"
+        if problem:
             return f"expected weights, as of tensor '{needed.tensor}', in {name}: {problem}"
+    return ""
+
+
+def _read_error(file: Path) -> str:
+    """Why a file cannot be opened, such as missing permission; empty if it can. A pipe is not opened."""
+    try:
+        if not file.is_file():
+            return "there is no such file"
+        file.open("rb").close()
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
     return ""
 
 

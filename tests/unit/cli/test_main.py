@@ -73,7 +73,13 @@ def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_pa
     ("arguments", "complaint"),
     [
         (["serve"], "ortserve serve: repositories: expected at least one folder, URL or --example, got none\n"),
-        (["serve", "/absent/folder"], "ortserve serve: repositories: expected a folder, got '/absent/folder'\n"),
+        (
+            ["serve", "/absent/folder"],
+            (
+                "ortserve serve: repositories: expected a folder of models, "
+                "got '/absent/folder': No such file or directory\n"
+            ),
+        ),
         (
             ["serve", "--example", "--http-port", "x"],
             "ortserve serve: --http-port: expected integer, 0 to 65535, got 'x'\n",
@@ -103,7 +109,7 @@ def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_pa
         ),
         (
             ["serve", "--example", "--tls-handshake-timeout-s", "0"],
-            "ortserve serve: --tls-handshake-timeout-s: expected number, 0.1 to 600, got '0'\n",
+            "ortserve serve: --tls-handshake-timeout-s: expected number, 0.1 to 600, in seconds, got '0'\n",
         ),
         (
             ["serve", "--example", "--http-port", "9000", "--grpc-port", "9000"],

@@ -66,9 +66,9 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
                 "that begin with a letter or '_', got '1st'"
             ),
         ),
-        ("max_rows: 0", "max_rows: expected integer, 1 to 65536, got 0"),
-        ("max_rows: true", "max_rows: expected integer, 1 to 65536, got True"),
-        ("warmup_s: '3'", "warmup_s: expected number, 0 to 3600, got '3'"),
+        ("max_rows: 0", "max_rows: expected integer, 1 to 65536, in rows, got 0"),
+        ("max_rows: true", "max_rows: expected integer, 1 to 65536, in rows, got True"),
+        ("warmup_s: '3'", "warmup_s: expected number, 0 to 3600, in seconds, got '3'"),
         ("required: 1", "required: expected true or false, got 1"),
         ("execution_providers: cpu", "execution_providers: expected list of names, at least one, got 'cpu'"),
         *(
@@ -109,7 +109,7 @@ def test_file_without_a_yaml_mapping_is_named_without_its_folder(file: Path, con
 def test_long_value_is_truncated_in_errors(file: Path) -> None:
     file.write_text(f"max_rows: [{'1, ' * 5000}]")
 
-    with pytest.raises(ServeError, match=r"max_rows: expected integer, 1 to 65536, got \[1, 1, ") as raised:
+    with pytest.raises(ServeError, match=r"max_rows: expected integer, 1 to 65536, in rows, got \[1, 1, ") as raised:
         load_model_options(file, DEFAULTS)
 
     assert len(raised.value.message) < 300
@@ -180,7 +180,7 @@ def test_bad_padding_is_rejected_with_the_expected_form(file: Path, entry: str) 
         ("warmup_samples: [{}, {rows: 0}]", "warmup_samples[1].rows: expected integer, 1 to 65536, got 0"),
         (
             "priority_queue_policies: {1: {timeout_s: 0}}",
-            "priority_queue_policies.1.timeout_s: expected number, above 0 and up to 86400, got 0",
+            "priority_queue_policies.1.timeout_s: expected number, above 0 and up to 86400, in seconds, got 0",
         ),
         (
             "session: {entries: {session.disable_prepack: 1}}",

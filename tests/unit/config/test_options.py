@@ -158,7 +158,7 @@ def test_constrained_texts_are_rejected_with_their_expected_form(name: str, valu
         ("http_prot: 8000", "http_prot: unknown key; did you mean 'http_port'?"),
         ("http_port: true", "http_port: expected integer, 0 to 65535, got True"),
         ("http_port: '8000'", "http_port: expected integer, 0 to 65535, got '8000'"),
-        ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, got nan"),
+        ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, in seconds, got nan"),
         ("repositories: models", "repositories: expected list of paths and URLs, got 'models'"),
         ("http_port: 1\nhttp_port: 2", "expected each key once, got 'http_port' again in line 2"),
         ("- http_port", "expected a mapping of keys to values, got a list"),

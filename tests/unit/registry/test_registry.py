@@ -106,7 +106,7 @@ async def test_broken_models_do_not_block_other_models(tmp_path: Path, load: Loa
     reasons = {
         "a_broken": (1, "Protobuf parsing failed"),
         "c_unserved": (1, "output 'y' has type tensor(float8e4m3fn), which is not supported"),
-        "d_options": (0, "model.yaml: max_rows: expected integer, 1 to 65536, got 'many'"),
+        "d_options": (0, "model.yaml: max_rows: expected integer, 1 to 65536, in rows, got 'many'"),
         "e_policy": (4, "version_policy: expected versions out of 1, got 4"),
         "f_empty": (0, "no version folder"),
         "g_provider": (1, "none of no_such can be used"),

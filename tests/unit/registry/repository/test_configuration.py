@@ -181,7 +181,11 @@ def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, ya
         ),
         ('backend: "python"', ErrorKind.UNSUPPORTED, "backend: expected 'onnxruntime', got 'python'"),
         ("max_batch_size: -1", ErrorKind.INVALID_INPUT, "max_batch_size: expected 0 or more, got -1"),
-        ("max_batch_size: 100000", ErrorKind.INVALID_INPUT, "max_rows: expected integer, 1 to 65536, got 100000"),
+        (
+            "max_batch_size: 100000",
+            ErrorKind.INVALID_INPUT,
+            "max_rows: expected integer, 1 to 65536, in rows, got 100000",
+        ),
         ('input [{ name: "x" dims: 0 }]', ErrorKind.INVALID_INPUT, "dims of 'x': expected sizes of at least 1, or -1"),
         ('input [{ name: "x" }, { name: "x" }]', ErrorKind.INVALID_INPUT, "input: expected a distinct name for each"),
         (
