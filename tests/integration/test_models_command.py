@@ -104,6 +104,7 @@ def test_each_error_is_one_line_that_says_what_to_do(
     assert "status 409: model 'm' has no promotion to roll back" in no_promotion
     assert "expected the name of a MODEL" in refused(capsys, 2, "status", *url)
     assert "expected no model" in refused(capsys, 2, "list", "m", *url)
+    assert f"expected the URL of the server as --url {controlled.url}" in refused(capsys, 2, "list", controlled.url)
     assert "expected NAME=VERSION or NAME=, got 'a=b'" in refused(capsys, 2, "labels", "m", "a=b", *url)
     assert "expected the number of one version, got 'x'" in refused(capsys, 2, "promote", "m", "x", *url)
     assert "expected nothing after the model, got 'x'" in refused(capsys, 2, "unload", "m", "x", *url)

@@ -228,10 +228,10 @@ def _describe_type(annotation: Any) -> str:
 
 def with_suggestions(message: str, flags: Iterable[str]) -> str:
     """Add suggestions of similar flags to a message of argparse about unknown flags."""
-    known = list(flags)
+    known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
     is_about_flags = message.startswith("unrecognized arguments:")
-    unknown = [word.partition("=")[0] for word in message.split() if is_about_flags and word.startswith("--")]
-    return message + "".join(did_you_mean(flag, known) for flag in unknown)
+    unknown = [word[2:].partition("=")[0] for word in message.split() if is_about_flags and word.startswith("--")]
+    return message + "".join(did_you_mean(flag, known, prefix="--") for flag in unknown)
 
 
 def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:

@@ -126,7 +126,8 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
                 with naming(page):
                     page.write_text(render_page(outcome.report), encoding="utf-8")
         finally:  # print the result even if the page cannot be written
-            _print(outcome, as_json=arguments.json)
+            with naming(Path("output")):
+                _print(outcome, as_json=arguments.json)
     except ServeError as error:
         return _fail(name, error.message, INVALID if error.kind is ErrorKind.INVALID_INPUT else FAILED)
     except KeyboardInterrupt:
@@ -134,7 +135,8 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     except MemoryError as error:
         return _fail(name, f"too little memory: {error}", FAILED)
     except OSError as error:
-        return _fail(name, f"{error.filename or 'output'}: {error.strerror or error}", FAILED)
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(name, f"{where}{error.strerror or error}", FAILED)
     return outcome.status
 
 

@@ -55,7 +55,9 @@ class Control:
         except (ServeError, LookupError, TypeError) as error:
             if isinstance(error, ServeError) and error.kind is not ErrorKind.NOT_FOUND:
                 raise
-            raise another_kind(self.address, "got metadata without a name") from None
+            is_other = isinstance(error, ServeError)
+            seen = "got status 404 for /v2" if is_other else "got metadata without a name"
+            raise another_kind(self.address, seen) from None
         try:
             metadata = self._ask("GET", self.path, pb, "ModelMetadata", self._model)
         except ServeError as error:

@@ -144,6 +144,11 @@ def test_misspelt_flag_of_a_tool_gets_a_suggestion(capsys: pytest.CaptureFixture
     assert "unrecognized arguments: --concurency 4; did you mean '--concurrency'?" in capsys.readouterr().err
 
 
+def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "model", "--seconds", "1"]) == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --seconds 1\n")
+
+
 def test_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["optimise", "digits"]) == 2
     assert capsys.readouterr().err.startswith("ortserve: unknown command 'optimise'; did you mean 'optimize'?\n")

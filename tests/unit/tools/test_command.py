@@ -96,6 +96,14 @@ def test_failure_is_one_line_of_printable_text(
     assert printed.err[:-1].isprintable()
 
 
+def test_error_without_a_file_has_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_: argparse.Namespace) -> Outcome:
+        raise FileNotFoundError(2, "No usable temporary directory found")  # as tempfile does
+
+    assert run_tool("test", run, given()) == FAILED
+    assert capsys.readouterr().err == "ortserve test: No usable temporary directory found\n"
+
+
 def test_numbers_within_their_bounds_are_read() -> None:
     assert several(number(int, 1))("1,32") == [1, 32]
     assert number(float, 0, 1)("0.25") == 0.25

@@ -1,6 +1,8 @@
 """Calls about a model on a server."""
 
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import grpc
 import pytest
@@ -24,3 +26,25 @@ def test_grpc_server_that_lacks_an_extension_is_told_from_one_of_another_kind() 
 
     assert extension.value.message == f"{control.address.url}: UNIMPLEMENTED: Method not found!"
     assert extension.value.kind is another.value.kind is ErrorKind.UNSUPPORTED
+
+
+def test_http_server_of_another_kind_is_named_by_its_status() -> None:
+    with HTTPServer(("127.0.0.1", 0), NotFound) as server:
+        Thread(target=server.handle_request).start()
+        control = Control(parse_address(f"http://127.0.0.1:{server.server_port}"), "m")
+        with pytest.raises(
+            ServeError, match="expected a server of the Open Inference Protocol v2, got status 404 for /v2"
+        ):
+            control.describe()
+
+
+class NotFound(BaseHTTPRequestHandler):
+    """Has no paths, as the metrics port has none of the protocol."""
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+        self.wfile.write(b'{"error":"Not Found"}')
+
+    def log_message(self, *_: object) -> None:
+        """Write no log."""

@@ -210,6 +210,8 @@ def _read_model(folder: Path) -> ModelFiles:
     elif not versions:
         present = _list_names(path.name for path in entries)
         problem = f"{NO_VERSIONS} with a file {MODEL_FILE}: it has {present}"
+        if options_files:
+            problem += "; an ensemble needs an empty one, which Git does not store"
         if any(_has_versions(entry) for entry in entries):
             problem = f"expected the folder of a model, got a repository, a folder of models: it has {present}"
         if VERSION.fullmatch(name) and exists(folder / MODEL_FILE):

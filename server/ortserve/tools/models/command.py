@@ -75,6 +75,8 @@ def act(arguments: argparse.Namespace) -> Outcome:
         ServeError: invalid_input, for wrong arguments; otherwise as the server answers.
     """
     action, model = arguments.action, arguments.model
+    if model and "://" in model:
+        raise invalid_input(f"{action}: expected the URL of the server as --url {model}")
     if bool(model) == (action == "list"):
         raise invalid_input(f"{action}: expected {'no model' if model else 'the name of a MODEL'}")
     if arguments.changes and action not in ("labels", "rollout", "promote"):

@@ -82,6 +82,13 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
     [
         (["m/"], "no version folder (1, 2, …) with a file model.onnx: it has nothing"),
         (["m/model.onnx"], "no version folder (1, 2, …) with a file model.onnx: it has model.onnx"),
+        (
+            ["m/config.pbtxt"],
+            (
+                "no version folder (1, 2, …) with a file model.onnx: it has config.pbtxt; "
+                "an ensemble needs an empty one, which Git does not store"
+            ),
+        ),
         (["m/1"], "no version folder (1, 2, …) with a file model.onnx: it has 1"),
         (
             ["m/g", "m/f", "m/e", "m/d", "m/c", "m/b", "m/.a"],
