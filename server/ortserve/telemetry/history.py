@@ -91,7 +91,7 @@ IDLE: Final = Rates()
 
 
 def read_counts(metrics: ModelMetrics, at_ns: int) -> Counts:
-    """Read the counts of a version, in about 3 µs."""
+    """Read the counts of a version, in about 3 µs, or 15 µs if batches had 256 sizes. Loop thread only."""
     known = [series.counts for series in metrics.answered.values()]
     durations = known[0][:] if len(known) == 1 else [sum(counts) for counts in zip(*known, strict=True)]
     refused = failed = 0
@@ -100,14 +100,17 @@ def read_counts(metrics: ModelMetrics, at_ns: int) -> Counts:
             refused += sum(series.counts)
         elif kind is not ErrorKind.CANCELLED:
             failed += sum(series.counts)
-    sizes = metrics.batch_rows
+    batches = batch_rows = 0
+    for rows, batch in metrics.batches.items():
+        batches += batch.count
+        batch_rows += rows * batch.count
     return Counts(
         at_ns,
         durations,
         [phase.total for phase in metrics.phases],
         metrics.rows,
-        sum(sizes.counts),
-        sizes.total,
+        batches,
+        batch_rows,
         refused,
         failed,
     )

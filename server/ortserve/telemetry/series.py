@@ -1,7 +1,7 @@
 """The series of one model version, in which the event loop counts requests, phases and batches.
 
-The histograms are plain lists of counts, because each request adds up to seven observations. ``metrics`` converts them
-to Prometheus' families at a scrape.
+The histograms are plain lists of counts, because each request adds six observations. ``metrics`` converts them to
+Prometheus' families at a scrape.
 """
 
 from bisect import bisect_left
@@ -39,10 +39,11 @@ class HistogramSeries:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0
 
-    def observe(self, value: int) -> None:
+    def observe(self, value: int, count: int = 1) -> None:
+        """Count ``count`` equal values."""
         # Find the first bound that is not less than the value: Prometheus' buckets include their upper bound.
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
 
 @dataclass(slots=True)
@@ -86,7 +87,6 @@ class ModelMetrics:
         self.answered: dict[str, HistogramSeries] = {}
         self.failed: dict[tuple[str, ErrorKind], HistogramSeries] = {}
         self.phases = tuple(HistogramSeries(_PHASE_BOUNDS_NS) for _ in PHASES)
-        self.batch_rows = HistogramSeries(_ROW_BOUNDS)
         self.batches: dict[int, BatchSeries] = {}
         self.cache: CacheCounts | None = None
         self.steps: StepTimes | None = None
@@ -102,6 +102,14 @@ class ModelMetrics:
     def batch_count(self) -> int:
         """Number of batches that ran. Any thread may read it."""
         return sum(series.count for series in list(self.batches.values()))
+
+    @property
+    def batch_rows(self) -> HistogramSeries:
+        """Batches by rows, computed from ``batches``. Any thread may read it."""
+        histogram = HistogramSeries(_ROW_BOUNDS)
+        for rows, series in list(self.batches.items()):
+            histogram.observe(rows, series.count)
+        return histogram
 
     def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
         """Count an answered request. All points of ``timing`` are set; callers cannot choose ``protocol`` freely."""
@@ -125,7 +133,6 @@ class ModelMetrics:
 
     def observe_batch(self, rows: int, taken_ns: int, result: BatchResult, returned_ns: int) -> None:
         """Count a batch that ran: scheduled at ``taken_ns``, its result received by the loop at ``returned_ns``."""
-        self.batch_rows.observe(rows)
         series = self.batches.get(rows)
         if series is None:
             series = self.batches[rows] = BatchSeries()

@@ -110,7 +110,7 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
     cache = model.cache or CacheCounts()
     ran = model.ran_requests
     queue, stage, compute, encode = (phase.total for phase in model.phases[1:])
-    executions = sum(model.batch_rows.counts)
+    executions = model.batch_count
     if model.steps is not None:  # count as Triton does: an ensemble has no queue of its own
         steps = model.steps
         queue, stage, compute, encode = 0, steps.stage_ns, steps.compute_ns, steps.return_ns

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ortserve.core.batch import BatchResult
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.history import COLUMNS, IDLE, RING_SAMPLES, Rates, Ring, quantile, rates, read_counts
@@ -26,8 +27,8 @@ def test_rates_are_of_the_time_between_two_readings_and_of_all_protocols() -> No
             answer(metrics, protocol)
     for kind in (ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.INVALID_INPUT, ErrorKind.CANCELLED):
         metrics.observe_failure("http", kind, 1)
-    metrics.batch_rows.observe(8)
-    metrics.batch_rows.observe(12)
+    for size in (8, 12):
+        metrics.observe_batch(size, 1, BatchResult((), 2, 3, 1), 4)
     now = rates(before, read_counts(metrics, 2 * SECOND_NS), queue_rows=3, saturation=None)
     assert (now.requests_per_s, now.rows_per_s, now.refused_per_s, now.failed_per_s) == (5, 10, 1, 0.5)
     assert (now.batch_rows, now.queue_rows, now.saturation) == (10, 3, 0)
