@@ -59,7 +59,8 @@ class BodyAdmission:
             head: Head of the request; None if its key and its headers are checked already, and ``body_bytes`` is given.
             received_ns: When the head was complete (monotonic).
             trace: Trace of the request, which ends if the request is rejected.
-            body_bytes: The actual size of a body that has arrived already, which ``head`` may not announce.
+            body_bytes: The actual size of a body that has arrived already. The headers of ``head`` are valid then, but
+                may announce the length of another body.
 
         Returns:
             The memory that is reserved for the body.
@@ -72,9 +73,8 @@ class BodyAdmission:
             if head is not None:
                 if self._guard is not None:
                     self._guard.check(head.credentials())
-                announced = head.body_bytes()
                 if size is None:
-                    size = announced
+                    size = head.body_bytes()
             assert size is not None, "without a head the size is given"
             if size > self.max_body_bytes:
                 raise body_too_large(size, self.max_body_bytes)

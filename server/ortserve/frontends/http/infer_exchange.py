@@ -88,8 +88,8 @@ class InferExchange(Exchange):
     ) -> None:
         """Admit the request.
 
-        ``body`` is the body of a request that arrived whole, and None for any other. Its length counts, because a
-        cached ``head`` may announce the length of another body.
+        ``body`` is the body of a request that arrived whole and whose ``head`` is cached, and None for any other. Its
+        length counts, because a cached ``head`` may announce the length of another body.
         """
         super().__init__(connection, keep_alive=head.keep_alive, more_body=body is None)
         self.head: Final = head

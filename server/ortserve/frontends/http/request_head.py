@@ -298,7 +298,7 @@ class InferHead:
 
     def body_bytes(self) -> int:
         """Return the announced length of the body. Raises ServeError: As from ``read_infer_headers``."""
-        return (self._read or self.read()).body_bytes
+        return self.read().body_bytes
 
     def without_values(self) -> "InferHead":
         """Return a copy for the cache, without the values of varying headers."""
@@ -317,7 +317,10 @@ class InferHead:
 
 
 class HeadCache(dict[bytes | tuple[bytes, ...], InferHead]):
-    """Cache of parsed heads by their bytes, or by the bytes around their varying values. Loop thread only."""
+    """Cache of parsed heads by their bytes, or by the bytes around their varying values. Loop thread only.
+
+    The headers of each of them are valid: ``read`` succeeded.
+    """
 
     def find(self, key: bytes, max_bytes: int) -> InferHead | None:
         """Return the head with this key from ``split_head``.
