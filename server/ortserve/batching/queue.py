@@ -43,6 +43,7 @@ class ShapeClass:
             answered that ran on a worker while the policy allowed such delays.
         has_limits: Whether a queued request may have a deadline or a timeout; False again once the class is empty.
         runs_alone: Whether the class holds a single request, which runs undivided at any size.
+        last_due_ns: When the request that was enqueued last would be due without a deadline.
         accepts_one_row: Whether batches may run without a trial of one row: the model accepted one row of this shape,
             or needs no trial. A model may accept a shape in a batch that it rejects in one row, and mix the rows.
     """
@@ -50,12 +51,12 @@ class ShapeClass:
     __slots__ = (
         "_due_after_computed",
         "_due_after_ns",
-        "_last_due_ns",
         "accepts_one_row",
         "batch_latency",
         "closed_loop",
         "has_limits",
         "key",
+        "last_due_ns",
         "requests",
         "rows",
         "run_latency",
@@ -75,29 +76,15 @@ class ShapeClass:
         self.has_limits = False
         self.runs_alone = isinstance(key, Alone)
         self.accepts_one_row = accepts_one_row
-        self._last_due_ns = 0.0
+        self.last_due_ns = 0.0
         self._due_after_ns = 0.0
         self._due_after_computed = -1
 
-    def push(self, request: InflightRequest, max_rows: int) -> None:
-        """Insert a request at its place in the order."""
-        queued_ns, by_ns = request.timing.queued_ns, request.finish_by_ns
-        latest_ns = self._last_due_ns = self._latest_due_ns(queued_ns, max_rows)
-        request.due_ns = latest_ns if by_ns is None else min(latest_ns, float(by_ns))
-        if by_ns is not None or request.start_by_ns is not None:
-            self.has_limits = True
-        self.rows += request.rows
-        requests = self.requests
-        if not requests or request.order >= requests[-1].order:
-            requests.append(request)
-        else:
-            insort(requests, request, key=_order)
-
     def due_ns(self, finish_by_ns: int, queued_ns: int, max_rows: int) -> float:
         """When a request with this deadline would be due if it were enqueued at ``queued_ns``."""
-        return min(self._latest_due_ns(queued_ns, max_rows), float(finish_by_ns))
+        return min(self.latest_due_ns(queued_ns, max_rows), float(finish_by_ns))
 
-    def _latest_due_ns(self, queued_ns: int, max_rows: int) -> float:
+    def latest_due_ns(self, queued_ns: int, max_rows: int) -> float:
         """When a request without a deadline would be due."""
         observations = self.batch_latency.observations
         if self._due_after_computed < observations:
@@ -105,7 +92,7 @@ class ShapeClass:
             full_ns = self.batch_latency.predict_ns(max_rows) or 0.0
             self._due_after_ns = max(DUE_RUNS * full_ns, LEAST_DUE_NS)
         # Never before an earlier request on the same terms, even if the predicted time has become shorter.
-        return max(queued_ns + self._due_after_ns, self._last_due_ns if self.requests else 0.0)
+        return max(queued_ns + self._due_after_ns, self.last_due_ns if self.requests else 0.0)
 
     def rows_ahead(self, order: tuple[int, float]) -> int:
         """Rows of the requests that precede a new request of this order."""
@@ -176,9 +163,19 @@ class RequestQueue:
             del self._classes[key]
 
     def push(self, shape_class: ShapeClass, request: InflightRequest, max_rows: int) -> None:
-        """Enqueue a request whose terms, size and time are set."""
+        """Enqueue a request whose terms, size and time are set, at its place in the order of its class."""
         request.state = QUEUED
-        shape_class.push(request, max_rows)
+        by_ns = request.finish_by_ns
+        latest_ns = shape_class.last_due_ns = shape_class.latest_due_ns(request.timing.queued_ns, max_rows)
+        request.due_ns = latest_ns if by_ns is None else min(latest_ns, float(by_ns))
+        if by_ns is not None or request.start_by_ns is not None:
+            shape_class.has_limits = True
+        requests = shape_class.requests
+        if not requests or request.order >= requests[-1].order:
+            requests.append(request)
+        else:
+            insort(requests, request, key=_order)
+        shape_class.rows += request.rows
         self._waiting[shape_class.key] = shape_class
         self.rows += request.rows
         self.nbytes += request.nbytes
