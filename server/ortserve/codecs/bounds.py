@@ -1,10 +1,7 @@
 """Limits of one inference message, on both protocols. Codecs count while they scan, before they create objects."""
 
-from collections.abc import Sequence
-from math import prod
 from typing import Final
 
-from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
 
 MAX_TENSORS: Final = 2048
@@ -48,23 +45,3 @@ TEXT_BYTES: Final = 96
 def too_many(what: str, most: int, got: int | str = "more") -> ServeError:
     """Return the error for a request with too many parts of one kind."""
     return invalid_input(f"request: expected at most {most} {what}, got {got}")
-
-
-MAX_DIMS: Final = 64
-"""Maximum rank of a tensor in numpy."""
-
-_MAX_ELEMENTS: Final = (2**63 - 1) // 8
-"""Maximum number of elements of a tensor, so that sizes fit in 63 bits for 8-byte elements."""
-
-
-def shape_fault(shape: Sequence[int]) -> str | None:
-    """Return the end of an error message if ``shape`` exceeds a limit; otherwise None.
-
-    Dimensions are not negative. Call this before an array is created. Dimensions of 0 are ignored, because numpy limits
-    the product of the other ones.
-    """
-    if len(shape) > MAX_DIMS:  # checked first, because the product of very many dimensions is slow
-        return f"at most {MAX_DIMS} dimensions, got {len(shape)}"
-    if prod(filter(None, shape) if 0 in shape else shape) > _MAX_ELEMENTS:
-        return f"at most {_MAX_ELEMENTS} elements, got {format_shape(tuple(shape))}"
-    return None

@@ -21,7 +21,7 @@ from ortserve.codecs.binary_tensor import (
     decode_binary_tensor,
     read_span,
 )
-from ortserve.codecs.bounds import INLINE_BYTES, MAX_DIMS, shape_fault
+from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.grpc_contents import decode_contents
 from ortserve.codecs.grpc_wire import (
     USUAL_HEAD_BYTES,
@@ -35,7 +35,7 @@ from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, Parameter, RequestedOutput
-from ortserve.core.tensor import Tensor, format_shape
+from ortserve.core.tensor import MAX_DIMS, Tensor, format_shape, shape_fault
 from ortserve.core.version_names import is_version
 from ortserve.errors import ContentsError, ServeError, invalid_input
 

@@ -24,10 +24,10 @@ import numpy as np
 import orjson
 
 from ortserve.codecs.binary_tensor import check_text_count, object_array
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS, MAX_DIMS
+from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS
 from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.large_memory import LargeMemory
-from ortserve.core.tensor import Tensor, format_shape
+from ortserve.core.tensor import MAX_DIMS, Tensor, format_shape
 from ortserve.errors import ServeError, invalid_input
 
 _TOKENS: Final = np.array([b"NaN", b"Infinity", b"-Infinity"], object)

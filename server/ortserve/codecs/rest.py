@@ -14,11 +14,9 @@ from ortserve.codecs.bounds import (
     INLINE_BYTES,
     INLINE_ELEMENTS,
     JSON_GROWTH,
-    MAX_DIMS,
     MAX_ID_LENGTH,
     MAX_PARAMETERS,
     MAX_TENSORS,
-    shape_fault,
     too_many,
 )
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
@@ -27,7 +25,7 @@ from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
-from ortserve.core.tensor import Tensor
+from ortserve.core.tensor import MAX_DIMS, Tensor, shape_fault
 from ortserve.errors import ContentsError, ServeError, invalid_input
 
 

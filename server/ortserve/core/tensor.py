@@ -1,4 +1,5 @@
-"""Tensors: values with a name and a datatype, placeholders for missing tensors, and the comparison of two answers.
+"""Tensors: values with a name and a datatype, limits of shapes, placeholders for missing tensors, and the comparison of
+two answers.
 
 A placeholder is an array of numpy's void type, which no tensor has. It stands for an optional input that a request
 omits, or for an output whose sequence of tensors cannot be stacked.
@@ -6,6 +7,7 @@ omits, or for an output whose sequence of tensors cannot be stacked.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -29,6 +31,26 @@ class Tensor:
         self.name = name
         self.datatype = datatype
         self.array = array
+
+
+MAX_DIMS: Final = 64
+"""Maximum rank of a tensor in numpy."""
+
+_MAX_ELEMENTS: Final = (2**63 - 1) // 8
+"""Maximum number of elements of a tensor, so that sizes fit in 63 bits for 8-byte elements."""
+
+
+def shape_fault(shape: Sequence[int]) -> str | None:
+    """Return the end of an error message if ``shape`` exceeds a limit; otherwise None.
+
+    Dimensions are not negative. Call this before an array is created. Dimensions of 0 are ignored, because numpy limits
+    the product of the other ones.
+    """
+    if len(shape) > MAX_DIMS:  # checked first, because the product of very many dimensions is slow
+        return f"at most {MAX_DIMS} dimensions, got {len(shape)}"
+    if prod(filter(None, shape) if 0 in shape else shape) > _MAX_ELEMENTS:
+        return f"at most {_MAX_ELEMENTS} elements, got {format_shape(tuple(shape))}"
+    return None
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
