@@ -13,13 +13,14 @@ from typing import Final, TypeAlias
 from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.executor import InlineRuns, Instances
 from ortserve.batching.groups import RequestGroup, divide, fail_group, form_batch, form_first_row, settle_batch
+from ortserve.batching.latency import AnswerTime
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import RunEvents, RunLimits, RunWatch
 from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.shared_threads import SharedThreads
-from ortserve.batching.statistics import AnswerTime, Decisions
+from ortserve.batching.statistics import Decisions
 from ortserve.batching.timers import LoopTimer, MakeTimer
 from ortserve.clock import Clock
 from ortserve.core.batch import Batch, BatchResult, BatchTap, Runner

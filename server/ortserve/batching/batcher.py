@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import math
 from collections.abc import Hashable
 from functools import partial
 from typing import Final
@@ -12,7 +13,7 @@ from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.large_requests import most_rows, run_in_pieces, text_units
 from ortserve.batching.queue import ShapeClass
-from ortserve.batching.statistics import ArrivalRate, Learned, describe, saturation
+from ortserve.batching.statistics import Learned, describe, saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchTap
 from ortserve.core.inflight import InflightRequest
@@ -20,6 +21,38 @@ from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.errors import ErrorKind, ServeError
 
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+_RATE_INTERVAL_NS: Final = 1e9
+_RATE_MEMORY_NS: Final = 5e9
+
+
+class ArrivalRate:
+    """Arriving rows per second, including rejected ones: an exponentially weighted rate with a memory of 5 s.
+
+    Written on the loop thread only.
+    """
+
+    __slots__ = ("_at_ns", "_per_s", "_rows")
+
+    def __init__(self) -> None:
+        self._per_s = 0.0
+        self._rows = 0
+        self._at_ns = 0
+
+    def count(self, rows: int, now_ns: int) -> None:
+        self._rows += rows
+        if now_ns - self._at_ns > _RATE_INTERVAL_NS:  # not for each request: the rate is seldom read
+            self._per_s = self.per_s(now_ns)
+            self._rows = 0
+            self._at_ns = now_ns
+
+    def per_s(self, now_ns: int) -> float:
+        """Rows per second."""
+        passed_ns = now_ns - self._at_ns
+        if self._at_ns == 0 or passed_ns <= 0:
+            return self._per_s
+        kept = math.exp(-passed_ns / _RATE_MEMORY_NS)
+        return kept * self._per_s + (1 - kept) * self._rows / (passed_ns / 1e9)
 
 
 class Batcher:
@@ -83,13 +116,16 @@ class Batcher:
         now_ns = self._clock()
         self._admit(request, known, terms, now_ns)
         request.timing.queued_ns = now_ns
+        policy = self._runs.policy
+        piece_rows = policy.max_rows if policy.lone_rows is None else policy.lone_rows  # ``request_rows``, inlined
         if self._has_texts:
             request.text_units = text_units(request.inputs)
-        if known.runs_alone or request.rows <= self._piece_rows(request):
+            piece_rows = most_rows(request.text_units, request.rows, piece_rows)
+        if known.runs_alone or request.rows <= piece_rows:
             self._runs.enqueue(request, known, now_ns)
             return
         self._divided += 1
-        task = request.settle_by(self._run_in_pieces(request, shape_class))
+        task = request.settle_by(self._run_in_pieces(request, shape_class, piece_rows))
         task.add_done_callback(self._on_pieces_done)  # also for a task that is cancelled before it begins
 
     async def close(self) -> None:
@@ -156,15 +192,9 @@ class Batcher:
                 request, shape_class, policy, runs.last_rows, answer_ns, busy_ns, runs.share.slowdown(), now_ns
             )
 
-    def _piece_rows(self, request: InflightRequest) -> int:
-        """Maximum rows of this request in one run: ``max_rows``, or fewer if they have much text."""
-        policy = self._runs.policy
-        max_rows = policy.max_rows if policy.lone_rows is None else policy.lone_rows  # inlined: once per request
-        return most_rows(request.text_units, request.rows, max_rows) if self._has_texts else max_rows
-
-    async def _run_in_pieces(self, request: InflightRequest, shape_class: Hashable) -> Arrays:
+    async def _run_in_pieces(self, request: InflightRequest, shape_class: Hashable, piece_rows: int) -> Arrays:
         enqueue = partial(self._enqueue_piece, request, shape_class, request.timing.queued_ns)
-        return await run_in_pieces(request.inputs, request.rows, self._piece_rows(request), enqueue)
+        return await run_in_pieces(request.inputs, request.rows, piece_rows, enqueue)
 
     def _enqueue_piece(
         self, request: InflightRequest, shape_class: Hashable, queued_ns: int, inputs: Arrays

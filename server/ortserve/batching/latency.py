@@ -1,4 +1,4 @@
-"""The latency model: how long a batch of n rows takes, learned in warm-up and from every batch since."""
+"""How long a batch of n rows takes, learned in warm-up and from every batch since, and how long its answers take."""
 
 import math
 from bisect import bisect_left, insort
@@ -18,6 +18,16 @@ _MOST_NS: Final = 2.0**63
 """Limits of the times that are learned, so that predictions are positive and finite. No real run exceeds them."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
+
+_MEAN_GAIN: Final = 1 / 8
+_DEVIATION_GAIN: Final = 1 / 4
+_DEVIATIONS: Final = 2
+"""Two mean deviations are 1.6 standard deviations of a normal distribution: 19 of 20 batches are answered faster."""
+_ANSWER_INTERVAL_NS: Final = 2_000_000
+"""Minimum time between two measured batches, because a measurement takes a turn of the event loop."""
+_MAX_RATIO: Final = 10
+"""An observation counts as at most this multiple of the mean, so that one long pause does not reject the next hundred
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +146,42 @@ class LatencyModel:
         self._knots[rows] = min(ns, _MOST_NS)  # before its size is listed: a scrape on another thread may read both
         if is_new:
             insort(self._sizes, rows)
+
+
+class AnswerTime:
+    """How long encoding and writing the answers of a batch takes: a mean and a mean deviation.
+
+    Both are exponentially weighted, as TCP estimates round trips (RFC 6298, section 2). Loop thread only.
+
+    Attributes:
+        high_ns: The time in which nearly all batches are answered; 0 before the first measurement.
+        due_ns: Time from which the next batch may be measured (monotonic).
+    """
+
+    __slots__ = ("_deviation_ns", "_mean_ns", "due_ns", "high_ns")
+
+    def __init__(self) -> None:
+        self._mean_ns = 0.0
+        self._deviation_ns = 0.0
+        self.high_ns = 0.0
+        self.due_ns = 0
+
+    def observe(self, computed_ns: int, now_ns: int) -> None:
+        """Learn from a batch whose outputs reached the loop at ``computed_ns`` and whose answers are written now."""
+        self.due_ns = now_ns + _ANSWER_INTERVAL_NS
+        ns = now_ns - computed_ns
+        if not self._mean_ns:
+            self._mean_ns = float(ns)
+        else:
+            off_ns = min(ns, _MAX_RATIO * self._mean_ns) - self._mean_ns
+            self._mean_ns += _MEAN_GAIN * off_ns
+            self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
+        self.high_ns = self._mean_ns + _DEVIATIONS * self._deviation_ns
+
+    def share_ns(self, left_ns: int) -> int:
+        """The part of the time until a deadline that is reserved for the answer.
+
+        At least half of the time remains for the queue and the run, so that a wrong measurement cannot reject all
+        requests.
+        """
+        return int(min(self.high_ns, max(0, left_ns) / 2))

@@ -1,95 +1,11 @@
-"""Measurements and counts of a batcher: arrivals, the time of answers, saturation, and its decisions.
-
-``describe`` makes plain numbers of them for operators, only when they are read.
+"""The numbers of a batcher for operators: its decisions, counted as they are taken; its saturation and what it has
+learned, computed only when they are read.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from ortserve.batching.queue import RequestQueue, ShapeClass
-
-_RATE_INTERVAL_NS: Final = 1e9
-_RATE_MEMORY_NS: Final = 5e9
-
-_MEAN_GAIN: Final = 1 / 8
-_DEVIATION_GAIN: Final = 1 / 4
-_DEVIATIONS: Final = 2
-"""Two mean deviations are 1.6 standard deviations of a normal distribution: 19 of 20 batches are answered faster."""
-_ANSWER_INTERVAL_NS: Final = 2_000_000
-"""Minimum time between two measured batches, because a measurement takes a turn of the event loop."""
-_MAX_RATIO: Final = 10
-"""An observation counts as at most this multiple of the mean, so that one long pause does not reject the next hundred
-requests."""
-
-
-class ArrivalRate:
-    """Arriving rows per second, including rejected ones: an exponentially weighted rate with a memory of 5 s.
-
-    Written on the loop thread only.
-    """
-
-    __slots__ = ("_at_ns", "_per_s", "_rows")
-
-    def __init__(self) -> None:
-        self._per_s = 0.0
-        self._rows = 0
-        self._at_ns = 0
-
-    def count(self, rows: int, now_ns: int) -> None:
-        self._rows += rows
-        if now_ns - self._at_ns > _RATE_INTERVAL_NS:  # not for each request: the rate is seldom read
-            self._per_s = self.per_s(now_ns)
-            self._rows = 0
-            self._at_ns = now_ns
-
-    def per_s(self, now_ns: int) -> float:
-        """Rows per second."""
-        passed_ns = now_ns - self._at_ns
-        if self._at_ns == 0 or passed_ns <= 0:
-            return self._per_s
-        kept = math.exp(-passed_ns / _RATE_MEMORY_NS)
-        return kept * self._per_s + (1 - kept) * self._rows / (passed_ns / 1e9)
-
-
-class AnswerTime:
-    """How long encoding and writing the answers of a batch takes: a mean and a mean deviation.
-
-    Both are exponentially weighted, as TCP estimates round trips (RFC 6298, section 2). Loop thread only.
-
-    Attributes:
-        high_ns: The time in which nearly all batches are answered; 0 before the first measurement.
-        due_ns: Time from which the next batch may be measured (monotonic).
-    """
-
-    __slots__ = ("_deviation_ns", "_mean_ns", "due_ns", "high_ns")
-
-    def __init__(self) -> None:
-        self._mean_ns = 0.0
-        self._deviation_ns = 0.0
-        self.high_ns = 0.0
-        self.due_ns = 0
-
-    def observe(self, computed_ns: int, now_ns: int) -> None:
-        """Learn from a batch whose outputs reached the loop at ``computed_ns`` and whose answers are written now."""
-        self.due_ns = now_ns + _ANSWER_INTERVAL_NS
-        ns = now_ns - computed_ns
-        if not self._mean_ns:
-            self._mean_ns = float(ns)
-        else:
-            off_ns = min(ns, _MAX_RATIO * self._mean_ns) - self._mean_ns
-            self._mean_ns += _MEAN_GAIN * off_ns
-            self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
-        self.high_ns = self._mean_ns + _DEVIATIONS * self._deviation_ns
-
-    def share_ns(self, left_ns: int) -> int:
-        """The part of the time until a deadline that is reserved for the answer.
-
-        At least half of the time remains for the queue and the run, so that a wrong measurement cannot reject all
-        requests.
-        """
-        return int(min(self.high_ns, max(0, left_ns) / 2))
 
 
 def saturation(

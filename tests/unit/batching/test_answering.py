@@ -2,7 +2,7 @@
 
 import random
 
-from ortserve.batching.statistics import AnswerTime
+from ortserve.batching.latency import AnswerTime
 
 MS = 1_000_000
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ortserve.batching.statistics import ArrivalRate
+from ortserve.batching.batcher import ArrivalRate
 
 MS = 1_000_000
 S = 1000 * MS
