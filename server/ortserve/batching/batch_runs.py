@@ -139,11 +139,10 @@ class BatchRuns:
 
     def enqueue(self, request: InflightRequest, shape_class: ShapeClass, now_ns: int) -> None:
         """Enqueue a request whose size, level and deadlines are set. It runs later."""
-        request.shape_class_key = shape_class.key
         request.withdraw = self._withdraw
-        if request.finish_by_ns is not None or request.start_by_ns is not None:
-            self._scheduler.watch(request, now_ns)
         self.queue.push(shape_class, request, self.policy.max_rows)
+        if shape_class.has_limits:
+            self._scheduler.watch(request, now_ns)
         if shape_class.closed_loop is not None:
             shape_class.closed_loop.on_arrival(request.rows, now_ns)
         if self.instances.free or self.instances.lends_ahead:

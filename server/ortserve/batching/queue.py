@@ -165,6 +165,7 @@ class RequestQueue:
     def push(self, shape_class: ShapeClass, request: InflightRequest, max_rows: int) -> None:
         """Enqueue a request whose terms, size and time are set, at its place in the order of its class."""
         request.state = QUEUED
+        request.shape_class_key = shape_class.key
         by_ns = request.finish_by_ns
         latest_ns = shape_class.last_due_ns = shape_class.latest_due_ns(request.timing.queued_ns, max_rows)
         request.due_ns = latest_ns if by_ns is None else min(latest_ns, float(by_ns))

@@ -144,7 +144,6 @@ class RowChecks:
         self._began_ns = self._clock()
         request = InflightRequest(Timing(self._began_ns, self._began_ns), sample.inputs, sample.rows)
         request.nbytes = sample.nbytes
-        request.shape_class_key = sample.shape_class.key
         request.text_units = sample.text_units
         return RequestGroup(sample.shape_class, (request,), request.rows, is_check=True)
 

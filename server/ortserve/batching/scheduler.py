@@ -107,7 +107,7 @@ class Scheduler:
         return earliest
 
     def watch(self, request: InflightRequest, now_ns: int) -> None:
-        """Evict a queued request when it expires."""
+        """Evict a queued request when it expires, if it does."""
         expires_ns = request.expires_ns
         if expires_ns is not None:
             self._fire_after(expires_ns, now_ns)

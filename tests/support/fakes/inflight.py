@@ -21,7 +21,6 @@ def inflight(
     finish_by_ns: int | None = None,
     start_by_ns: int | None = None,
     nbytes: int = 0,
-    key: Hashable = None,
     text_units: int = 0,
 ) -> InflightRequest:
     """A request as the queue stores it."""
@@ -30,7 +29,6 @@ def inflight(
     request.finish_by_ns = finish_by_ns
     request.start_by_ns = start_by_ns
     request.nbytes = nbytes
-    request.shape_class_key = key
     request.text_units = text_units
     return request
 

@@ -37,7 +37,7 @@ class Stage:
     def wait(self, by_ns: int | None, key: object = None) -> InflightRequest:
         """Enqueue a request with a deadline, in nanoseconds since the start of the test."""
         finish_by_ns = None if by_ns is None else self.began_ns + by_ns
-        request = inflight((), 1, Timing(0, self.clock()), finish_by_ns=finish_by_ns, key=key)
+        request = inflight((), 1, Timing(0, self.clock()), finish_by_ns=finish_by_ns)
         request.on_settled = lambda _: self.evicted_ns.setdefault(by_ns, self.now_ns)
         request.withdraw = self.scheduler.on_cancelled
         self.queue.push(self.queue.shape_class(key), request, 8)

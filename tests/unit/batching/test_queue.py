@@ -36,7 +36,6 @@ def known_queue() -> RequestQueue:
 def push(queue: RequestQueue, key: Hashable, *requests: InflightRequest) -> ShapeClass:
     shape_class = queue.shape_class(key)
     for one in requests:
-        one.shape_class_key = key
         queue.push(shape_class, one, MAX_ROWS)
     return shape_class
 

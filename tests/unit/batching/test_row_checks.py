@@ -193,7 +193,7 @@ def test_policy_of_requests_alone_keeps_the_rows_of_each_together() -> None:
 def test_parts_of_a_failed_batch_that_are_still_to_run_are_separated_as_well() -> None:
     async def main(stage: Stage) -> None:
         shape_class = stage.queue.shape_class((2,))
-        requests = [inflight((rows_of(value),), 1, Timing(stage.clock()), key=shape_class.key) for value in range(3)]
+        requests = [inflight((rows_of(value),), 1, Timing(stage.clock())) for value in range(3)]
         decisions = Decisions()
         scheduler = Scheduler(stage.queue, decisions, stage.loop, stage.clock)
         scheduler.run_again([RequestGroup(shape_class, requests, 3)])

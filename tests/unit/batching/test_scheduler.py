@@ -66,7 +66,7 @@ def test_class_whose_requests_a_callback_cancels_during_the_choice_is_passed_ove
         now_ns = clock()
 
         def enqueue(key: str, finish_by_ns: int | None) -> InflightRequest:
-            request = inflight((), 1, Timing(0, now_ns - 1000), finish_by_ns=finish_by_ns, key=key)
+            request = inflight((), 1, Timing(0, now_ns - 1000), finish_by_ns=finish_by_ns)
             request.withdraw = scheduler.on_cancelled
             queue.push(queue.shape_class(key), request, POLICY.max_rows)
             return request
