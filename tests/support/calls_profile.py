@@ -1,9 +1,10 @@
 """Profile the functions of the package that the interpreter runs for each inference request.
 
-    PYTHONPATH=server:tests/support python tests/support/calls_profile.py json|binary|grpc [--summary]
+    PYTHONPATH=server:tests/support python tests/support/calls_profile.py json|binary|grpc [--summary|--path]
 
-It prints calls per request by function as JSON, or with ``--summary`` the number of calls and of files. It runs in a
-separate process, because a profiler and the server's settings of logging and garbage collection affect a whole process.
+It prints calls per request by function as JSON, with ``--summary`` the number of calls and of files, or with ``--path``
+the calls of one request in their order, indented below their caller. It runs in a separate process, because a profiler
+and the server's settings of logging and garbage collection affect a whole process.
 """
 
 import asyncio
@@ -73,14 +74,34 @@ async def grpc_caller(port: int) -> Call:
     return call
 
 
-async def profile(folder: Path, protocol: str) -> dict[str, float]:
-    """Serve a model, call it, and count the interpreted functions meanwhile."""
+def name_of(frame: FrameType) -> str | None:
+    """The name of a function of the package; None for any other function."""
+    module = str(frame.f_globals.get("__name__"))  # the file name is not known for generated code
+    return f"{module}.{frame.f_code.co_qualname}" if module.startswith("ortserve.") else None
+
+
+def callers(frame: FrameType) -> int:
+    """The number of functions of the package that wait for this one."""
+    count, caller = 0, frame.f_back
+    while caller is not None:
+        count, caller = count + (name_of(caller) is not None), caller.f_back
+    return count
+
+
+async def profile(folder: Path, protocol: str) -> tuple[dict[str, float], list[str]]:
+    """Serve a model and call it.
+
+    Returns:
+        Calls per request of each interpreted function, and the calls of the last request as indented lines.
+    """
     interpreted: Counter[str] = Counter()
+    path: list[str] = []
 
     def on_event(frame: FrameType, event: str, _: object) -> None:
-        module = str(frame.f_globals.get("__name__"))  # the file name is not known for generated code
-        if event == "call" and module.startswith("ortserve."):
-            interpreted[f"{module}.{frame.f_code.co_qualname}"] += 1
+        name = name_of(frame) if event == "call" else None
+        if name is not None:
+            interpreted[name] += 1
+            path.append("  " * callers(frame) + name.removeprefix("ortserve."))
 
     ports = free_ports()
     options = ServerOptions(
@@ -97,18 +118,21 @@ async def profile(folder: Path, protocol: str) -> dict[str, float]:
         await call()
     sys.setprofile(on_event)
     for _ in range(REQUESTS):
+        path.clear()
         await call()
     sys.setprofile(None)
     await server.stop()
-    return {name: count / REQUESTS for name, count in interpreted.most_common()}
+    return {name: count / REQUESTS for name, count in interpreted.most_common()}, path
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         (Path(temporary) / "mlp" / "1").mkdir(parents=True)
         builders.mlp(Path(temporary) / "mlp" / "1" / "model.onnx")
-        calls = runner.run(profile(Path(temporary), sys.argv[1]))
-    if "--summary" in sys.argv:
+        calls, path = runner.run(profile(Path(temporary), sys.argv[1]))
+    if "--path" in sys.argv:
+        print("\n".join(path))
+    elif "--summary" in sys.argv:
         usual = {name: count for name, count in calls.items() if count >= 0.5}
         files = {max((module for module in sys.modules if name.startswith(f"{module}.")), key=len) for name in usual}
         print(f"{sum(usual.values()):.0f} calls in {len(files)} files per request")
