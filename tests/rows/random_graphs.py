@@ -295,6 +295,24 @@ def _reshape_like(g: Grower) -> object:
     return g.graph.add("Reshape", name, g.graph.add_ints(*g.rng.choice(((-1, first), (first, -1), (-1,), (1, -1)))))
 
 
+def _frozen(g: Grower) -> object:
+    """Merge all axes but that of the rows into a size that an exporter froze, and split them again."""
+    name, rng = g.pick("fi", least_rank=2), g.rng
+    rows = g.graph.rows_axis(name)
+    if rows is None:
+        raise Unsuitable
+    lengths = [g.size(name, axis) if axis == rows else g.length(name, axis) for axis in range(len(g.graph.shape(name)))]
+    target = [g.size(name, rows), g.graph.add_ints(g.graph.alone(name).size)]
+    merged = g.graph.add("Reshape", name, g.vector(target if rng.random() < 0.7 else target[::-1]))
+    if rng.random() < 0.3:
+        merged = g.graph.add("Transpose", merged)
+    if rng.random() < 0.5:
+        rng.shuffle(lengths)
+    if rng.random() < 0.5:
+        lengths[rng.randrange(len(lengths))] = g.graph.add_ints(-1)
+    return g.graph.add("Reshape", merged, g.vector(lengths))
+
+
 def _round_trip(g: Grower) -> object:
     """Merge rows and another axis, apply an operation, and split them again."""
     name = g.pick("f", least_rank=2)
@@ -790,6 +808,7 @@ STEPS: Final[dict[Step, float]] = {
     _flatten: 1.5,
     _reshape: 8,
     _reshape_like: 2.5,
+    _frozen: 2,
     _round_trip: 2,
     _expand: 3,
     _tile: 1.5,

@@ -153,7 +153,7 @@ class Served:
         specs = self.signature.outputs
         return [
             [
-                np.moveaxis(output[index : index + 1], 0, spec.batch_axis or 0)
+                output[index] if spec.batch_axis is None else np.moveaxis(output[index : index + 1], 0, spec.batch_axis)
                 for output, spec in zip(result.outputs, specs, strict=True)
             ]
             for index in range(len(rows))
@@ -227,9 +227,10 @@ def _vary(rng: random.Random, spec: TensorSpec, like: np.ndarray, sizes: dict[st
     if spec.batch_axis is None and rng.random() < 0.9:
         return like
     shape = list(like.shape)
-    for axis, (size, name) in enumerate(zip(spec.shape, spec.dim_names, strict=True)):
-        if size == -1 and axis != spec.batch_axis:
-            drawn = rng.randint(1, 4) if rng.random() < 0.15 else shape[axis]
+    for axis, (declared, name) in enumerate(zip(spec.shape, spec.dim_names, strict=True)):
+        if declared == -1 and axis != spec.batch_axis:
+            size = shape[axis]
+            drawn = rng.choice((rng.randint(1, 4), 2 * size, 3 * size)) if rng.random() < 0.25 else size
             shape[axis] = drawn if not name or rng.random() < 0.05 else sizes.setdefault(name, drawn)
     count, kind = prod(shape), like.dtype.kind
     if kind == "O":

@@ -40,6 +40,8 @@ def judge(model: Exported) -> Line:
         detail = _axes(verdict.input_axes, "in") + _axes(verdict.output_axes, "out")
         if verdict.equal_sizes:
             detail += "; equal sizes: " + ", ".join(verdict.equal_sizes)
+        if verdict.fixed_sizes:
+            detail += "; sizes: " + ", ".join(f"{name} = {size}" for name, size in verdict.fixed_sizes)
         if model.at_shape:
             detail += "; for requests of one shape"
         detail = detail.removeprefix("; ")

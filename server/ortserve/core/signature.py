@@ -89,6 +89,7 @@ class ModelSignature:
             the tensors' ``batch_axis``.
         equal_sizes: Names of dimensions, sums such as ``past + current`` included, that must have one size throughout a
             request; otherwise the request runs alone.
+        fixed_sizes: Sizes of dimensions, by name. A request with another size runs alone.
         unserved_inputs: Optional inputs that are not served, with the reason by name.
         unserved_outputs: Outputs that are not served, with the reason by name.
         ragged: How requests of different shapes share a batch; None if the rows of a batch have one shape. With it,
@@ -101,6 +102,7 @@ class ModelSignature:
     unserved_inputs: Mapping[str, str] = field(default_factory=dict)
     unserved_outputs: Mapping[str, str] = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
+    fixed_sizes: tuple[tuple[str, int], ...] = ()
     ragged: RaggedTensors | None = field(default=None, compare=False)
     has_optional_inputs: bool = field(init=False, repr=False, compare=False)
     has_sequences: bool = field(init=False, repr=False, compare=False)

@@ -52,6 +52,7 @@ class ShapeClasses:
             if signature.is_batched and spec.batch_axis is None
         ]
         self._sizes = EqualSizes(signature)
+        self._pads_fixed = padding is not None and bool(signature.fixed_sizes)
         self._may_share = lru_cache(_MAX_VERDICTS)(self._judge_shapes)
 
     def find(self, inputs: Arrays) -> Hashable:
@@ -90,6 +91,8 @@ class ShapeClasses:
         return key
 
     def _judge_shapes(self, shapes: Shapes) -> bool:
+        if self._pads_fixed:  # padding changes sizes that a proof may assume
+            return False
         return not any(shape is not None and 0 in shape for shape in shapes) and self._sizes.agree(shapes)
 
 
@@ -97,7 +100,8 @@ class EqualSizes:
     """The conditions on sizes of dimensions under which rows of a model are proven to be independent."""
 
     def __init__(self, signature: ModelSignature) -> None:
-        self._names = set(signature.equal_sizes)
+        self._fixed = dict(signature.fixed_sizes)
+        self._names = {*signature.equal_sizes, *self._fixed}
         self._sums = {name: terms for name in signature.equal_sizes if (terms := sum_terms(name))}
         # The terms of sums are dimensions, too.
         self._names |= {term for terms in self._sums.values() for term in terms if isinstance(term, str)}
@@ -107,13 +111,15 @@ class EqualSizes:
         ]
 
     def agree(self, shapes: Shapes) -> bool:
-        """Whether each dimension has one size in all shapes, and each sum equals the sum of its terms."""
+        """Whether each dimension has one size in all shapes, fixed sizes are right, and sums equal those of terms."""
         if not self._names:
             return True
-        sizes: dict[str, int] = {}
+        sizes = dict(self._fixed)
         for names, shape in zip(self._dims, shapes, strict=True):
             for name, size in zip(names, shape or (), strict=False):
-                if name in self._names and sizes.setdefault(name, size) != size:
+                if name in self._names and (
+                    sizes.setdefault(name, size) != size or self._fixed.get(name, size) != size
+                ):
                     return False
         return all(self._adds_up(name, terms, sizes) for name, terms in self._sums.items())
 

@@ -7,9 +7,9 @@ of the file (``model_file``).
 
 *Proven* is a promise: with N entries along the batch axis of each input that carries rows, entry r of each output is
 the result of row r alone, up to rounding. It holds under these conditions: The requests of a batch agree in all other
-sizes and, byte for byte, in the inputs without rows. Sizes with the same name in ``equal_sizes`` are equal. No axis is
-empty. The model accepts each row alone. The model may still reject a batch as a whole, because of one row or of a node
-that no output needs; then the requests run alone.
+sizes and, byte for byte, in the inputs without rows. Sizes with the same name in ``equal_sizes`` are equal, and those
+in ``fixed_sizes`` have the given value. No axis is empty. The model accepts each row alone. The model may still reject
+a batch as a whole, because of one row or of a node that no output needs; then the requests run alone.
 """
 
 from ortserve.rows.number import DEPENDENT, N, Number, Product

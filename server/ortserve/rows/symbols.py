@@ -49,13 +49,25 @@ class Symbols:
         """Number of created atoms. Later atoms have a higher ``serial``."""
         self.steps = 0
         """Number of computed symbolic results, as a measure of the time of the analysis."""
-        self.has_solved_size = False
-        """Whether some size has the value that a target shape needs (``rules.shapes``)."""
+        self.has_uncertain_size = False
+        """Whether some tensor may have other sizes than its claim (``rules.call.check_sizes``)."""
+        self.names: dict[Atom, str] = {}
+        """The names of the atoms that are sizes of inputs."""
+        self.fixed_sizes: dict[str, int] = {}
+        """The assumed sizes of inputs, by name."""
 
-    def fresh(self, lowest: Constant | None = None) -> Number:
-        """A new atom."""
+    def fresh(self, lowest: Constant | None = None, name: str = "") -> Number:
+        """A new atom; with a name if it is the size of an input."""
         self.made += 1
-        return single_atom(Atom(self.made, lowest), 1)
+        atom = Atom(self.made, lowest)
+        if name:
+            self.names[atom] = name
+        return single_atom(atom, 1)
+
+    def fix_size(self, atom: Atom, size: Number) -> bool:
+        """Assume the size of an input. Returns False if the atom is no named size, or is assumed to be another."""
+        name = self.names.get(atom)
+        return name is not None and isinstance(size, int) and self.fixed_sizes.setdefault(name, size) == size
 
     def opaque(
         self, operation: str, *operands: Hashable, lowest: Constant | None = None, is_whole: bool = True

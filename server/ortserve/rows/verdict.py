@@ -190,8 +190,10 @@ class InitialClaims:
         if known is not None and known > 0:
             return known
         is_name = size is not None and _NAME.match(size) is not None  # some exporters write "?"
-        if size is None or not is_name or not self._believe_names or size in self._batch_names:
+        if size is None or not is_name:
             return self._symbols.fresh(1)
+        if not self._believe_names or size in self._batch_names:
+            return self._symbols.fresh(1, size)
         parts = sum_terms(size)
         if parts and not any(part in self._batch_names for part in parts):
             self._uses[size] = 2
@@ -201,7 +203,7 @@ class InitialClaims:
     def _named(self, name: str) -> Number:
         self._uses[name] = self._uses.get(name, 0) + 1
         if name not in self._atoms:
-            self._atoms[name] = self._symbols.fresh(1)
+            self._atoms[name] = self._symbols.fresh(1, name)
         return self._atoms[name]
 
 
@@ -229,6 +231,8 @@ class RowVerdict:
             rows. Empty if the outcome is not proven.
         equal_sizes: Names of dimensions that the proof assumes equal wherever they occur in the declared inputs, also
             sums such as ``past + current``. A request in which such sizes differ must run alone.
+        fixed_sizes: Sizes that the proof assumes for dimensions of the declared inputs, by name. A request with another
+            size must run alone.
         node: The node that prevents the proof, by name or as ``operator #index``; empty if the outcome is proven.
         reason: The reason; empty if the outcome is proven.
     """
@@ -237,6 +241,7 @@ class RowVerdict:
     input_axes: Mapping[str, int | None] = field(default_factory=dict)
     output_axes: Mapping[str, int | None] = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
+    fixed_sizes: tuple[tuple[str, int], ...] = ()
     node: str = ""
     reason: str = ""
 
@@ -365,7 +370,8 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
         first = next(iter(output_axes), "")  # the file may declare no outputs
         return RowVerdict(Outcome.MIXED, node=first, reason="no output has an axis with the rows")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
-    return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes)
+    fixed_sizes = tuple(sorted(symbols.fixed_sizes.items()))
+    return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes, fixed_sizes)
 
 
 def _problem(value: Value) -> str:

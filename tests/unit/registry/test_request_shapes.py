@@ -83,6 +83,12 @@ def test_sizes_that_the_proof_assumes_equal_must_be_equal() -> None:
     assert not isinstance(classes(other).find((zeros(1, 5, 4), zeros(1, 6))), Alone), "no proof needs it"
 
 
+def test_a_size_that_the_proof_assumes_must_be_that_size() -> None:
+    found = ShapeClasses(ModelSignature((X,), (Y,), fixed_sizes=(("length", 5),)), None)
+    assert not isinstance(found.find((zeros(1, 5, 4),)), Alone)
+    assert isinstance(found.find((zeros(1, 6, 4),)), Alone)
+
+
 @pytest.mark.parametrize(
     ("past", "current", "total", "agree"), [(3, 2, 5, True), (3, 2, 6, False), (None, 2, 5, True), (None, 5, 5, False)]
 )

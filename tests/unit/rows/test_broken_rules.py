@@ -105,7 +105,7 @@ def _equal_lengths(patch: Patch) -> None:
     make = Symbols.fresh
     shared: dict[tuple[int, object], Number] = {}
 
-    def fresh(self: Symbols, lowest: Any = None) -> Number:
+    def fresh(self: Symbols, lowest: Any = None, _: str = "") -> Number:
         key = id(self), lowest
         if key not in shared:
             shared[key] = make(self, lowest)

@@ -52,3 +52,10 @@ def test_every_claim_inside_is_true(case: Case) -> None:
             continue
         check = check_model(case.model, case.axes, seen)
         assert not check.findings
+
+
+def test_a_size_that_a_reshape_needs_is_assumed() -> None:
+    inferred = "n = Shape<start=1, end=2>(x) h = Concat<axis=0>(two, n) t = Reshape(x, h) y = Softmax<axis=0>(t)"
+    case = Case("reshape: a size that ONNX Runtime infers", "float[M,N] x", inferred, "int64[1] two = {2}")
+    model = parse_model(memoryview(case.model.SerializeToString()))
+    assert prove_model(model).fixed_sizes == (("M", 2),)

@@ -4,7 +4,7 @@ Synthetic floats are from N(0, 1), integers and booleans are 0 or 1, texts are s
 """
 
 import struct
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
@@ -94,7 +94,7 @@ class InputGenerator:
             if spec.is_image:
                 arrays.append(_black_image())
                 continue
-            shape = _row_sizes(spec, self.free_dim, self.ones)
+            shape = _row_sizes(spec, self.free_dim, {**dict(signature.fixed_sizes), **dict.fromkeys(self.ones, 1)})
             if signature.is_batched and not is_whole:
                 shape = (rows, *shape)
             if padded is not None:
@@ -141,14 +141,14 @@ def synthetic_inputs(signature: ModelSignature, rows: int, seed: int, padding: P
     return InputGenerator(signature, padding).generate(rows, seed)
 
 
-def _row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> tuple[int, ...]:
-    """The shape of a row. Free dimensions have size ``free_dim``, those in ``ones`` 1, and sums that of their terms."""
+def _row_sizes(spec: TensorSpec, free_dim: int, known: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a row. Free dimensions have the size in ``known`` or ``free_dim``, and sums that of their terms."""
 
     def size(name: str) -> int:
         terms = sum_terms(name)
         if terms:
             return sum(term if isinstance(term, int) else size(term) for term in terms)
-        return 1 if name in ones else free_dim
+        return known.get(name, free_dim)
 
     sizes = []
     for axis, (dim, name) in enumerate(zip_longest(spec.shape, spec.dim_names, fillvalue="")):
@@ -262,7 +262,7 @@ def _sample_dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
     """The shape of a row in a tensor of a sample."""
     own = spec.row_shape
     if declared.dims is None:
-        return _row_sizes(spec, FREE_DIM)
+        return _row_sizes(spec, FREE_DIM, {})
     if len(declared.dims) != len(own) or any(
         dim not in (-1, size) for dim, size in zip(own, declared.dims, strict=True)
     ):

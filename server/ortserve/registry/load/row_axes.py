@@ -39,7 +39,7 @@ class RowAxes:
         grounds: TRIED if a trial will follow, unless ``is_mixed``.
         inputs: Row axis of each input, None for an input without rows. Empty to use axis 0 of all tensors.
         outputs: Row axis of each output, in the same form.
-        equal_sizes: The field of ``ModelSignature``.
+        equal_sizes: The field of ``ModelSignature``, as is ``fixed_sizes``.
         is_disabled: Whether the configuration says that requests run alone.
         doubt: Why rows may meet according to the graph, or why the graph does not tell; empty if proven.
         is_mixed: Whether the graph shows that rows may influence each other.
@@ -49,6 +49,7 @@ class RowAxes:
     inputs: Axes = field(default_factory=dict)
     outputs: Axes = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
+    fixed_sizes: tuple[tuple[str, int], ...] = ()
     is_disabled: bool = False
     doubt: str = ""
     is_mixed: bool = False
@@ -79,7 +80,12 @@ class RowAxes:
         outputs = tuple(replace(spec, batch_axis=self.outputs.get(spec.name, 0)) for spec in signature.outputs)
         because = _why_not_free("input", inputs) or _why_not_free("output", outputs)
         return replace(
-            signature, inputs=inputs, outputs=outputs, unbatched_because=because, equal_sizes=self.equal_sizes
+            signature,
+            inputs=inputs,
+            outputs=outputs,
+            unbatched_because=because,
+            equal_sizes=self.equal_sizes,
+            fixed_sizes=self.fixed_sizes,
         )
 
     def _input_axis(self, spec: TensorSpec) -> int | None:
@@ -148,7 +154,7 @@ def _configured(tensors: Mapping[str, TensorOptions]) -> dict[str, int | None]:
 
 
 def _proven(verdict: RowVerdict) -> RowAxes:
-    return RowAxes(Grounds.PROVEN, verdict.input_axes, verdict.output_axes, verdict.equal_sizes)
+    return RowAxes(Grounds.PROVEN, verdict.input_axes, verdict.output_axes, verdict.equal_sizes, verdict.fixed_sizes)
 
 
 def _doubt(verdict: RowVerdict) -> str:

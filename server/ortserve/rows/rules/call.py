@@ -217,10 +217,10 @@ def check_sizes(call: Call) -> None:
     """Raise if a row may have more entries than its claim says, so that a position along the rows is in another row.
 
     ONNX Runtime 1.31.1 replaces a computed size in a target shape by -1. Then the Reshape accepts requests of other
-    sizes than the one for which its target shape holds all elements.
+    sizes than the one for which its target shape holds all elements. A trial would see only requests of one size.
     """
-    if call.symbols.has_solved_size:
-        raise NotKnownError(
+    if call.symbols.has_uncertain_size:
+        raise RowsMeetError(
             "reads positions along the axis of the rows, after a Reshape that may give a row several entries"
         )
 

@@ -8,8 +8,28 @@ from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT32, INT64, STRING, Tensor
 from ortserve.model_file.graph import constant as whole_or_fraction
-from ortserve.rows.number import DEPENDENT, N, Number, Product, atoms_of, contains_rows, is_nonnegative
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, off_axis, rule
+from ortserve.rows.number import (
+    DEPENDENT,
+    Atom,
+    N,
+    Number,
+    Product,
+    atoms_of,
+    contains_rows,
+    is_nonnegative,
+    is_positive,
+)
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RowsMeetError,
+    Rules,
+    check_sizes,
+    normal_axis,
+    off_axis,
+    rule,
+)
 from ortserve.rows.rules.movement import facts_of_copies, length_of
 from ortserve.rows.values import MOST_ELEMENTS, Facts, Kind, Value, element_count, free, rows, transposed
 
@@ -154,11 +174,17 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     if value.dims is None:
         if -1 in target:
             raise NotKnownError("has an operand whose shape is not known")
+        symbols.has_uncertain_size = True
         return call.result(target, dtype=value.dtype)
     total = symbols.product(value.dims)
-    if -1 in target:
+    is_inferred = -1 in target
+    if is_inferred:
         others = symbols.product(length for length in target if length != -1)
         target[target.index(-1)] = _inferred(call, total, others)
+    wanted = symbols.product(target)
+    solved = None if wanted == total else _solved(call, total, wanted)
+    if wanted != total and not is_inferred and (solved is None or not symbols.fix_size(*solved)):
+        symbols.has_uncertain_size = True
     if not value.is_rows:
         elements = value.elements if element_count(target) == len(value.elements or ()) else None
         return call.result(target, dtype=value.dtype, elements=elements)
@@ -168,11 +194,15 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     if len(carriers) > 1:
         raise RowsMeetError("has a target shape with the number of rows in two sizes")
     (axis,) = carriers
-    before = symbols.product(value.dims[: value.axis])
+    if value.axis != axis and value.axis < len(target) and not is_positive(target[value.axis]):
+        raise RowsMeetError("has a target shape that copies the number of rows if one of its sizes is 0")
+    before = symbols.product((*value.dims[: value.axis], value.outer))
     after = symbols.product(value.dims[value.axis + 1 :])
-    if (wanted := symbols.product(target)) != total:
-        before, after = _solved(call, total, wanted, before, after)
-    outer = symbols.divide_exactly(symbols.multiply(before, value.outer), symbols.product(target[:axis]))
+    if before != 1 or axis:
+        check_sizes(call)
+    if solved is not None:
+        before, after = (_substituted(call, number, *solved) for number in (before, after))
+    outer = symbols.divide_exactly(before, symbols.product(target[:axis]))
     if outer is None:
         raise RowsMeetError("does not keep the rows on one axis")
     inner = symbols.divide_exactly(target[axis], symbols.multiply(N, outer))
@@ -188,25 +218,22 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
 
 
-def _solved(call: Call, total: Number, wanted: Number, *numbers: Number) -> list[Number]:
-    """Replace a free size in ``numbers`` by the only value for which the target shape holds all elements.
+def _solved(call: Call, total: Number, wanted: Number) -> tuple[Atom, Number] | None:
+    """A free size, and the only value for which the target shape holds all elements; None if there is none.
 
-    Exporters fix a size in some places and leave it free in others. A request with another size fails on its own, or
-    gives outputs of another number of rows (``check_sizes``).
+    Exporters fix a size in some places and leave it free in others.
     """
     for atom in atoms_of(total):
-        size = Product(1, 0, ((atom, 1),))
-        rest = call.symbols.divide_exactly(total, size)
+        rest = call.symbols.divide_exactly(total, Product(1, 0, ((atom, 1),)))
         value = None if rest is None else call.symbols.divide_exactly(wanted, rest)
-        if value is None or contains_rows(value):
-            continue
-        parts = [call.symbols.divide_exactly(number, size) for number in numbers]
-        call.symbols.has_solved_size = True
-        return [
-            number if part is None else call.symbols.multiply(part, value)
-            for number, part in zip(numbers, parts, strict=True)
-        ]
-    return list(numbers)
+        if value is not None and not contains_rows(value):
+            return atom, value
+    return None
+
+
+def _substituted(call: Call, number: Number, atom: Atom, value: Number) -> Number:
+    rest = call.symbols.divide_exactly(number, Product(1, 0, ((atom, 1),)))
+    return number if rest is None else call.symbols.multiply(rest, value)
 
 
 def _ends_in_padding(value: Value) -> bool:

@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.model_file.graph import INT32, INT64
 from ortserve.rows.number import Number, contains_rows
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import length_of
 from ortserve.rows.values import Value
@@ -249,6 +249,7 @@ def _with_sizes(call: Call, value: Value, axes: Sequence[int], sizes: Sequence[N
         if value.is_rows and axis == value.axis:
             if size != dims[axis]:
                 raise RowsMeetError("resizes the axis of the rows")
+            check_sizes(call)
         elif contains_rows(size):
             raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
         else:

@@ -40,6 +40,15 @@ def test_shape_is_full_and_free_dimensions_agree() -> None:
     assert synthetic_inputs(signature(DataType.FP32, unbatched_because="reason"), 1, seed=0)[0].shape == ()
 
 
+def test_dimensions_have_the_sizes_that_the_proof_of_rows_assumes() -> None:
+    x = TensorSpec("x", DataType.FP32, (-1, -1, -1), ("batch", "length", ""))
+    assert synthetic_inputs(ModelSignature((x,), (), fixed_sizes=(("length", 6),)), 2, seed=0)[0].shape == (
+        2,
+        6,
+        FREE_DIM,
+    )
+
+
 def test_padded_axes_have_the_padded_length() -> None:
     tokens = ModelSignature(
         (TensorSpec("ids", DataType.INT64, (-1, -1)), TensorSpec("bias", DataType.FP32, (-1, -1))), ()
