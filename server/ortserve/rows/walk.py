@@ -20,6 +20,8 @@ RANDOM: Final = frozenset(
 _BUILT_IN: Final = DOMAINS | {"ai.onnx.contrib"}
 """Domains, besides ``com.microsoft`` and its subdomains, whose operators have kernels, which run in place of a function
 of the model with the same name."""
+_NEWEST: Final = 1 << 16
+"""The version of ONNX's own operators for a model that imports none: ONNX Runtime takes the newest that it knows."""
 MOST_VISITS: Final = 40_000
 """Maximum of visits of nodes for one model, over all hypotheses and rounds of loops. A visit takes some 50 µs."""
 _STEPS_A_VISIT: Final = 2
@@ -54,7 +56,7 @@ class Walk:
 
     def run(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
         """The claims about all tensors of the main graph, by name."""
-        scope = _Scope(self, self._model.opsets, {}, {}, 0)
+        scope = _Scope(self, {"": _NEWEST, **self._model.opsets}, {}, {}, 0)
         graph = self._model.graph
         read = {name for node in graph.nodes for name in names_read(node)}
         declared = {output.name: output.dims or () for output in graph.outputs if output.name in read}

@@ -1,5 +1,6 @@
 """Every family of operators in both directions, and every known trap, against the proof and against ONNX Runtime."""
 
+import onnx
 import pytest
 
 from ortserve.model_file.reading import parse_model
@@ -59,3 +60,17 @@ def test_a_size_that_a_reshape_needs_is_assumed() -> None:
     case = Case("reshape: a size that ONNX Runtime infers", "float[M,N] x", inferred, "int64[1] two = {2}")
     model = parse_model(memoryview(case.model.SerializeToString()))
     assert prove_model(model).fixed_sizes == (("M", 2),)
+
+
+def test_a_model_without_an_operator_set_has_the_newest_operators() -> None:
+    case = Case("axis: DFT of the newest set", "float[N,4,1] x", "y = DFT(x, , a)", "int64 a = {0}", opset=20)
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    del model.opset_import[0]
+    assert prove_model(parse_model(memoryview(model.SerializeToString()))).outcome is Outcome.MIXED
+
+
+def test_a_branch_in_which_rows_meet_is_named_before_one_that_is_unknown() -> None:
+    branches = "then_branch = t () => (a) { a = Col2Im(x, s, s) }, else_branch = e () => (b) { b = Softmax<axis=0>(x) }"
+    case = Case("branch: unknown", "float[N,1,4] x, bool c", f"y = If(c) <{branches}>", "int64[2] s = {2, 2}", opset=18)
+    assert prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes).outcome is Outcome.MIXED

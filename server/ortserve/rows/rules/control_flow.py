@@ -37,8 +37,8 @@ def graph_of(call: Call, name: str) -> Graph:
 
 def _joined(call: Call, one: Value, other: Value) -> Value:
     """The claim about a tensor for which one of two claims holds."""
-    for value in (one, other):
-        if value.cause is not None:
+    for value in sorted((one, other), key=lambda each: each.kind is not Kind.MIXED):
+        if value.cause is not None:  # a trial that follows an unknown result may take the other branch
             return value
     if one.is_rows != other.is_rows:
         raise RowsMeetError("returns rows in one branch and a tensor without rows in the other")
@@ -137,6 +137,8 @@ def scan(call: Call) -> Output:
     states, scanned = operands[: len(operands) - count], operands[len(operands) - count :]
     given = call.integers("scan_input_axes") or (0,) * count
     axes = [normal_axis(axis, len(call.dims(value))) for axis, value in zip(given, scanned, strict=True)]
+    if any(value.facts.padding is not None for value in scanned):
+        raise RowsMeetError("iterates over rows whose padding depends on the longest row of the batch")
     if any(value.is_rows and value.axis == axis for value, axis in zip(scanned, axes, strict=True)):
         return _scan_rows(call, body, states, scanned, axes)
     claims = _States(call.symbols, states)
@@ -169,7 +171,7 @@ def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value
     for value, axis in zip(scanned, axes, strict=True):
         if not value.is_rows or value.axis != axis or not value.carries_like(like):
             raise RowsMeetError("iterates over rows together with a tensor without these rows")
-        if value.facts.stride != 0 or value.facts.padding is not None:
+        if value.facts.stride != 0:
             raise RowsMeetError("uses the index of each row in the batch")
     directions = (call.integers("scan_input_directions") or ()) + (call.integers("scan_output_directions") or ())
     if any(directions):
