@@ -732,7 +732,8 @@ def _loop(g: Grower) -> object:
         like = g.pick("fib", least_rank=1)
         count = g.scalar(g.size(like, g.axis_of(like)))
     body = helper.make_graph(nodes, "step", inputs, outputs)
-    return g.graph.add_many("Loop", count, "", start, outputs=len(outputs) - 1, body=body)
+    begins = g.graph.add_weight(np.array(rng.random() < 0.8)) if rng.random() < 0.4 else ""
+    return g.graph.add_many("Loop", count, begins, start, outputs=len(outputs) - 1, body=body)
 
 
 def _is_like_slices(g: Grower, name: str, scanned: str, axis: int) -> bool:

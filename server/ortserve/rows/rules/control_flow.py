@@ -96,30 +96,28 @@ def loop(call: Call) -> Output:
         value = call.optional(index)
         if value is not None and value.kind is not Kind.FREE:
             raise RowsMeetError(f"takes its {what} from the rows or from their number")
+    begins = call.optional(1)
+    condition = free((), BOOL, (1,) if begins is None else begins.elements)
     states = [call.operand(index) for index in range(2, len(call.operands))]
-    claims = _States(call.symbols, states)
+    claims = _States(call.symbols, [condition, *states])
     iteration = free((), INT64, (call.symbols.fresh(0),))
 
     def run(current: list[Value]) -> list[Value]:
-        condition, *outputs = call.scope.run_graph(body, [iteration, free((), BOOL), *current])
-        if condition.cause is not None:
-            raise _CausedError(condition)
-        if condition.kind is not Kind.FREE:
+        outputs = call.scope.run_graph(body, [iteration, *current])
+        if outputs[0].cause is None and outputs[0].kind is not Kind.FREE:
             raise RowsMeetError("ends on a condition that depends on all rows")
-        endless[0] = condition.elements == (1,)
         return outputs
 
-    endless = [False]
     try:
         outputs = claims.settle(run)
     except _CausedError as caused:
         return [caused.value] * len(call.node.outputs)
     trips = call.symbols.fresh(0)
     limit = call.optional(0)
-    begins = call.optional(1)
-    if endless[0] and limit is not None and limit.elements and (begins is None or begins.elements == (1,)):
+    condition, *after = claims.after()
+    if condition.elements == (1,) and limit is not None and limit.elements:
         trips = limit.elements[0] if is_nonnegative(limit.elements[0]) else trips
-    return [*claims.after(), *(claims.stacked(value, trips, 0) for value in outputs)]
+    return [*after, *(claims.stacked(value, trips, 0) for value in outputs)]
 
 
 def scan(call: Call) -> Output:
