@@ -18,6 +18,7 @@ from ortserve.rows.number import (
     contains_rows,
     is_nonnegative,
     is_positive,
+    single_atom,
 )
 from ortserve.rows.rules.call import (
     Call,
@@ -177,13 +178,13 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
         symbols.has_uncertain_size = True
         return call.result(target, dtype=value.dtype)
     total = symbols.product(value.dims)
-    is_inferred = -1 in target
-    if is_inferred:
+    is_certain = -1 in target or _has_several_computed(value.dims, target)
+    if -1 in target:
         others = symbols.product(length for length in target if length != -1)
         target[target.index(-1)] = _inferred(call, total, others)
     wanted = symbols.product(target)
     solved = None if wanted == total else _solved(call, total, wanted)
-    if wanted != total and not is_inferred and (solved is None or not symbols.fix_size(*solved)):
+    if wanted != total and not is_certain and (solved is None or not symbols.fix_size(*solved)):
         symbols.has_uncertain_size = True
     if not value.is_rows:
         elements = value.elements if element_count(target) == len(value.elements or ()) else None
@@ -216,6 +217,19 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     if value.facts.padding is not None and not (_ends_in_padding(value) and axis == 0 and like.is_plain):
         raise RowsMeetError("reads rows whose padding depends on the longest row of the batch")
     return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
+
+
+def _has_several_computed(dims: Sequence[Number], target: Sequence[Number]) -> bool:
+    """Whether several sizes of a target shape are computed, so that ONNX Runtime infers none of them.
+
+    A size of the operand or of an input may be copied instead.
+    """
+    computed = 0
+    for position, length in enumerate(target):
+        is_size = length == N or any(length == single_atom(atom, 1) and not atom.key for atom in atoms_of(length))
+        is_copied = is_size or length in dims[position : position + 1]
+        computed += not isinstance(length, int) and not is_copied
+    return computed > 1
 
 
 def _solved(call: Call, total: Number, wanted: Number) -> tuple[Atom, Number] | None:
