@@ -153,4 +153,4 @@ def test_server_without_console_serves_no_page() -> None:
     with serving("--example", *SHORT_WARMUP, "--no-console") as server:
         for path in ("/", "/console/js/main.js", STREAM, "/v2/console/server"):
             answer = httpx.get(f"{server.url}{path}", timeout=LONG_S)
-            assert (answer.status_code, answer.json()) == (404, {"error": "Not Found"})
+            assert (answer.status_code, answer.json()) == (404, {"error": f"Not Found: no call has the path '{path}'"})

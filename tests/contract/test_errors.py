@@ -457,15 +457,29 @@ def test_unknown_method_is_unimplemented(server: ServerProcess) -> None:
     assert "unknown method 'NoSuchCall'" in came.text
 
 
+UNKNOWN = "Not Found: no call has the path '{}'"
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "text"),
     [
-        ("GET", "/v2/nothing", 404, "Not Found"),
-        ("GET", "/v1/models/simple", 404, "Not Found"),
-        ("POST", "/v2/models/simple/guess", 404, "Not Found"),
-        ("POST", "/v2/models/simple/versions/1st/infer", 404, "Not Found"),
+        ("GET", "/v2/nothing", 404, UNKNOWN),
+        ("GET", "/v1/models/simple", 404, UNKNOWN),
+        ("POST", "/v2/models/simple/guess", 404, UNKNOWN),
+        (
+            "POST",
+            "/v2/models/simple/versions/1st/infer",
+            404,
+            "Not Found: no call has the path '/v2/models/simple/versions/1st/infer'",
+        ),
+        ("GET", "/v2/" + 300 * "x", 404, f"Not Found: no call has the path '/v2/{196 * 'x'}…'"),
         ("GET", "/v2/models/simple/versions/one", 404, "Request for unknown model: 'simple' version one is not found"),
-        ("GET", "/v2/models/simple/versions/1st/ready", 404, "Not Found"),
+        (
+            "GET",
+            "/v2/models/simple/versions/1st/ready",
+            404,
+            "Not Found: no call has the path '/v2/models/simple/versions/1st/ready'",
+        ),
         ("GET", "/v2/models/nowhere", 404, "Request for unknown model: 'nowhere' is not found"),
         ("GET", "/v2/models/nowhere/ready", 404, "Request for unknown model: 'nowhere' is not found"),
         ("GET", "/v2/models/simple/versions/7", 404, "Request for unknown model: 'simple' version 7 is not found"),
@@ -481,7 +495,7 @@ def test_unknown_path_and_wrong_method_get_json_errors(
     server: ServerProcess, method: str, path: str, status: int, text: str
 ) -> None:
     answer = httpx.request(method, f"http://{server.http}{path}", timeout=LONG_S)
-    assert (answer.status_code, answer.json()) == (status, {"error": text})
+    assert (answer.status_code, answer.json()) == (status, {"error": text.format(path)})
     assert answer.headers["content-type"] == "application/json"
     assert ("allow" in answer.headers) == (status == 405)
 

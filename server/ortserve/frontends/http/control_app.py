@@ -4,7 +4,7 @@ import re
 from collections.abc import Awaitable, Callable, Container
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -39,6 +39,9 @@ from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management
 from ortserve.service.models import ModelService
 from ortserve.service.shared_memory import SharedMemory
+
+_MOST_SHOWN: Final = 200
+"""Maximum number of characters of an unknown path in its error."""
 
 
 def make_control_app(
@@ -164,7 +167,15 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         allowed = {method for route in matching for method in route.methods or ()}
         allowed |= {"HEAD"} if "GET" in allowed else set()
         return as_response(wrong_method(request.method, ", ".join(sorted(allowed))))
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return _unknown_path(request)
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
+
+
+def _unknown_path(request: Request) -> Response:
+    path: str = request.scope["path"]
+    shown = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}…"
+    return as_response(failure(ServeError(ErrorKind.NOT_FOUND, f"Not Found: no call has the path '{shown}'")))
 
 
 def _matches(path: str, template: str) -> bool:
@@ -181,6 +192,6 @@ async def _answer_fault(_: Request, __: Exception) -> Response:
     return as_response(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
 
 
-async def _answer_malformed_path(_: Request, __: Exception) -> JSONResponse:
+async def _answer_malformed_path(request: Request, _: Exception) -> Response:
     # FastAPI validates only versions, and no resource has a malformed version.
-    return JSONResponse({"error": "Not Found"}, status_code=404)
+    return _unknown_path(request)
