@@ -255,7 +255,13 @@ class Samples:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        text_names = set(re.findall(r"^\w+", text, re.MULTILINE))
+        self._samples = [
+            # The library adds a suffix to the names of Triton's counters.
+            sample if sample.name in text_names else sample._replace(name=sample.name.removesuffix("_total"))
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
 
     def value(self, name: str, **labels: str) -> float:
         """The sample with exactly these labels; fails if it does not exist."""

@@ -106,7 +106,7 @@ class Family(Metric):
 def prometheus_type(declaration: Declaration) -> str:
     """The library's type for a declaration.
 
-    Counters under Triton's names lack the suffix ``_total``, so that no format accepts them as counters.
+    Counters under Triton's names lack the suffix ``_total``, which the library and OpenMetrics require of counters.
     """
     if declaration.type == "counter" and not declaration.name.endswith("_total"):
         return "unknown"
@@ -170,8 +170,10 @@ class TextFormat:
 
 def _head_of_family(metric: Metric) -> tuple[str, str]:
     name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    # Counters under Triton's names are counters in this format, as Triton writes them.
+    kind = metric.declaration.type if isinstance(metric, Family) else metric.type
     text = metric.documentation.replace("\\", "\\\\").replace("\n", "\\n")
-    return f"# HELP {name} {text}\n", f"# TYPE {name} {'untyped' if metric.type == 'unknown' else metric.type}\n"
+    return f"# HELP {name} {text}\n", f"# TYPE {name} {'untyped' if kind == 'unknown' else kind}\n"
 
 
 def _histogram(family: Family, known: HistogramCounts) -> str:

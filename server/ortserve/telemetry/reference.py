@@ -38,7 +38,7 @@ _TRITON: Final = """\
 # Triton's names
 
 The same counts under Triton's names, for dashboards and alerts that were made for Triton; `--no-triton-metrics` removes
-them. These counters lack the suffix `_total` and are exposed as untyped. They count since the version was loaded.
+them. These counters lack the suffix `_total`. They count since the version was loaded.
 Triton's metrics of the pinned memory pool are missing, because this server has none.
 
 `nv_gpu_...` and `nv_energy_consumption` need the package nvidia-ml-py (part of the extra `gpu`). They cover the GPUs in

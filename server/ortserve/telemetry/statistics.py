@@ -1,8 +1,7 @@
 """Triton's statistics of a model version, for the statistics call and as ``nv_inference_...`` metrics.
 
 Both are computed from the counts of ``series`` on demand: on the event loop for the statistics call, on the scraping
-thread for the metrics. Triton's counters lack the suffix ``_total``, which prometheus_client requires of counters, so
-they are exposed as untyped. Prometheus uses types for documentation only, so ``rate()`` works on them.
+thread for the metrics.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

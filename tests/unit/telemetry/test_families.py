@@ -131,6 +131,11 @@ def contents(text: str) -> dict[str, object]:
     }
 
 
+def written_by_library(registry: CollectorRegistry) -> str:
+    """The library knows no counters without the suffix ``_total``, as Triton has them."""
+    return generate_latest(registry).decode().replace(" untyped\n", " counter\n")
+
+
 def use(model: ModelMetrics) -> None:
     model.observe_success("http", TIMING, 3)
     model.observe_failure("grpc", ErrorKind.DEADLINE, 7)
@@ -143,9 +148,9 @@ def test_text_equals_that_of_the_librarys_writer_before_and_after_changes() -> N
     for used in ([], models[:2], models[:1], models[2:]):
         for model in used:
             use(model)
-        assert contents(world.read()) == contents(generate_latest(world.registry).decode())
+        assert contents(world.read()) == contents(written_by_library(world.registry))
     world.metrics.forget("a", "1")
-    assert contents(world.read()) == contents(generate_latest(world.registry).decode())
+    assert contents(world.read()) == contents(written_by_library(world.registry))
     assert 'model="a"' not in world.read()
 
 
