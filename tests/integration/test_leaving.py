@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 import grpc
+import h2.connection
+import h2.errors
+import h2.events
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
@@ -192,6 +195,37 @@ async def test_disconnect_during_the_run_wastes_only_its_row(
     np.testing.assert_allclose(second - first, 3, rtol=1e-5)
     taken = decisions(server, "long")
     assert (taken["batches"], taken["wasted_rows"], taken["left"]) == (3, 1, 0)
+
+
+async def test_grpc_calls_of_no_rows_that_are_cancelled_at_once_do_not_run(server: ServerProcess) -> None:
+    name, runs = "ortserve_batching_decisions_total", {"model": "long", "version": "1", "decision": "batches"}
+    before = decisions(server, "long")
+    busy = await Caller.connect(server)
+    await busy.send(asking(0, "long"))
+    await asyncio.to_thread(wait_for_sample, server, name, lambda batches: batches > before["batches"], **runs)
+    request = service_pb2.ModelInferRequest(model_name="long", raw_input_contents=[b""])
+    request.inputs.add(name="x", datatype="FP32", shape=[0, 4])
+    message = request.SerializeToString()
+    path = "/inference.GRPCInferenceService/ModelInfer"
+    head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
+    client = h2.connection.H2Connection()
+    client.initiate_connection()
+    for stream in range(1, 2 * FIRST, 2):  # the server reads the end of each call with its request
+        client.send_headers(stream, [*head.items(), ("content-type", "application/grpc")])
+        client.send_data(stream, b"\x00" + len(message).to_bytes(4, "big") + message, end_stream=True)
+        client.reset_stream(stream, h2.errors.ErrorCodes.CANCEL)
+    client.ping(bytes(8))
+    reader, writer = await asyncio.open_connection(*server.grpc.split(":"))
+    writer.write(client.data_to_send())
+    events: list[h2.events.Event] = []
+    while not any(isinstance(event, h2.events.PingAckReceived) for event in events):
+        events += client.receive_data(await asyncio.wait_for(reader.read(65536), LONG_S))
+    writer.close()
+    assert (await busy.receive())[0] == 200
+    await busy.leave()
+    rest_json(server, "long", {"x": row(0)})  # runs after everything that was queued before it
+    after = decisions(server, "long")
+    assert (after["batches"] - before["batches"], after["left"] - before["left"]) == (2, FIRST)
 
 
 async def test_connection_stays_usable_after_errors(server: ServerProcess) -> None:

@@ -253,15 +253,20 @@ class ServedModel(ServedVersion):
         row = request.child(placeholder_row(request.inputs, self.signature, self.name), 1)
         if self._conversions is not None:
             request.inputs = self._conversions.to_model(request.inputs)
+        row.on_settled = partial(self._on_placeholder_row, request)
         self.submit(row, terms)
-        request.settle_by(self._drop_rows(row))
+        request.withdraw = partial(_cancel_row, row)
 
-    async def _drop_rows(self, row: InflightRequest) -> Arrays:
+    def _on_placeholder_row(self, request: InflightRequest, row: InflightRequest) -> None:
         try:
-            return drop_rows(await row, self.signature)
+            outputs = drop_rows(row.take_outputs(), self.signature)
         except ModelRejectionError as error:
             message = f"the request has no rows, and for the placeholder row of zeros in their place {error.message}"
-            raise ModelRejectionError(message, error.node) from None
+            request.fail(ModelRejectionError(message, error.node))
+        except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
+            request.fail(error)
+        else:
+            request.complete(outputs)
 
     async def _run_yielding(self, request: InflightRequest, shape_class: Hashable, terms: Terms) -> Arrays:
         """Run a request. If its queue timeout passes, enqueue it again behind the others of its level."""
@@ -297,6 +302,10 @@ class ServedModel(ServedVersion):
             await self._cached.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
+
+
+def _cancel_row(row: InflightRequest, _: InflightRequest) -> None:
+    row.cancel()
 
 
 def has_queue_policies(options: ModelOptions) -> bool:
