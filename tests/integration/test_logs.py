@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
 from models import builders
 from ortserve.core.dtypes import DataType
+from raw_grpc import cancel_during_answer
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, rest_url, serving, triton_clients
+from transports import ON_BOTH_TRANSPORTS
 
 SECRET_TEXT: Final = "vErYsEcReT"
 SECRET_NUMBER: Final = 918273645
@@ -118,3 +121,16 @@ def test_misspelt_variable_of_the_environment_is_a_warning_without_its_value() -
     assert line.endswith("""reason="ORTSERVE_HTTP_PROT: unknown variable; did you mean 'ORTSERVE_HTTP_PORT'?\"""")
     assert SECRET_TEXT not in server.output
     assert "ORTSERVE_PORT" not in server.output
+
+
+@ON_BOTH_TRANSPORTS
+def test_calls_that_are_cancelled_while_their_answers_are_sent_are_not_logged(
+    tmp_path: Path, ways: tuple[str, ...]
+) -> None:
+    add_model(tmp_path, "counting", builders.counting)
+    request = service_pb2.ModelInferRequest(model_name="counting")
+    request.inputs.add(name="x", datatype="INT32", shape=[1]).contents.int_contents.append(1_000_000)
+    with serving(tmp_path, *SHORT_WARMUP, *ways) as server:
+        for _ in range(5):
+            cancel_during_answer(server.grpc, "/inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
+    assert "ERROR" not in server.output  # ``serving`` has checked that there is no traceback

@@ -7,6 +7,7 @@ from typing import Final
 
 import h2.config
 import h2.connection
+import h2.errors
 import h2.events
 from h2.settings import SettingCodes, Settings
 
@@ -60,3 +61,26 @@ def end_of_call(
                 assert not isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated), event
             peer.sendall(connection.data_to_send())
     return trailers
+
+
+def cancel_during_answer(address: str, path: str, message: bytes) -> None:
+    """Make a call whose answer exceeds the initial windows, and reset it once its first bytes have arrived."""
+    host, _, port = address.rpartition(":")
+    connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+    connection.initiate_connection()
+    head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": address, "te": "trailers"}
+    connection.send_headers(1, [*head.items(), ("content-type", "application/grpc")])
+    connection.send_data(1, b"\x00" + len(message).to_bytes(4, "big") + message, end_stream=True)
+    awaited: type[h2.events.Event] = h2.events.DataReceived
+    with socket.create_connection((host, int(port)), LONG_S) as peer:
+        while True:
+            peer.sendall(connection.data_to_send())
+            data = peer.recv(65536)
+            assert data, "the server closed the connection"
+            if not any(isinstance(event, awaited) for event in connection.receive_data(data)):
+                continue
+            if awaited is h2.events.PingAckReceived:  # the server has read the reset
+                return
+            awaited = h2.events.PingAckReceived
+            connection.reset_stream(1, h2.errors.ErrorCodes.CANCEL)
+            connection.ping(bytes(8))

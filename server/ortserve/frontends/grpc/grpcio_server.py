@@ -105,6 +105,7 @@ class GrpcioServer:
         if port == 0:
             await server.stop(None)
             raise _bind_failure(self._host, self._port)
+        logging.getLogger(cygrpc.__name__).addFilter(_is_no_lost_call)
         await server.start()
         self._server = server
         return port
@@ -166,6 +167,14 @@ def _ms(seconds: float) -> int:
 
 def _ms_or_none(seconds: float | None) -> int | None:
     return None if seconds is None else _ms(seconds)
+
+
+def _is_no_lost_call(record: logging.LogRecord) -> bool:
+    """Whether a line of grpcio is worth logging: not an answer that could not be sent, because its call was cancelled.
+
+    grpcio logs each with a traceback: any caller could fill the disk.
+    """
+    return record.exc_info is None or not isinstance(record.exc_info[1], cygrpc.ExecuteBatchError)
 
 
 def _bind_failure(host: str, port: int) -> ServeError:
