@@ -40,9 +40,9 @@ STORM: Final = 180
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
-    """``slow`` runs four rows in about 50 ms; ``long`` takes ten times as long; ``identity`` answers at once."""
+    """``slow`` runs four rows in about 100 ms; ``long`` takes six times as long; ``identity`` answers at once."""
     repository = tmp_path_factory.mktemp("leaving")
-    (add_model(repository, "slow", builders.slow, steps=15_000) / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\n")
+    (add_model(repository, "slow", builders.slow, steps=30_000) / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\n")
     (add_model(repository, "long", builders.slow, steps=200_000) / "model.yaml").write_text("warmup_s: 0\n")
     add_model(repository, "identity", builders.identity)
     with serving(repository, *SHORT_WARMUP, *ways) as server:
