@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,17 +210,17 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     arguments = command(source, "-o", tmp_path / "out.onnx")
     start = partial(subprocess.Popen, arguments, stderr=subprocess.PIPE, text=True, env=environment)
-    process = start()
-    until = time.monotonic() + 60
-    # Folders may vanish meanwhile; os.walk skips them.
-    while not any("ortserve-inspect-" in path for path, _, _ in os.walk(tmp_path)):
-        assert time.monotonic() < until
-        if process.poll() is not None:  # the folder came and went unseen on a busy machine
-            process.communicate()
-            assert process.returncode == 0
-            (tmp_path / "out.onnx").unlink()
-            process = start()
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
+    with ExitStack() as stack:
+        process = stack.enter_context(start())
+        until = time.monotonic() + 60
+        # Folders may vanish meanwhile; os.walk skips them.
+        while not any("ortserve-inspect-" in path for path, _, _ in os.walk(tmp_path)):
+            assert time.monotonic() < until
+            if process.poll() is not None:  # the folder came and went unseen on a busy machine
+                assert process.returncode == 0
+                (tmp_path / "out.onnx").unlink()
+                process = stack.enter_context(start())
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
     assert process.returncode == 130
     assert {path.name for path in tmp_path.rglob("*")} == {"torch_cnn.onnx", "temporary"}

@@ -50,12 +50,12 @@ class LoadsOnDemand:
             wait_s: The longest wait of a request.
             read: Reads the source of a model from the disk; None if loads on demand do not follow changes of files.
         """
-        self._read = read
         self._catalog = catalog
         self._reconciler = reconciler
         self._room = room
         self._sources = sources
         self._clock = clock
+        self._read = read
         self._demands = Demands(clock, counts, load=self._load, start=start, expect=self._expect, wait_s=wait_s)
 
     async def wait_for(
