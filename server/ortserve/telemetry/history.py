@@ -91,7 +91,7 @@ IDLE: Final = Rates()
 
 
 def read_counts(metrics: ModelMetrics, at_ns: int) -> Counts:
-    """Read the counts of a version, in about 3 µs, or 15 µs if batches had 256 sizes. Loop thread only."""
+    """Read the counts of a version. The time grows with the number of sizes of its batches. Loop thread only."""
     known = [series.counts for series in metrics.answered.values()]
     durations = known[0][:] if len(known) == 1 else [sum(counts) for counts in zip(*known, strict=True)]
     refused = failed = 0
