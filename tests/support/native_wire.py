@@ -121,9 +121,13 @@ class Wire:
         self.transport.receive(data)
 
     async def turn(self) -> bytes:
-        """Run the loop until it is idle. Returns the sent bytes."""
-        for _ in range(8):
+        """Run the loop until it is idle and has processed what it read. Returns the sent bytes."""
+        idle_turns = 0
+        for _ in range(1_000):  # reading stays paused if the peer leaves too many answers unread
             await asyncio.sleep(0)
+            idle_turns = idle_turns + 1 if self.transport.is_reading() else 0
+            if idle_turns == 8:
+                break
         return self.transport.take()
 
     def lose(self) -> None:

@@ -119,7 +119,7 @@ async def test_body_reaches_the_application_in_parts_and_completely() -> None:
         await sending(start((b"content-length", b"0")), part(b""))(scope, receive, send)
 
     head = get("/x", f"Content-Length: {len(body)}", method="POST")
-    status, _, _, is_closed = await answer(app, head, *(body[at : at + 50_000] for at in range(0, len(body), 50_000)))
+    status, _, _, is_closed = await answer(app, head, *(body[at : at + 8_000] for at in range(0, len(body), 8_000)))
     assert (status, is_closed, bytes(seen)) == (200, False, body)
 
 

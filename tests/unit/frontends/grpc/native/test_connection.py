@@ -117,11 +117,14 @@ def test_interleaved_large_messages_are_received(data: st.DataObject) -> None:
 def test_call_that_ends_within_a_large_message_releases_it() -> None:
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(ECHO, ("grpc-timeout", "1S"))
-        client.send(stream, framed(bytes(1_000_000))[:400_000])
-        await client.exchange()
+        client.send(stream, framed(bytes(1_000_000))[:600_000])
+        out = client.h2.data_to_send()
+        wire.feed(out[:-200_000])
+        await wire.turn()
         assert isinstance(wire.transport.get_protocol(), MessageReceiver)
         assert wire.gate.held_bytes == 400_000 - 5
         await asyncio.sleep(2)
+        wire.feed(out[-200_000:])
         await client.exchange()
         assert client.answers[stream].status == DEADLINE
         assert wire.gate.held_bytes == 0
