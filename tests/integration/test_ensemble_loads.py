@@ -25,6 +25,7 @@ from servers import (
     ServerProcess,
     add_model,
     json_input,
+    read_metrics,
     rest_url,
     serving,
     wait_for_queue,
@@ -312,12 +313,13 @@ def test_an_ensemble_follows_a_member_after_the_ensembles_that_it_contains(
     add_ensemble(repository, "both", ["x"], ["y"], steps)
     for call in (("both",), ("chain", "unload"), ("chain",)):  # so that chain was loaded after both
         assert change(server, *call).status_code == 200
-    loads = len([line for line in server.lines if "model is ready model=both" in line])
+    counted = ("ortserve_model_loads_total", "model", "outcome")
+    loads = read_metrics(server).by_labels(*counted)["both ok"]
     put(repository, "plus", 1, 2)
     assert change(server, "plus").status_code == 200
     assert answer(server, "both") == [8, 10]
     # One load, because an earlier one would use the new load of plus, and that of chain still the old one.
-    assert len([line for line in server.lines if "model is ready model=both" in line]) == loads + 1
+    assert read_metrics(server).by_labels(*counted)["both ok"] == loads + 1
 
 
 def test_no_request_uses_two_loads_of_a_model_that_two_members_contain(server: ServerProcess, repository: Path) -> None:

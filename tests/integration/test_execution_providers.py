@@ -263,6 +263,7 @@ def test_compiled_model_written_by_a_plug_in_is_no_change(tmp_path: Path) -> Non
     write_options(folder, options)
     control = ("--model-control-mode", "explicit", "--load-model", "m")
     with serving(tmp_path, *SHORT_WARMUP, *control, env=environment) as server:
+        server.wait_for_line("model is ready")
         written = {path.name for path in (folder / "1").iterdir()}
         assert written == {"model.onnx", "model_ctx.onnx", f"model_{OPENVINO}.bin"}
         for _ in range(2):  # loading an unchanged model is a no-op; ONNX Runtime would not overwrite these files
