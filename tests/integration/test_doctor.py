@@ -24,8 +24,8 @@ from gpu_package import environment_on_host_memory
 from models import builders
 from ortserve.example import repository_path
 from ortserve.tools.command import json_schema
+from ortserve.tools.doctor.arguments import build_parser
 from ortserve.tools.doctor.catalog import CATALOG
-from ortserve.tools.doctor.command import build_parser
 from ortserve.tools.doctor.result import DoctorResult
 from pages import DOCS, commands
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, _clean_environment, add_model, serving

@@ -18,8 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import gpu_models
 from models import builders
+from ortserve.cli.main import run_tool
 from ortserve.tools.profile import measure
-from ortserve.tools.profile.command import main
 from pages import DOCS, commands
 from servers import LOOK_S
 
@@ -97,7 +97,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def profiled(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
     """Run the command in this process. Returns the result from its JSON."""
-    assert main([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    assert run_tool("profile", [*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
@@ -271,7 +271,7 @@ def test_runs_are_bounded_by_what_the_profiler_keeps(
 
     assert 1 <= profile["balance"]["runs"] < 10
     assert any("events of the profiler" in note for note in profile["notes"])
-    assert main([str(endless)]) == 2
+    assert run_tool("profile", [str(endless)]) == 2
     assert "expected at most 10,000 events" in capsys.readouterr().err
 
 
@@ -312,7 +312,7 @@ def broken(folder: Path) -> dict[str, tuple[list[str], int, str]]:
 
 def test_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for case, (arguments, status, end) in broken(tmp_path).items():
-        assert main(arguments) == status, case
+        assert run_tool("profile", arguments) == status, case
         shown = capsys.readouterr()
         assert shown.out == "", case
         assert shown.err.startswith("ortserve profile: "), case
@@ -323,7 +323,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("arguments", [[], ["http://127.0.0.1:9"], ["a.onnx", "b"], ["x", "--runs", "0"]])
 def test_wrong_arguments_show_the_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        main(arguments)
+        run_tool("profile", arguments)
     assert raised.value.code == 2
 
 
@@ -356,7 +356,7 @@ def test_commands_of_the_page_show_what_it_shows(
     local = [command for command in shown if command.output]
     assert len(local) == 8
     for command in local:
-        assert main([*command.words[2:], "--runs", "4"]) == 0
+        assert run_tool("profile", [*command.words[2:], "--runs", "4"]) == 0
         output = capsys.readouterr().out
         for line in command.output.splitlines():
             if re.match(r"(Where the time goes|Operator types|Fused nodes|Operators gained| (part|operator) )", line):

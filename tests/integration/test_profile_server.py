@@ -17,7 +17,7 @@ import onnxruntime as ort
 import pytest
 
 from models import builders
-from ortserve.tools.profile.command import main
+from ortserve.cli.main import run_tool
 from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
 
 
@@ -85,7 +85,7 @@ def test_batches_are_profiled_while_their_answers_stay_right(
     expected = ort.InferenceSession(path).run(None, {"x": array})[0].ravel()
     trace = tmp_path / "trace.json"
     with load(server, "mlp", array) as answers:
-        assert main([server.url, "mlp", "--requests", "40", "--trace", str(trace), "--json"]) == 0
+        assert run_tool("profile", [server.url, "mlp", "--requests", "40", "--trace", str(trace), "--json"]) == 0
         during = len(answers)
     assert during >= 40, "its own requests, and those that came while it ran"
     for answer in answers:
@@ -95,7 +95,7 @@ def test_batches_are_profiled_while_their_answers_stay_right(
     assert 40 <= result["server"]["requests"] <= 41
     assert result["server"]["ended_because"] == ""
     assert result["profile"]["rows"] * result["server"]["batches"] == pytest.approx(3 * result["server"]["requests"])
-    assert main([str(repository / "mlp"), "--runs", "3", "--json"]) == 0
+    assert run_tool("profile", [str(repository / "mlp"), "--runs", "3", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     names = {(node["name"], node["op"]) for node in result["profile"]["nodes"]}
     assert names == {(node["name"], node["op"]) for node in alone["profile"]["nodes"]}, "the same options"
@@ -110,17 +110,17 @@ def test_samples_are_sent_where_no_requests_come(
     data = tmp_path / "data.npz"
     np.savez(data, x=np.ones((4, 64), np.float32))
     arguments = [server.url, "mlp", "--requests", "10", "--inputs", str(data), "--rows", "2", "--json"]
-    assert main(arguments) == 0
+    assert run_tool("profile", arguments) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     assert json.loads(shown.out)["profile"]["rows"] == 2
     np.savez(data, y=np.ones((4, 64), np.float32))
-    assert main(arguments) == 2
+    assert run_tool("profile", arguments) == 2
     assert "array 'y' is not an input of the model" in capsys.readouterr().err
 
 
 def test_waiting_for_requests_is_reported(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([server.url, "mlp", "--timeout", "1.5"]) == 1
+    assert run_tool("profile", [server.url, "mlp", "--timeout", "1.5"]) == 1
     waiting, problem = capsys.readouterr().err.splitlines()
     assert waiting == "ortserve profile: waiting for 100 requests to mlp, for at most 1.5 s (--inputs sends requests)"
     assert "1.5 s passed" in problem
@@ -221,7 +221,7 @@ def test_profiling_needs_the_option_and_a_control_key(
         )
         for key_file, problem in cases:
             arguments = [server.url, "mlp", *([] if key_file is None else ["--key-file", str(key_file)])]
-            assert main(arguments) == 1
+            assert run_tool("profile", arguments) == 1
             shown = capsys.readouterr()
             assert shown.out == ""
             assert problem in shown.err
@@ -229,12 +229,12 @@ def test_profiling_needs_the_option_and_a_control_key(
 
 
 def test_server_of_another_kind_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"http://{server.metrics}", "mlp"]) == 1
+    assert run_tool("profile", [f"http://{server.metrics}", "mlp"]) == 1
     assert "expected a server of the Open Inference Protocol v2, got status 501" in capsys.readouterr().err
 
 
 def test_port_of_grpc_is_refused_with_the_url_to_give(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["grpc://127.0.0.1:8001", "mlp"]) == 2
+    assert run_tool("profile", ["grpc://127.0.0.1:8001", "mlp"]) == 2
     assert "expected the server's HTTP port, such as http://127.0.0.1:8000, got gRPC" in capsys.readouterr().err
 
 

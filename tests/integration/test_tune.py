@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from models import builders
-from ortserve.tools.tune.command import JOURNAL
+from ortserve.tools.tune.arguments import JOURNAL
 from servers import LOOK_S
 
 OPTIONS = "# reviewed in May\ninstances: 6  # one for each team\nwarmup_s: 0.1\n"

@@ -89,7 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_tool(command: str, arguments: Sequence[str]) -> int:
-    """Run one of ``ortserve.tools``, if the packages that they need are installed."""
+    """Run one of ``ortserve.tools``, if the packages that they need are installed. Returns the exit status.
+
+    Raises:
+        SystemExit: An argument is wrong, or ``--help`` is one of them.
+    """
     if missing := [name for name in _TOOLS_NEED if find_spec(name) is None]:
         sys.stderr.write(f"ortserve {command} needs {', '.join(missing)}: pip install 'ortserve[tools]'\n")
         return 1
@@ -98,8 +102,10 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
         return 2
     try:
         with _left_at_ctrl_c(command):
+            # The arguments are read first, because the libraries of most commands take a second to import.
+            given = import_module(f"ortserve.tools.{command}.arguments").read(arguments)
             tool = import_module(f"ortserve.tools.{command}.command")
-        return int(tool.main(arguments))
+        return int(tool.main(given))
     except KeyboardInterrupt:
         sys.stderr.write(f"ortserve {command}: interrupted\n")
         return 130

@@ -51,6 +51,11 @@ class Address:
         return context
 
 
+def is_url(text: str) -> bool:
+    """Whether an argument names a server instead of a model."""
+    return text.startswith(("http://", "https://", "grpc://", "grpcs://"))
+
+
 def add_access(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``address_of`` reads."""
     add = parser.add_argument_group("access to a server").add_argument

@@ -108,6 +108,24 @@ def add_fail_on(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--fail-on", choices=(*LEVELS, "never"), default=default, metavar="LEVEL", help=text)
 
 
+def add_destination(parser: ToolParser) -> None:
+    """Add ``--output`` and ``--publish``. The parser is one with ``page_flags=("--page",)``."""
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="OUT.onnx", help="Write the model to this file.")
+    text = "Publish the result as the next version of this model; without a value, of the model to which MODEL belongs."
+    add("--publish", nargs="?", const="", metavar="REPOSITORY/name", help=text)
+    text = "Publish even if inputs or outputs differ from those of the version that is served."
+    add("--allow-changed-interface", action="store_true", help=text)
+    add_golden(parser)
+
+
+def add_golden(parser: argparse.ArgumentParser) -> None:
+    """Add ``--golden``, which decides ``keeps_golden``."""
+    text = "Golden samples of the served version: the new version must agree with them and gets a copy (keep, the "
+    text += "default), or is published without samples (none)."
+    parser.add_argument("--golden", choices=("keep", "none"), default="keep", help=text)
+
+
 def status_of(findings: Iterable[Finding], fail_on: str) -> int:
     """The exit status for findings."""
     bad = LEVELS[: LEVELS.index(fail_on) + 1] if fail_on in LEVELS else ()

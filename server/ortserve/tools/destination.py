@@ -9,9 +9,8 @@ from pathlib import Path
 from ortserve.errors import invalid_input
 from ortserve.registry.repository.model_files import MODEL_FILE
 from ortserve.registry.repository.provenance import provenance_beside
-from ortserve.tools.command import ToolParser
 from ortserve.tools.provenance import Provenance, external_files, write_provenance
-from ortserve.tools.publish.folder import Published, add_golden, publish_version
+from ortserve.tools.publish.folder import Published, publish_version
 from ortserve.tools.publish.place import find_place
 from ortserve.tools.staging import install_files, staging_folder
 from ortserve.tools.subject import Subject
@@ -32,17 +31,6 @@ class Delivered:
     published: str | None = None
     version: int | None = None
     notes: tuple[str, ...] = ()
-
-
-def add_destination(parser: ToolParser) -> None:
-    """Add ``--output`` and ``--publish``. The parser is one with ``page_flags=("--page",)``."""
-    add = parser.add_argument
-    add("-o", "--output", type=Path, metavar="OUT.onnx", help="Write the model to this file.")
-    text = "Publish the result as the next version of this model; without a value, of the model to which MODEL belongs."
-    add("--publish", nargs="?", const="", metavar="REPOSITORY/name", help=text)
-    text = "Publish even if inputs or outputs differ from those of the version that is served."
-    add("--allow-changed-interface", action="store_true", help=text)
-    add_golden(parser)
 
 
 def check_destination(arguments: argparse.Namespace, source: Subject) -> None:

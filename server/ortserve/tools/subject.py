@@ -32,11 +32,6 @@ class Subject:
     version: int | None = None
 
 
-def is_url(text: str) -> bool:
-    """Whether an argument names a server instead of a model."""
-    return text.startswith(("http://", "https://", "grpc://", "grpcs://"))
-
-
 def find_model(text: str) -> Subject:
     """As ``find_version``, for tools that open the model's file.
 

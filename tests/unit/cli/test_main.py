@@ -230,3 +230,16 @@ raise SystemExit(main(["compare", "a.onnx", "b.onnx"]))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"ortserve compare: interrupted\n")
+
+
+def test_help_of_tools_imports_no_large_library() -> None:
+    heavy = ["grpc", "matplotlib", "onnx", "onnx_ir", "onnxruntime", "optuna", "prometheus_client", "psutil", "sympy"]
+    code = (
+        "import sys; from ortserve.cli.main import _TOOLS, main; "
+        "assert [main([tool, '--help']) for tool in _TOOLS] == [0] * 12; "
+        "assert main(['quantize', 'm', '--mode', 'fast']) == 2; "
+        f"sys.exit(' '.join(sys.modules.keys() & set({heavy})) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "invalid choice: 'fast'" in done.stderr

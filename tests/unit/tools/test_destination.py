@@ -6,8 +6,8 @@ import pytest
 
 from models import builders
 from ortserve.errors import ServeError
-from ortserve.tools.command import ToolParser
-from ortserve.tools.destination import Delivered, add_destination, check_destination, deliver, staged_model
+from ortserve.tools.command import ToolParser, add_destination
+from ortserve.tools.destination import Delivered, check_destination, deliver, staged_model
 from ortserve.tools.provenance import make_provenance, read_provenance
 from ortserve.tools.publish import folder as folder_module
 from ortserve.tools.subject import Subject, find_model

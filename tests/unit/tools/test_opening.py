@@ -1,12 +1,12 @@
 """Damaged files of models: all commands that open models describe the damage in the same words."""
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from models import builders
+from ortserve.cli.main import run_tool
 from ortserve.example import repository_path
 
 COMMANDS = {
@@ -57,9 +57,7 @@ def test_all_commands_name_the_damage_in_the_same_words(
     places = {"OUT": str(tmp_path / "out.onnx"), "REPOSITORY/new": str(repository / "new")}
     flags = [places.get(flag, flag) for flag in COMMANDS[command]]
 
-    status = import_module(f"ortserve.tools.{command}.command").main(
-        [str(repository if command == "check" else model), *flags]
-    )
+    status = run_tool(command, [str(repository if command == "check" else model), *flags])
 
     printed = capsys.readouterr()
     assert status == (1 if command == "check" else 2), printed

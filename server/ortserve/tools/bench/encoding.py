@@ -17,8 +17,6 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import Tensor, is_absent
 from ortserve.errors import ErrorKind, ServeError
 
-PROTOCOLS: Final = ("rest", "rest-binary", "grpc", "grpc-stream", "shm")
-
 _PARAMETER_FIELDS: Final = {bool: "bool_param", int: "int64_param", str: "string_param"}
 """Fields of gRPC's ``InferParameter``."""
 

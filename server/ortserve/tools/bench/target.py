@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ortserve.core.batch import Arrays
 from ortserve.tools.address import Address
@@ -10,8 +10,6 @@ from ortserve.tools.bench.samples import Ticket
 
 if TYPE_CHECKING:
     from ortserve.tools.subject import Subject
-
-WAYS: Final = ("run", "bound", "batcher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class ModelPlan:
 
     Attributes:
         subject: The model on disk.
-        way: One of ``WAYS``.
+        way: One of ``arguments.WAYS``.
         provider: The only execution provider to use; None for the configured ones.
         threads: Threads of a run; None for the configured number.
         inputs: The inputs of each run, in the order of the signature, with their rows on axis 0. For the way

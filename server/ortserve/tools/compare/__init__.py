@@ -1,3 +1,3 @@
 """``ortserve compare``: compares outputs, speed, size and memory of two models."""
 
-__all__ = ["measure", "result"]
+__all__ = ["arguments", "measure", "result"]

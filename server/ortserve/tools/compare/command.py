@@ -2,14 +2,12 @@
 
 import argparse
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ortserve.core.agreement import parse_bound
 from ortserve.errors import invalid_input
-from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, number, run_tool
-from ortserve.tools.compare.measure import BATCH, SECONDS, compare_models
+from ortserve.tools.command import FAILED, OK, Outcome, run_tool
+from ortserve.tools.compare.measure import compare_models
 from ortserve.tools.compare.presentation import present
 from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import number_text
@@ -17,40 +15,10 @@ from ortserve.tools.speed import Speed, Timed
 from ortserve.tools.subject import find_version
 
 
-def build_parser() -> ToolParser:
-    """The arguments."""
-    parser = ToolParser(
-        "compare",
-        "Compare two models: their outputs for the same inputs, their speed in turns, size and memory.",
-        page_flags=("-o", "--output", "--page"),
-        epilog="Exit status: 0 within all bounds, 1 a bound is missed or a failure, 2 wrong arguments or input files.",
-    )
-    add = parser.add_argument
-    text = "model.onnx, or REPOSITORY/name[/version] of a model or an ensemble"
-    add("reference", metavar="FIRST", help=f"{text}: the model to compare with")
-    add("candidate", metavar="SECOND", help=text)
-    add("--inputs", type=Path, metavar="DATA.npz", help="Samples to compare with. Default: synthetic inputs.")
-    add("--labels", type=Path, metavar="LABELS.npy", help="Labels for the accuracy: an integer or text per sample.")
-    text = (
-        "Largest error that is accepted: a number bounds the largest difference, MEASURE=N relative, cosine, top1 or "
-    )
-    text += "accuracy, such as cosine=0.01; may be repeated."
-    add("--max-error", action="append", default=[], metavar="[MEASURE=]N", help=text)
-    text = "Least speed of SECOND relative to FIRST: 1.2 requires 1.2 times the speed, 0.9 accepts a tenth less."
-    add("--min-speedup", type=number(float, 1e-6, 1000), metavar="X", help=text)
-    text = "Rows per run, if both models are batched."
-    add("--batch", type=number(int, 1, 65536), default=BATCH, metavar=f"{BATCH}", help=text)
-    text = "Time for the measurement of speed; 0 for no measurement."
-    add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar=f"{SECONDS:g}", help=text)
-    add("--threads", type=number(int, 1, 65536), metavar="N", help="Threads per run of both models.")
-    add("--provider", metavar="NAME", help="Execution provider for both models, such as cuda; no other is used.")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
     logging.getLogger("ortserve").addHandler(logging.NullHandler())
-    return run_tool("compare", compare, build_parser().parse_args(arguments))
+    return run_tool("compare", compare, given)
 
 
 def compare(arguments: argparse.Namespace) -> Outcome:

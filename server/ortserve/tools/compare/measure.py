@@ -16,6 +16,7 @@ from ortserve.core.tensor import as_numbers
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.apart import call_apart
+from ortserve.tools.compare.arguments import BATCH, SECONDS
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress
 from ortserve.tools.ensemble import Opened
@@ -26,10 +27,6 @@ from ortserve.tools.speed import Feeds, Timed, compare_speed
 
 SYNTHETIC_SAMPLES: Final = 32
 """The number of synthetic samples, if there is no file of inputs."""
-BATCH: Final = 8
-"""Default number of rows of a run."""
-SECONDS: Final = 4.0
-"""Default time for the measurement of speed."""
 _MOST_FEEDS: Final = 4
 """Different inputs for the measurement of speed."""
 _MOST_BYTES: Final = 1 << 28

@@ -3,14 +3,13 @@
 import argparse
 import os
 import ssl
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ortserve.errors import invalid_input
-from ortserve.tools.address import add_access, address_of
+from ortserve.tools.address import address_of, is_url
 from ortserve.tools.client import Client
-from ortserve.tools.command import Outcome, ToolParser, add_fail_on, number, run_tool, status_of
+from ortserve.tools.command import Outcome, run_tool, status_of
 from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
@@ -23,45 +22,12 @@ from ortserve.tools.doctor.server import look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
 from ortserve.tools.opening import open_model
 from ortserve.tools.report import worst_first
-from ortserve.tools.subject import find_model, is_url
+from ortserve.tools.subject import find_model
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
-    return run_tool("doctor", run, build_parser().parse_args(arguments))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The arguments."""
-    parser = ToolParser(
-        "doctor",
-        "Check what this machine and its ONNX Runtime can do, the models of a repository, or a running server. "
-        "Changes nothing.",
-        epilog="Exit status: 0 no finding of the level of --fail-on, 1 such a finding or a failure, 2 wrong arguments.",
-    )
-    parser.add_argument("subject", nargs="?", metavar="REPOSITORY|URL", help="default: this machine and the options")
-    add_fail_on(parser, "problem")
-    seconds, count = number(float, 0, 3600), number(int, 1, 100_000)
-    add = parser.add_argument_group("machine and repository").add_argument
-    add("--config", type=Path, metavar="FILE", help="options file of the server")
-    add("--seconds", type=seconds, default=2.0, help="duration of the test of steadiness; 0 for none; default: 2")
-    add(
-        "--seconds-per-model",
-        type=seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time limit to load one model; default: 60",
-    )
-    add = parser.add_argument_group("server").add_argument
-    add(
-        "--model",
-        metavar="MODEL",
-        help="model whose requests are followed: its name, or REPOSITORY/name to compare it with",
-    )
-    add("--requests", type=count, default=200, metavar="N", help="number of requests to follow; default: 200")
-    add("--metrics", metavar="URL", help="URL of the metrics; default: port 8002 of the same host")
-    add_access(parser)
-    return parser
+    return run_tool("doctor", run, given)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

@@ -10,70 +10,27 @@ from typing import Any, Final, TypeVar
 from ortserve.core.agreement import ErrorBound, parse_bound
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MOST_SAMPLES, golden_folder
-from ortserve.tools.address import add_access, address_of
+from ortserve.tools.address import address_of, is_url
 from ortserve.tools.apart import call_apart
-from ortserve.tools.command import Outcome, ToolParser, number, run_tool
+from ortserve.tools.command import Outcome, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.golden.recording import Recorded, check_version, kept_tolerances, record_samples
 from ortserve.tools.golden.result import GoldenResult
 from ortserve.tools.report import Report, facts_of
 from ortserve.tools.staging import staging_folder, sync
-from ortserve.tools.subject import Subject, find_model, find_version, is_url
+from ortserve.tools.subject import Subject, find_model, find_version
 
 _Result = TypeVar("_Result")
 _LIMIT_S: Final = 3600.0
-_SAMPLES: Final = 16
 _TIMEOUT_S: Final = 60.0
 """Timeout of a request to a server."""
 
 
-def build_parser() -> ToolParser:
-    """The arguments."""
-    parser = ToolParser(
-        "golden",
-        "Record golden samples beside a version: inputs, and the outputs that it must produce before it is served. Or "
-        "check that it produces them.",
-        epilog="Exit status: 0 recorded or in agreement, 1 the version disagrees or a failure, 2 wrong arguments.",
-    )
-    add = parser.add_argument
-    add("action", choices=("record", "check"), metavar="record|check", help="what to do")
-    add("target", metavar="REPOSITORY/name[/version]", help="version whose samples are recorded or checked")
-    add(
-        "--inputs",
-        type=Path,
-        metavar="DATA.npz",
-        help="Inputs of the samples, .npz or a folder. Default: synthetic inputs.",
-    )
-    text = f"Maximum number of samples, spread over the inputs. Default: {_SAMPLES}."
-    add("--samples", type=number(int, 1, MOST_SAMPLES), default=_SAMPLES, metavar="N", help=text)
-    text = (
-        "Record as expected outputs those of another model, or of a version on a running server. Default: those of the "
-        "target."
-    )
-    add("--from", dest="source", metavar="URL|MODEL", help=text)
-    add("--model", metavar="NAME", help="Name of the model on the server. Default: that of the target.")
-    add(
-        "--version",
-        metavar="N",
-        default="",
-        help="Version on the server. Default: the version that answers requests without one.",
-    )
-    text = (
-        "Bound of an output's error, such as y:cosine=0.01; without a measure, of the largest difference (max); may be "
-        "repeated."
-    )
-    add("--tolerance", action="append", default=[], metavar="OUTPUT:[MEASURE=]N", help=text)
-    text = "Replace existing samples. Their tolerances are kept unless --tolerance gives others."
-    add("--replace", action="store_true", help=text)
-    add_access(parser)
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
     logging.getLogger("ortserve").addHandler(logging.NullHandler())
-    return run_tool("golden", run, build_parser().parse_args(arguments))
+    return run_tool("golden", run, given)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -102,7 +59,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ServeError: invalid_input, for options that would have no effect."""
+    """Raise ServeError: invalid_input, for too many samples, and for options that would have no effect."""
+    if arguments.samples > MOST_SAMPLES:
+        raise invalid_input(f"--samples: expected at most {MOST_SAMPLES:,}, got {arguments.samples:,}")
     of_record = ("inputs", arguments.inputs), ("from", arguments.source), ("tolerance", arguments.tolerance)
     for name, value in (*of_record, ("replace", arguments.replace)):
         if value and arguments.action == "check":

@@ -4,7 +4,6 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import onnxruntime as ort
 
@@ -13,7 +12,7 @@ from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import check_names, full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
-from ortserve.tools.command import Outcome, ToolParser, add_fail_on, number, run_tool, several, status_of
+from ortserve.tools.command import Outcome, run_tool, status_of
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors
@@ -27,34 +26,11 @@ from ortserve.tools.inspect.rows import load_and_try
 from ortserve.tools.subject import Subject, find_model
 
 
-def build_parser() -> ToolParser:
-    """The arguments."""
-    parser = ToolParser("inspect", "Show what a model contains, how it would run here, and what limits it.")
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
-    add(
-        "--inputs",
-        type=Path,
-        metavar="DATA",
-        help="Samples (.npz or a folder) for the measurement of memory. Default: synthetic inputs.",
-    )
-    text = "Batch sizes whose memory is shown."
-    add("--batch", type=several(number(int, 1, 1 << 20)), default=[1, 8, 32], metavar="1,8,32", help=text)
-    text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."
-    add("--provider", action="append", default=[], metavar="NAME", help=text)
-    text = "Only read and open the model: no trial of rows, no measured memory."
-    add("--no-run", action="store_true", help=text)
-    text = "Time limit of the runs that measure memory."
-    add("--seconds", type=number(float, 0, 3600), default=30.0, metavar="30", help=text)
-    add_fail_on(parser, "never")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
     ort.set_default_logger_severity(4)  # the errors of providers contain what they log at start
     logging.getLogger("ortserve").addHandler(logging.NullHandler())  # the result contains the warnings of the load
-    return run_tool("inspect", inspect, build_parser().parse_args(arguments))
+    return run_tool("inspect", inspect, given)
 
 
 def inspect(arguments: argparse.Namespace) -> Outcome:

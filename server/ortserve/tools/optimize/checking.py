@@ -17,7 +17,8 @@ from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import invalid_input
 from ortserve.model_file.graph import all_nodes
-from ortserve.tools.compare.measure import BATCH, common_rows, measure_agreement
+from ortserve.tools.compare.arguments import BATCH
+from ortserve.tools.compare.measure import common_rows, measure_agreement
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.inspect.content import count_operators
 from ortserve.tools.inspect.placement import open_optimized

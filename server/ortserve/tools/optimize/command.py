@@ -1,9 +1,8 @@
 """The command ``ortserve optimize``."""
 
 import argparse
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,17 +11,18 @@ from typing import Final
 import onnx
 import onnxruntime as ort
 
-from ortserve.core.agreement import ErrorBound, parse_bound
+from ortserve.core.agreement import parse_bound
 from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.apart import call_apart
-from ortserve.tools.command import Outcome, ToolParser, number, run_tool, several
-from ortserve.tools.compare.measure import SECONDS, compare_models
+from ortserve.tools.command import Outcome, run_tool
+from ortserve.tools.compare.measure import compare_models
 from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.console import Step as Progress
 from ortserve.tools.console import progress
-from ortserve.tools.destination import Delivered, add_destination, check_destination, deliver, staged_model
+from ortserve.tools.destination import Delivered, check_destination, deliver, staged_model
 from ortserve.tools.optimize import precision
 from ortserve.tools.optimize import steps as making
+from ortserve.tools.optimize.arguments import DEFAULT_STEPS, FP32_BOUND, HALF_BOUND
 from ortserve.tools.optimize.checking import Look, look_at_source
 from ortserve.tools.optimize.files import data_file, nbytes_of, pack, prepare
 from ortserve.tools.optimize.findings import find
@@ -35,65 +35,12 @@ from ortserve.tools.speed import Timed
 from ortserve.tools.staging import staging_folder
 from ortserve.tools.subject import Subject, find_model
 
-_DESCRIPTION: Final = """
-Make a model faster or smaller by steps that are each compared with it, and drop those that gain nothing or change its
-outputs. Without options for steps: fusions and clean-up, which keep inputs, outputs and datatypes.
-"""
-_DEFAULTS: Final = ("fusions", "fold", "slim", "share")
 _FUSABLE: Final = frozenset({"Softmax", "Erf", "Tanh", "Sqrt", "Gelu", "LayerNormalization", "RMSNormalization"})
 """Every pattern of a fusion contains at least one of these operators."""
-_FP32, _HALF = ErrorBound("relative", 1e-4), ErrorBound("relative", 0.01)
-"""Largest errors without ``--max-error``: of fp32 models, and of models with 16 bits."""
-_MOST: Final = (1 << 31) - 1
-_LEVELS: Final = ("basic", "extended", "layout", "all")
 
 
-def build_parser() -> ToolParser:
-    """The arguments."""
-    parser = ToolParser("optimize", _DESCRIPTION, page_flags=("--page",))
-    parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
-    add_destination(parser)
-    add = parser.add_argument_group("steps").add_argument
-    text = "Skip a step that runs by default; may be repeated."
-    add("--skip", action="append", default=[], choices=_DEFAULTS, help=text)
-    add("--outputs", type=several(str), metavar="A,B", help="Keep only these outputs, and the nodes that they need.")
-    text = "Name a free dimension of an input or output; may be repeated."
-    add("--name-dim", action="append", default=[], type=_named, metavar="TENSOR:AXIS=NAME", help=text)
-    text = "Fix a named dimension; may be repeated."
-    add("--dim", action="append", default=[], type=_fixed, metavar="NAME=SIZE", help=text)
-    newest = onnx.defs.onnx_opset_version()
-    add("--opset", type=number(int, 1, newest), metavar="N", help="Convert the standard operators to this opset.")
-    text = f"Model type for onnxruntime.transformers. Default: detected. One of {', '.join(making.MODEL_TYPES)}."
-    add("--model-type", choices=making.MODEL_TYPES, metavar="TYPE", help=text)
-    add("--heads", type=number(int, 1, _MOST), metavar="N", help="Number of attention heads. Default: detected.")
-    add("--hidden", type=number(int, 1, _MOST), metavar="N", help="Hidden size of the attention. Default: detected.")
-    text = "Compute in 16 bits, except the nodes that need fp32. This is faster only on GPUs."
-    add("--precision", choices=precision.PRECISIONS, help=text)
-    text = "Save the graph as ONNX Runtime optimizes it on this machine; only for machines of the same kind."
-    add("--level", choices=_LEVELS, help=text)
-    add(
-        "--external-data",
-        action="store_true",
-        help="Write the weights to a file beside the model, as is always done over 2 GB.",
-    )
-    add = parser.add_argument_group("checks").add_argument
-    text = (
-        f"Largest accepted error against the source; MEASURE is max, relative, cosine or top1 ({_FP32}; 16 bits: "
-        f"{_HALF})."
-    )
-    add("--max-error", metavar="[MEASURE=]NUMBER", help=text)
-    add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the comparison. Default: synthetic inputs.")
-    add("--provider", metavar="NAME", help="Execution provider that runs the models: cpu, cuda, …")
-    add("--threads", type=number(int, 1, _MOST), metavar="N", help="Threads per run.")
-    text = f"Time for the final measurement of speed ({SECONDS:g}); 0 for no measurement."
-    add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar="S", help=text)
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
-    given = build_parser().parse_args(arguments)
-    given.command_line = ("optimize", *arguments)
     return run_tool("optimize", _run, given)
 
 
@@ -102,6 +49,8 @@ def _run(given: argparse.Namespace) -> Outcome:
         given.max_error = parse_bound(given.max_error)
         if given.max_error.measure == "accuracy":
             raise invalid_input("--max-error: expected a measure without labels, got accuracy")
+    if given.opset is not None and given.opset > (newest := onnx.defs.onnx_opset_version()):
+        raise invalid_input(f"--opset: expected an integer from 1 to {newest}, got '{given.opset}'")
     source = find_model(given.model)
     check_destination(given, source)
     with (
@@ -168,7 +117,7 @@ def optimize(
         fused=fused_operators(before.operators, work.look.operators),
         run_fused=work.look.fused,
         almost_fused=work.look.almost,
-        bound=str(given.max_error or (_HALF if before.has_half or given.precision else _FP32)),
+        bound=str(given.max_error or (HALF_BOUND if before.has_half or given.precision else FP32_BOUND)),
         inputs=compared.inputs,
         agreement=compared.agreement,
         source_speed=compared.reference_speed,
@@ -185,7 +134,7 @@ def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[St
     Dimensions are set first, because the samples of ``--inputs`` fit the new dimensions. Fusions precede the clean-up,
     which removes the shape computations that fusions recognize attentions by.
     """
-    bound = given.max_error or (_HALF if source.has_half else _FP32)
+    bound = given.max_error or (HALF_BOUND if source.has_half else FP32_BOUND)
     if given.dim or given.name_dim:
         make = partial(making.set_dimensions, fixed=dict(given.dim), named=dict(given.name_dim))
         yield Step("dimensions", {"": make}, bound, True, "sizes")
@@ -195,11 +144,11 @@ def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[St
         yield Step("opset", {"": partial(making.set_opset, opset=given.opset)}, bound, True)
     if "fusions" not in given.skip and _FUSABLE & source.operators.keys():
         yield Step("fusions", dict(_fusions(given, source)), bound)
-    for name, clean in zip(_DEFAULTS[1:], (making.fold, making.slim, making.share_weights), strict=True):
+    for name, clean in zip(DEFAULT_STEPS[1:], (making.fold, making.slim, making.share_weights), strict=True):
         if name not in given.skip:
             yield Step(name, {"": clean}, bound)
     if given.precision:
-        bound = given.max_error or _HALF
+        bound = given.max_error or HALF_BOUND
         convert = partial(precision.convert, name=given.precision, bound=bound, opening=opening)
         yield Step("precision", {"": convert}, bound, True, takes_inputs=True)
     if given.level:
@@ -241,17 +190,3 @@ def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: O
     )
     delivered = deliver(staged, source, provenance, given)
     return replace(delivered, notes=(*notes, *delivered.notes))
-
-
-def _fixed(text: str) -> tuple[str, int]:
-    name, _, size = text.rpartition("=")
-    if not name or not size.isdecimal() or not 0 < int(size) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"expected NAME=SIZE with a size from 1, got {text!r}")
-    return name, int(size)
-
-
-def _named(text: str) -> tuple[tuple[str, int], str]:
-    match = re.fullmatch(r"(.+):(\d+)=(.+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"expected TENSOR:AXIS=NAME, got {text!r}")
-    return (match[1], int(match[2])), match[3]

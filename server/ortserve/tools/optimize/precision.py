@@ -20,7 +20,6 @@ from ortserve.tools.speed import Timed
 if TYPE_CHECKING:
     import onnx_ir
 
-PRECISIONS: Final = ("fp16", "bf16")
 _LARGEST_HALF: Final = 65504.0
 _MOST_TRIALS: Final = 40
 _MOST_NAMED: Final = 10
@@ -44,7 +43,7 @@ def convert(
         source: The model.
         target: The new file.
         inputs: Samples; None for synthetic ones.
-        name: One of ``PRECISIONS``.
+        name: ``fp16`` or ``bf16``.
         bound: The largest error that is accepted.
         opening: How to open models; its own model is not used.
 

@@ -22,11 +22,6 @@ from ortserve.tools.optimize.files import (
 )
 from ortserve.tools.speed import Timed
 
-MODEL_TYPES: Final = (
-    *("bart", "bert", "bert_keras", "bert_tf", "clip", "conformer", "gpt2", "gpt2_tf", "gpt_neox", "mmdit", "phi"),
-    *("qwen3", "sam2", "swin", "t5", "tnlr", "unet", "vae", "vit"),
-)
-"""The model types that ``onnxruntime.transformers`` supports."""
 _LEFT_TO_RUNTIME: Final = ["FusionGemm", "FusionGemmMul", "FusionGemmAdd"]
 """Fusions of ``onnxslim`` that hide biases from ONNX Runtime's own fusions."""
 

@@ -6,80 +6,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 from pydantic import ValidationError
 
 from ortserve.config.expectation import describe_problems
 from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
-from ortserve.tools.address import add_access, address_of
-from ortserve.tools.command import Outcome, ToolParser, expect_writable, json_or_text, number, run_tool
+from ortserve.tools.address import address_of
+from ortserve.tools.command import Outcome, expect_writable, json_or_text, number, run_tool
 from ortserve.tools.console import progress
+from ortserve.tools.profile.arguments import UNCHANGED
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
 from ortserve.tools.profile.presentation import report
 from ortserve.tools.profile.remote import profile_server
 from ortserve.tools.profile.result import ProfileResult
 from ortserve.tools.profile.summary import compare, profile_of
-from ortserve.tools.subject import Subject, find_model, is_url
-
-_DESCRIPTION: Final = """
-Show what each operator of a model costs. TARGET is model.onnx or REPOSITORY/name[/version], or the URL of a server and
-the name of a model that it serves, whose next batches are then copied and profiled there.
-"""
-_UNCHANGED: Final = "default"
-"""The word of ``--compare`` for the settings as they are."""
+from ortserve.tools.subject import Subject, find_model
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    if given.target is None and given.compare is None:
-        parser.error("expected a TARGET, or --compare with two models")
-    if given.target is not None and is_url(given.target) is (given.model is None):
-        parser.error("expected the name of a MODEL after a URL, and none after a model")
-    if given.model is not None and given.compare:
-        parser.error("--compare: expected a model in this process, got a URL")
     return run_tool("profile", _run if given.model is None else _run_on_server, given)
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser("profile", _DESCRIPTION)
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
-    count, seconds = number(int, 1), number(float, 1e-3)
-    help_text = (
-        "Samples, .npz or a folder (default: synthetic inputs). With a URL, they are sent instead of waiting for "
-        "requests."
-    )
-    parser.add_argument("--inputs", type=Path, metavar="DATA", help=help_text)
-    parser.add_argument("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent (1).")
-    runs = parser.add_argument_group("runs in this process")
-    runs.add_argument(
-        "--runs", type=count, default=50, metavar="N", help="Number of runs with profiling, and of runs without (50)."
-    )
-    runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
-    runs.add_argument("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
-    runs.add_argument("--threads", type=count, metavar="N", help="Threads per run.")
-    help_text = "Session setting as in model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
-    runs.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
-    help_text = (
-        f"Compare two models, or two settings of TARGET: KEY=VALUE[,…] (also threads and provider) or {_UNCHANGED}."
-    )
-    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help=help_text)
-    server = parser.add_argument_group("batches of a server")
-    server.add_argument(
-        "--requests", type=count, default=100, metavar="N", help="Number of requests whose batches are copied (100)."
-    )
-    server.add_argument(
-        "--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for these requests (30)."
-    )
-    add_access(parser)
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="Write ONNX Runtime's trace to this file, for Perfetto."
-    )
-    return parser
 
 
 def _run(given: argparse.Namespace) -> Outcome:
@@ -124,9 +72,9 @@ def _variants(given: argparse.Namespace) -> list[Variant]:
     if not given.compare:
         return [_variant(given, target.name, target, [])]
     for text in given.compare:
-        if text != _UNCHANGED and ("=" not in text or Path(text).exists()):
+        if text != UNCHANGED and ("=" not in text or Path(text).exists()):
             raise invalid_input(f"--compare: expected KEY=VALUE settings of {given.target}, got {text!r}")
-    return [_variant(given, text, target, [] if text == _UNCHANGED else text.split(",")) for text in given.compare]
+    return [_variant(given, text, target, [] if text == UNCHANGED else text.split(",")) for text in given.compare]
 
 
 def _variant(given: argparse.Namespace, label: str, subject: Subject, own: Sequence[str]) -> Variant:

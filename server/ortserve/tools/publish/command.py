@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.model_files import MODEL_FILE
-from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, run_tool
 from ortserve.tools.provenance import (
     Provenance,
     command_line,
@@ -17,38 +16,17 @@ from ortserve.tools.provenance import (
     read_provenance,
     with_summary,
 )
-from ortserve.tools.publish.folder import add_golden, publish_version
+from ortserve.tools.publish.folder import publish_version
 from ortserve.tools.publish.place import find_place
 from ortserve.tools.publish.result import PublishResult
 from ortserve.tools.report import Report, Text, facts_of
 from ortserve.tools.subject import Subject, find_model
 
 
-def build_parser() -> ToolParser:
-    """The arguments."""
-    parser = ToolParser(
-        "publish",
-        "Make a model the next version of a model in a repository. It appears at once: a server that polls the "
-        "repository never sees an incomplete version.",
-        page_flags=("--page",),
-        epilog="Exit status: 0 published, 1 the repository cannot be written, 2 wrong arguments or models.",
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", help=f"{MODEL_FILE}, or REPOSITORY/name[/version]; its files are copied")
-    add("target", metavar="REPOSITORY/name", help="the model that gets the version; created if it does not exist")
-    add("--options", type=Path, metavar="MODEL.yaml", help="Also replace the model.yaml of the target with this file.")
-    text = "Publish even if inputs or outputs differ from those of the version that is served."
-    add("--allow-changed-interface", action="store_true", help=text)
-    add_golden(parser)
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
     logging.getLogger("ortserve").addHandler(logging.NullHandler())
-    parsed = build_parser().parse_args(arguments)
-    parsed.command_line = ("publish", *arguments)
-    return run_tool("publish", publish, parsed)
+    return run_tool("publish", publish, given)
 
 
 def publish(arguments: argparse.Namespace) -> Outcome:

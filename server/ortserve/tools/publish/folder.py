@@ -5,7 +5,6 @@ Version numbers are never used twice: a file in the model's folder stores the hi
 leave no trace.
 """
 
-import argparse
 import errno
 import fcntl
 import os
@@ -53,13 +52,6 @@ class Published:
     name: str
     version: int
     notes: tuple[str, ...] = ()
-
-
-def add_golden(parser: argparse.ArgumentParser) -> None:
-    """Add ``--golden``, which decides ``keeps_golden``."""
-    text = "Golden samples of the served version: the new version must agree with them and gets a copy (keep, the "
-    text += "default), or is published without samples (none)."
-    parser.add_argument("--golden", choices=("keep", "none"), default="keep", help=text)
 
 
 def publish_version(

@@ -13,8 +13,6 @@ from ortserve.model_file.graph import FLOAT, Model, Node, Tensor, all_graphs, al
 from ortserve.tools.quantize.result import Settings
 from ortserve.tools.speed import Speed
 
-MODES: Final = ("dynamic", "static", "weights")
-
 _FLOAT16: Final = 10
 _NORMALIZATIONS: Final = ("LayerNormalization", "SkipLayerNormalization", "RMSNormalization", "EmbedLayerNormalization")
 _DYNAMIC: Final = ("MatMul", "Gather", "LSTM", "Attention", "EmbedLayerNormalization")

@@ -3,7 +3,6 @@
 import argparse
 import os
 import platform
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,11 +21,12 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
 from ortserve.tools.apart import call_apart
 from ortserve.tools.bench.statistics import Estimate
-from ortserve.tools.command import Outcome, ToolParser, number, run_tool
+from ortserve.tools.command import Outcome, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.machine import Files, read_processors
 from ortserve.tools.provenance import describe_model, read_provenance
 from ortserve.tools.subject import Subject, find_model
+from ortserve.tools.tune.arguments import JOURNAL, OBJECTIVES
 from ortserve.tools.tune.budget import KEEPING_PAIRS, Budget
 from ortserve.tools.tune.ending import Ending, end_search
 from ortserve.tools.tune.journal import Journal, open_journal
@@ -39,21 +39,7 @@ from ortserve.tools.tune.sides import Goal, Side
 from ortserve.tools.tune.space import Changes, Facts, Parameter, apply_changes, changes_of, make_space
 from ortserve.tools.tune.writing import edit_text, write_options
 
-JOURNAL: Final = ".ortserve-tune.journal"
-"""Name of the journal in the model's folder. It begins with a dot, so that servers see no change of the model."""
-_DESCRIPTION: Final = """\
-Search for the options of a model that serve a load best on this machine: execution providers, threads, spinning,
-instances, batch sizes and others. Trials run in processes of their own, through the server's own batcher, in turn with
-the current configuration. Changes that are confirmed to be better are written to model.yaml.
-"""
 _PREPARE_LIMIT_S: Final = 1800.0
-_GAINS: Final = {
-    "throughput": "Requests per second",
-    "latency": "Latency",
-    "cost": "CPU time",
-    "memory": "Memory",
-}
-"""The figure that each objective improves, in words."""
 _MODERATE: Final = 0.5
 """Share of the rate that the current configuration sustains. It is the default rate of objectives with a constant
 rate."""
@@ -62,67 +48,9 @@ _LEAST_PAIRS: Final = 2
 _OFFERED: Final = ("cuda", "tensorrt", "openvino")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
-    parser = build_parser()
-    given = parser.parse_args(arguments)
-    if given.slo is None and given.objective != "latency":
-        parser.error(f"expected --slo with the bound of the latency for the objective {given.objective}")
     return run_tool("tune", tune, given)
-
-
-def build_parser() -> ToolParser:
-    """The arguments. Tests of the documentation use them, too."""
-    parser = ToolParser("tune", _DESCRIPTION, page_flags=("--page", "-o", "--output"))
-    parser.add_argument("model", metavar="MODEL", help="REPOSITORY/name[/version], or a file, which is only measured.")
-    add = parser.add_argument_group("what is better").add_argument
-    add("--slo", type=_duration, metavar="TIME", help="Bound of the latency: 20ms, 0.5s, or a number of ms.")
-    add(
-        "--percentile",
-        type=number(float, 50, 99.99),
-        default=99.0,
-        metavar="P",
-        help="Percentile of the latency that --slo bounds. Default: 99.",
-    )
-    add("--objective", choices=_GAINS, default="throughput", help="What to improve. Default: throughput.")
-    rate = (
-        "Requests per second for objectives other than throughput. Default: half of what the current configuration "
-        "sustains."
-    )
-    add("--rate", type=number(float, 0.001), metavar="R", help=rate)
-    add("--inputs", type=Path, metavar="FILE.npz", help="Samples to send. Default: synthetic inputs.")
-    add("--rows", type=number(int, 1), default=1, metavar="N", help="Rows per request. Default: 1.")
-    bound = (
-        "Largest error of outputs against those of the current configuration: 0.001, or MEASURE=NUMBER. Default: the "
-        "tolerance of the datatype."
-    )
-    add("--max-error", metavar="BOUND", help=bound)
-    add = parser.add_argument_group("search").add_argument
-    add(
-        "--max-minutes",
-        type=number(float, 0.001),
-        default=10.0,
-        metavar="M",
-        help="Time limit, including the confirmation. Default: 10.",
-    )
-    text = "Maximum number of trials, including those of a resumed search."
-    add("--max-trials", type=number(int, 1), default=10_000, metavar="N", help=text)
-    add("--variants", action="store_true", help="Also measure the versions that other tools made of this model.")
-    add("--dry-run", action="store_true", help="Do not write model.yaml.")
-    text = f"File that records all trials, and is kept. Default: {JOURNAL}, which is removed at the end."
-    add("--journal", type=Path, metavar="FILE", help=text)
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="Continue an interrupted search; fail if there is none.")
-    text = "Start a new search even if an interrupted one could continue."
-    again.add_argument("--fresh", action="store_true", help=text)
-    return parser
-
-
-def _duration(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)?", text)
-    if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"expected a time such as 20ms or 0.5s, got '{text}'")
-    return float(found[1]) / (1 if found[2] == "s" else 1e3)
 
 
 def tune(given: argparse.Namespace) -> Outcome:
@@ -300,7 +228,7 @@ def _conclusion(objective: str, ending: Ending | None, trials: int) -> str:
         return "No trial was better than the current configuration by more than the noise."
     ratio = ending.confirmation.ratio
     if ending.point:
-        return f"{_GAINS[objective]}: {ratio} times as good as before, confirmed by new processes in turn."
+        return f"{OBJECTIVES[objective]}: {ratio} times as good as before, confirmed by new processes in turn."
     return f"The best trial was not confirmed by new processes: {ending.why or ratio}. The configuration stays."
 
 
@@ -309,7 +237,7 @@ def _comments(objective: str, ending: Ending) -> dict[str, str]:
     comments: dict[str, str] = {}
     for gain in ending.gains:
         ratio = gain.ratio or ending.confirmation.ratio
-        words = f"ortserve tune: {_GAINS[objective].lower()} {ratio} times as good"
+        words = f"ortserve tune: {OBJECTIVES[objective].lower()} {ratio} times as good"
         if gain.is_kept:
             comments |= dict.fromkeys(gain.changes, words if gain.ratio else f"{words}, all keys together")
     return comments

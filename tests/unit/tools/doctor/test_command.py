@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ortserve.cli.main import run_tool
 from ortserve.tools.command import json_text
 from ortserve.tools.doctor import command
 from ortserve.tools.doctor.catalog import finding
@@ -40,7 +41,7 @@ def test_status_follows_the_worst_finding(
     findings = tuple(finding("numa", f"a {level}", level=level) for level in levels)
     monkeypatch.setattr(command, "_look_at_machine", lambda *_: replace(RESULT, findings=findings))
 
-    assert command.main(["--fail-on", fail_on]) == status
+    assert run_tool("doctor", ["--fail-on", fail_on]) == status
 
     shown = re.findall(r"^(problem|warning|advice): ", capsys.readouterr().out, re.MULTILINE)
     assert shown == sorted(levels, key=["problem", "warning", "advice"].index)
@@ -64,7 +65,7 @@ def test_status_follows_the_worst_finding(
 def test_wrong_arguments_are_one_line(
     arguments: list[str], status: int, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(arguments) == status
+    assert run_tool("doctor", arguments) == status
 
     out, err = capsys.readouterr()
     assert out == ""
@@ -81,7 +82,7 @@ def test_wrong_arguments_are_one_line(
 )
 def test_malformed_arguments_end_with_status_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        command.main(arguments)
+        run_tool("doctor", arguments)
 
     assert left.value.code == 2
 

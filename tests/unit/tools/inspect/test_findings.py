@@ -10,13 +10,14 @@ import onnxruntime as ort
 import pytest
 
 from models import builders, patterns
-from ortserve.tools.inspect.command import build_parser, inspect
+from ortserve.tools.inspect.arguments import read
+from ortserve.tools.inspect.command import inspect
 from ortserve.tools.inspect.result import InspectResult
 from ortserve.tools.report import Finding
 
 
 def inspected(path: Path, *flags: str) -> InspectResult:
-    result = inspect(build_parser().parse_args([str(path), "--no-run", *flags])).result
+    result = inspect(read([str(path), "--no-run", *flags])).result
     assert isinstance(result, InspectResult)
     return result
 
@@ -149,4 +150,4 @@ def test_worst_findings_come_first_and_decide_the_status(tmp_path: Path) -> None
 
     assert levels == ["warning", "advice"]
     for flags, status in (([], 0), (["--fail-on", "problem"], 0), (["--fail-on", "warning"], 1)):
-        assert inspect(build_parser().parse_args([str(path), "--no-run", *flags])).status == status
+        assert inspect(read([str(path), "--no-run", *flags])).status == status

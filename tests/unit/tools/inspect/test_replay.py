@@ -8,7 +8,8 @@ import gpu_models
 from models import builders, patterns
 from ortserve.config.session import SessionSettings
 from ortserve.core.dtypes import DataType
-from ortserve.tools.inspect.command import build_parser, inspect
+from ortserve.tools.inspect.arguments import read
+from ortserve.tools.inspect.command import inspect
 from ortserve.tools.inspect.replay import predict_replay
 from ortserve.tools.inspect.result import Replay
 from ortserve.tools.opening import open_model
@@ -18,7 +19,7 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 
 
 def replay(model: Path) -> Replay:
-    found = inspect(build_parser().parse_args([str(model), "--no-run"])).result.replay
+    found = inspect(read([str(model), "--no-run"])).result.replay
     assert isinstance(found, Replay)
     return found
 

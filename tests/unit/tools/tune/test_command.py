@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from models import builders
+from ortserve.cli.main import run_tool
 from ortserve.core.dtypes import DataType
 from ortserve.tools.subject import find_model
+from ortserve.tools.tune import arguments as tune_arguments
 from ortserve.tools.tune import command
 from ortserve.tools.tune.lab import Requests
 from ortserve.tools.tune.space import Changes
@@ -44,7 +46,7 @@ def use(monkeypatch: pytest.MonkeyPatch, truth: Callable[[Changes], float], lab:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    status = command.main(arguments)
+    status = run_tool("tune", arguments)
     printed = capsys.readouterr()
     return status, json.loads(printed.out) if printed.out.startswith("{") else printed.out + printed.err
 
@@ -57,7 +59,7 @@ def test_writes_the_key_that_helps_with_its_gain(model: Path, capsys: pytest.Cap
     text = (model / "model.yaml").read_text()
     assert text.startswith("# ours\nmax_rows: 16\nsession:\n  spinning: true")
     assert "ortserve tune: requests per second 1." in text
-    assert not (model / command.JOURNAL).exists()
+    assert not (model / tune_arguments.JOURNAL).exists()
     assert "<svg" in page.read_text()
     for table in re.findall(r"<table.*?</table>", page.read_text(), re.DOTALL):
         assert len({len(re.findall("<t[hd]", row)) for row in table.split("<tr")[1:]}) == 1, "a row has other columns"
@@ -143,7 +145,7 @@ def test_other_versions_are_measured_within_the_time(
 
 def test_a_journal_is_of_the_weights_too(tmp_path: Path) -> None:
     file = builders.external_weights(tmp_path / "m.onnx", "weights.bin")
-    given = command.build_parser().parse_args([str(file), "--slo", "20ms"])
+    given = tune_arguments.read([str(file), "--slo", "20ms"])
     keys = []
     for last in (b"x", b"y"):
         (tmp_path / "weights.bin").write_bytes(bytes(15) + last)
@@ -164,11 +166,11 @@ def test_an_interrupted_search_keeps_its_journal_and_goes_on(
     use(monkeypatch, spinning_helps, lab)
     status, said = run(capsys, str(model), *GOAL)
     assert (status, said) == (130, "ortserve tune: interrupted\n")
-    assert sorted(path.name for path in model.iterdir()) == [command.JOURNAL, "1", "README.md"]
+    assert sorted(path.name for path in model.iterdir()) == [tune_arguments.JOURNAL, "1", "README.md"]
     use(monkeypatch, spinning_helps)
     status, result = run(capsys, str(model), *GOAL, "--resume")
     assert (status, result["has_gain"]) == (0, True)
-    assert not (model / command.JOURNAL).exists()
+    assert not (model / tune_arguments.JOURNAL).exists()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_wrong_arguments_are_named(
     model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
     try:
-        status = command.main([str(model), *arguments])
+        status = run_tool("tune", [str(model), *arguments])
     except SystemExit as left:
         status = int(left.code or 0)
     assert status == 2
@@ -196,17 +198,16 @@ def test_wrong_arguments_are_named(
 
 
 def test_models_that_are_not_there_and_files_without_a_folder(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([str(model / "none"), "--slo", "20ms"]) == 2
+    assert run_tool("tune", [str(model / "none"), "--slo", "20ms"]) == 2
     file = str(model / "1" / "model.onnx")
-    assert command.main([file, "--slo", "20ms", "--variants"]) == 2
+    assert run_tool("tune", [file, "--slo", "20ms", "--variants"]) == 2
     status, result = run(capsys, file, *GOAL) if capsys.readouterr() else (1, None)
     assert (status, result["has_gain"], result["written"]) == (0, True, "")
     assert "single file" in result["why_not_written"]
 
 
 def test_objectives_are_parsed_with_and_without_units() -> None:
-    parser = command.build_parser()
-    given = [parser.parse_args(["m", "--slo", text]).slo for text in ("20ms", "0.5s", "20")]
+    given = [tune_arguments.read(["m", "--slo", text]).slo for text in ("20ms", "0.5s", "20")]
     assert given == [0.02, 0.5, 0.02]
 
 
@@ -219,7 +220,7 @@ def test_the_commands_of_the_page_run(
     shown = [one for one in commands(DOCS / "tools" / "tune.md") if one.words[:2] == ["ortserve", "tune"]]
     assert len(shown) == 4
     for one in shown:
-        assert command.main([*one.words[2:], "--max-trials", "2"]) == 0
+        assert run_tool("tune", [*one.words[2:], "--max-trials", "2"]) == 0
         printed = capsys.readouterr().out
         titles = [line for line in one.output.splitlines() if line in ("Search", "Findings")]
         assert all(f"{title}" in printed for title in titles)

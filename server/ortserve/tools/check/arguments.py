@@ -1,0 +1,39 @@
+"""The arguments of ``ortserve check``."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ortserve.tools.command import ToolParser, add_fail_on, number
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments. Exits with status 2 if they are wrong."""
+    return build_parser().parse_args(arguments)
+
+
+def build_parser() -> ToolParser:
+    """The arguments."""
+    parser = ToolParser(
+        "check",
+        "Load the models of a repository as the server would, without serving: configuration, graph, execution "
+        "provider, warm-up, golden samples, ensembles. Each version loads in another process. Changes nothing.",
+        epilog="Exit status: 0 all can be served, 1 a finding of the level of --fail-on, 2 wrong arguments.",
+    )
+    add = parser.add_argument
+    add("repository", type=Path, metavar="REPOSITORY", help="folder of models")
+    add("--model", metavar="NAME", help="Check only this model, and the members of an ensemble.")
+    add(
+        "--jobs",
+        type=number(int, 1, 64),
+        default=1,
+        metavar="N",
+        help="Number of versions that are loaded at the same time. Default: 1.",
+    )
+    text = "Time limit to load one version. Default: 600."
+    add("--seconds-per-model", type=number(float, 0.1, 86400), default=600.0, metavar="SECONDS", help=text)
+    add(
+        "--config", type=Path, metavar="FILE", help="Options file of the server, which sets the defaults of the models."
+    )
+    add_fail_on(parser, "problem")
+    return parser

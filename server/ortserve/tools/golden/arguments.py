@@ -1,0 +1,58 @@
+"""The arguments of ``ortserve golden``."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ortserve.tools.address import add_access
+from ortserve.tools.command import ToolParser, number
+
+_SAMPLES: Final = 16
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments. Exits with status 2 if they are wrong."""
+    return build_parser().parse_args(arguments)
+
+
+def build_parser() -> ToolParser:
+    """The arguments."""
+    parser = ToolParser(
+        "golden",
+        "Record golden samples beside a version: inputs, and the outputs that it must produce before it is served. Or "
+        "check that it produces them.",
+        epilog="Exit status: 0 recorded or in agreement, 1 the version disagrees or a failure, 2 wrong arguments.",
+    )
+    add = parser.add_argument
+    add("action", choices=("record", "check"), metavar="record|check", help="what to do")
+    add("target", metavar="REPOSITORY/name[/version]", help="version whose samples are recorded or checked")
+    add(
+        "--inputs",
+        type=Path,
+        metavar="DATA.npz",
+        help="Inputs of the samples, .npz or a folder. Default: synthetic inputs.",
+    )
+    text = f"Maximum number of samples, spread over the inputs. Default: {_SAMPLES}."
+    add("--samples", type=number(int, 1), default=_SAMPLES, metavar="N", help=text)
+    text = (
+        "Record as expected outputs those of another model, or of a version on a running server. Default: those of the "
+        "target."
+    )
+    add("--from", dest="source", metavar="URL|MODEL", help=text)
+    add("--model", metavar="NAME", help="Name of the model on the server. Default: that of the target.")
+    add(
+        "--version",
+        metavar="N",
+        default="",
+        help="Version on the server. Default: the version that answers requests without one.",
+    )
+    text = (
+        "Bound of an output's error, such as y:cosine=0.01; without a measure, of the largest difference (max); may be "
+        "repeated."
+    )
+    add("--tolerance", action="append", default=[], metavar="OUTPUT:[MEASURE=]N", help=text)
+    text = "Replace existing samples. Their tolerances are kept unless --tolerance gives others."
+    add("--replace", action="store_true", help=text)
+    add_access(parser)
+    return parser

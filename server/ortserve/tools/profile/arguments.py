@@ -1,0 +1,68 @@
+"""The arguments of ``ortserve profile``."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ortserve.tools.address import add_access, is_url
+from ortserve.tools.command import ToolParser, number
+
+_DESCRIPTION: Final = """
+Show what each operator of a model costs. TARGET is model.onnx or REPOSITORY/name[/version], or the URL of a server and
+the name of a model that it serves, whose next batches are then copied and profiled there.
+"""
+UNCHANGED: Final = "default"
+"""The word of ``--compare`` for the settings as they are."""
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments. Exits with status 2 if they are wrong."""
+    parser = build_parser()
+    given = parser.parse_args(arguments)
+    if given.target is None and given.compare is None:
+        parser.error("expected a TARGET, or --compare with two models")
+    if given.target is not None and is_url(given.target) is (given.model is None):
+        parser.error("expected the name of a MODEL after a URL, and none after a model")
+    if given.model is not None and given.compare:
+        parser.error("--compare: expected a model in this process, got a URL")
+    return given
+
+
+def build_parser() -> ToolParser:
+    """The arguments."""
+    parser = ToolParser("profile", _DESCRIPTION)
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
+    count, seconds = number(int, 1), number(float, 1e-3)
+    help_text = (
+        "Samples, .npz or a folder (default: synthetic inputs). With a URL, they are sent instead of waiting for "
+        "requests."
+    )
+    parser.add_argument("--inputs", type=Path, metavar="DATA", help=help_text)
+    parser.add_argument("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent (1).")
+    runs = parser.add_argument_group("runs in this process")
+    runs.add_argument(
+        "--runs", type=count, default=50, metavar="N", help="Number of runs with profiling, and of runs without (50)."
+    )
+    runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
+    runs.add_argument("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
+    runs.add_argument("--threads", type=count, metavar="N", help="Threads per run.")
+    help_text = "Session setting as in model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
+    runs.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
+    help_text = (
+        f"Compare two models, or two settings of TARGET: KEY=VALUE[,…] (also threads and provider) or {UNCHANGED}."
+    )
+    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help=help_text)
+    server = parser.add_argument_group("batches of a server")
+    server.add_argument(
+        "--requests", type=count, default=100, metavar="N", help="Number of requests whose batches are copied (100)."
+    )
+    server.add_argument(
+        "--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for these requests (30)."
+    )
+    add_access(parser)
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="Write ONNX Runtime's trace to this file, for Perfetto."
+    )
+    return parser
