@@ -5,6 +5,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 from ortserve.errors import invalid_input
@@ -54,6 +55,10 @@ class Address:
 def is_url(text: str) -> bool:
     """Whether an argument names a server instead of a model."""
     return text.startswith(("http://", "https://", "grpc://", "grpcs://"))
+
+
+ACCESS_FLAGS: Final = ("--key-file", "--header", "--ca")
+"""The flags of ``add_access``."""
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:

@@ -70,6 +70,13 @@ class ToolParser(argparse.ArgumentParser):
         """Exit with the message, and with suggestions for unknown flags."""
         super().error(with_suggestions(message, self._option_string_actions))
 
+    def refuse(self, given: argparse.Namespace, flags: Iterable[str], expected: str) -> None:
+        """Exit if one of these flags, which would have no effect, has a value other than its default."""
+        for flag in flags:
+            action = self._option_string_actions[flag]
+            if getattr(given, action.dest) != action.default:
+                self.error(f"{flag}: expected {expected}")
+
 
 def number(kind: type[_Number], least: float, most: float = 999_999) -> Callable[[str], _Number]:
     """Reader of arguments that are numbers from ``least`` to ``most``. ``kind`` is int or float."""

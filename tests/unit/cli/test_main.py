@@ -149,6 +149,24 @@ def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.Cap
     assert capsys.readouterr().err.endswith("unrecognized arguments: --seconds 1\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("bench digits --protocol grpc", "--protocol: expected the URL of a server, got a model in this process"),
+        ("bench digits --key-file key", "--key-file: expected the URL of a server, got a model in this process"),
+        ("bench http://host --model m --threads 2", "--threads: expected a model in this process, got a URL"),
+        ("profile digits --requests 9", "--requests: expected the URL of a server, got a model in this process"),
+        ("profile http://host m --runs 9", "--runs: expected a model in this process, got a URL"),
+        ("profile http://host m --compare a b", "--compare: expected a model in this process, got a URL"),
+    ],
+)
+def test_flags_without_effect_on_the_target_are_refused(
+    words: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err.endswith(f"error: {problem}\n")
+
+
 def test_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["optimise", "digits"]) == 2
     assert capsys.readouterr().err.startswith("ortserve: unknown command 'optimise'; did you mean 'optimize'?\n")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ortserve.tools.address import add_access
+from ortserve.tools.address import ACCESS_FLAGS, add_access, is_url
 from ortserve.tools.command import ToolParser, number, several
 
 _DESCRIPTION: Final = """\
@@ -15,6 +15,9 @@ grpcs://), or of a model in this process (a file, or REPOSITORY/name[/version]).
 PROTOCOLS: Final = ("rest", "rest-binary", "grpc", "grpc-stream", "shm")
 WAYS: Final = ("run", "bound", "batcher")
 
+_OF_MODELS: Final = ("--way", "--provider", "--threads")
+_OF_SERVERS: Final = ("--model", "--protocol", "--sequences", "--processes", "--connections", *ACCESS_FLAGS)
+"""Flags that have no effect on targets of the other kind."""
 _count, _share, _seconds = number(int, 1), number(float, 0, 1), number(float, 0)
 
 
@@ -24,6 +27,11 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if bool(given.targets) == bool(given.compare):
         parser.error("expected a target, or two results with --compare")
+    kinds = {is_url(target) for target in given.targets}
+    if kinds == {True}:
+        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
+    if kinds == {False}:
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, got a model in this process")
     return given
 
 

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ortserve.tools.address import add_access, is_url
+from ortserve.tools.address import ACCESS_FLAGS, add_access, is_url
 from ortserve.tools.command import ToolParser, number
 
 _DESCRIPTION: Final = """
 Show what each operator of a model costs. TARGET is model.onnx or REPOSITORY/name[/version], or the URL of a server and
 the name of a model that it serves, whose next batches are then copied and profiled there.
 """
+_OF_MODELS: Final = ("--compare", "--runs", "--seconds", "--provider", "--threads", "--set")
+_OF_SERVERS: Final = ("--requests", "--timeout", *ACCESS_FLAGS)
+"""Flags that have no effect on targets of the other kind."""
 UNCHANGED: Final = "default"
 """The word of ``--compare`` for the settings as they are."""
 
@@ -24,8 +27,10 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("expected a TARGET, or --compare with two models")
     if given.target is not None and is_url(given.target) is (given.model is None):
         parser.error("expected the name of a MODEL after a URL, and none after a model")
-    if given.model is not None and given.compare:
-        parser.error("--compare: expected a model in this process, got a URL")
+    if given.model is None:
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, got a model in this process")
+    else:
+        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
     return given
 
 
