@@ -34,7 +34,8 @@ class TrialOutcome:
 
     Attributes:
         problem: How rows depend on each other; empty if no dependence was seen.
-        drift: Largest difference of a float between rows alone and the same rows among others.
+        drift: Largest difference of a float between rows alone and the same rows among others, also one beyond the
+            tolerances.
         extent: The extent of the trial, in words.
     """
 
@@ -91,7 +92,7 @@ class RowTrial:
         if not problem:
             problem = self._try_wider()
         if problem:
-            return TrialOutcome(problem)
+            return TrialOutcome(problem, self._drift)
         sets = "1 set" if self._sets == 1 else f"{self._sets} sets"
         return TrialOutcome("", self._drift, f"{sets} of inputs, of up to {self._rows} rows")
 
@@ -185,10 +186,8 @@ class RowTrial:
 
     def _judge(self, together: Arrays, places: Sequence[int], alone: Sequence[Arrays]) -> str:
         picked = tuple(output[places] for output in together)
-        problem = why_rows_depend(self._signature, picked, alone, is_coarse=self.is_coarse)
-        if not problem:
-            self._drift = max(self._drift, row_drift(self._signature, picked, alone))
-        return problem
+        self._drift = max(self._drift, row_drift(self._signature, picked, alone))
+        return why_rows_depend(self._signature, picked, alone, is_coarse=self.is_coarse)
 
     def _run(self, inputs: Arrays, rows: int) -> Arrays:
         try:
@@ -254,11 +253,12 @@ def row_drift(signature: ModelSignature, together: Arrays, alone: Sequence[Array
     Args:
         signature: Signature of the model.
         together: Outputs of one run of ``len(alone)`` rows, on axis 0.
-        alone: Outputs of a run of each of these rows by itself, equal within the tolerances.
+        alone: Outputs of a run of each of these rows by itself. Outputs of other shapes are left out.
     """
     drift = 0.0
     for index, (spec, output) in enumerate(zip(signature.outputs, together, strict=True)):
-        if spec.datatype not in TOLERANCES or not output.size:
+        is_comparable = all(outputs[index].shape == (1, *output.shape[1:]) for outputs in alone)
+        if spec.datatype not in TOLERANCES or not output.size or not is_comparable:
             continue
         solo = np.concatenate([outputs[index] for outputs in alone])
         with np.errstate(invalid="ignore"):  # Differences of two infinities are left out.

@@ -7,6 +7,7 @@ from ortserve.engine.provider_options import CPU
 from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, MAX_SWEPT_ROWS, WorkerRuns
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 from ortserve.tools.console import Step
 from ortserve.tools.inspect.result import Rows
@@ -14,6 +15,7 @@ from ortserve.tools.subject import Subject
 
 _TRIAL_S: Final = 2.0
 _LONGEST_WARMUP_S: Final = 5.0
+_ROUNDING: Final = "as the graph keeps rows apart, this is rounding, which changes with the number of rows"
 
 
 def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows, LoadedModel]:
@@ -69,7 +71,11 @@ def _describe_rows(loaded: LoadedModel, outcome: TrialOutcome | None) -> Rows:
     because = describe_properties(loaded, found.max_rows)["batching"]
     verdict = loaded.rows.grounds.value if loaded.signature.is_batched else "alone"
     trial = f"none: {found.rejection}" if found.rejection else found.tried
+    drift = None
     if outcome is not None:
         trial = outcome.problem or outcome.extent
-    drift = max(outcome.drift, found.drift) if outcome is not None and not outcome.problem else None
+        if outcome.drift or not outcome.problem:
+            drift = max(outcome.drift, found.drift)
+        if outcome.drift and outcome.problem and loaded.rows.grounds is Grounds.PROVEN:
+            trial = f"a row alone and among others differs by {drift:.1e}, beyond the tolerance; {_ROUNDING}"
     return Rows(verdict, because, trial, drift, found.max_rows)

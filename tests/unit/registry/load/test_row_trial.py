@@ -96,6 +96,7 @@ def test_scale_over_all_rows_is_detected_by_large_numbers() -> None:
 def test_dependence_in_large_batches_only_is_found() -> None:
     found, _ = attempt(lambda x: x + np.float32(len(x) > 40))
     assert found.problem == "output 'y' of a row depends on the rows beside it"
+    assert found.drift == pytest.approx(1.0)
     found, _ = attempt(lambda x: x + np.float32(len(x) > 40), most_rows=32)
     assert not found.problem, "so many never run together"
 
