@@ -392,6 +392,18 @@ def test_interrupted_measurement_keeps_what_it_has(server: ServerProcess, tmp_pa
     assert "Traceback" not in err
 
 
+def test_interrupted_warm_up_gives_no_result(server: ServerProcess) -> None:
+    command = [sys.executable, "-m", "ortserve", "bench", server.url, "--model", "digits", "--warmup", "60", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = requests_of(server)
+    while requests_of(server) < before + 200:
+        assert process.poll() is None
+        time.sleep(LOOK_S)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "ortserve bench: interrupted\n")
+    assert process.returncode == 130
+
+
 def requests_of(server: ServerProcess, model: str = "digits") -> int:
     stats = httpx.get(f"{server.url}/v2/models/{model}/stats", timeout=30).json()["model_stats"]
     return sum(one["inference_count"] for one in stats)

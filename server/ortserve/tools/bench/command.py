@@ -58,6 +58,8 @@ def _measure(given: argparse.Namespace) -> Outcome:
             found, capacity = measurement.find_capacity(prepared)
             points += found
             capacities.append(capacity)
+    if measurement.is_interrupted and not points:
+        raise KeyboardInterrupt  # there is no partial result
     problems = result_problems(points, settings, is_search=given.find_capacity)
     result = BenchResult(
         version=__version__,

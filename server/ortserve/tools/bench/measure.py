@@ -41,8 +41,8 @@ class _Series:
         self._shown = 0
         self.rounds: list[Seen] = []
 
-    def run(self, generators: Generators, seconds: float, precision: float | None) -> None:
-        """Run one round."""
+    def run(self, generators: Generators, seconds: float, precision: float | None) -> bool:
+        """Run one round. Returns whether it was interrupted; the figures of an interrupted warm-up are left out."""
         prepared, load, settings, processes = self._prepared, self._load, self._settings, generators.count
         if load.concurrency is not None and load.concurrency < processes:
             expected = f"expected at most one for each of {load.concurrency} callers"
@@ -76,7 +76,9 @@ class _Series:
             self._batches.subtract(before[0])
         for finished in seen.finished:
             self._batches.update(finished.batches)
-        self.rounds.append(seen)
+        if not seen.is_interrupted or any(chunk.times for chunk in seen.chunks):
+            self.rounds.append(seen)
+        return seen.is_interrupted
 
     def point(self) -> Point:
         """The joint result of the rounds."""
@@ -165,8 +167,7 @@ class Measurement:
 
     def _run(self, series: _Series, seconds: float, precision: float | None) -> None:
         if not self.is_interrupted:
-            series.run(self._generators, seconds, precision)
-            self.is_interrupted = series.rounds[-1].is_interrupted
+            self.is_interrupted = series.run(self._generators, seconds, precision)
 
 
 def first_rate(throughput: float) -> float:
