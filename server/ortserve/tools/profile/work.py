@@ -1,7 +1,8 @@
 """Computes the arithmetic and the bytes of a node from its shapes. Pure.
 
 A multiplication and an addition count as two operations; integer operations count as floating-point ones. Bytes are
-those that a kernel must read and write at least once. Caches may hold some of them.
+those that a kernel must read and write at least once. Caches may hold some of them. Convolutions in a blocked layout
+compute whole blocks of channels, and all of these count.
 """
 
 from collections.abc import Callable, Mapping, Sequence
