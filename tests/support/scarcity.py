@@ -1,7 +1,8 @@
-"""Makes this process run out of memory or of descriptors."""
+"""Makes this process run out of memory, descriptors or threads."""
 
 import gc
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,3 +32,14 @@ def _limit(kind: int, value: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(kind, limits)
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Prevent that threads start: their stacks take more address space than the process may reserve."""
+    size = threading.stack_size(2**30)
+    try:
+        with little_memory(2**28):
+            yield
+    finally:
+        threading.stack_size(size)

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 
 import uvloop
 
 from ortserve.app.server import Server
 from ortserve.config.options import ServerOptions, unknown_variables
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.process_limits import SPARE_FILES, limit_malloc_arenas, raise_open_files
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, put_loop_first, set_slice
 from ortserve.errors import ServeError
@@ -56,7 +56,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
 
 
 async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None) -> NoReturn:
-    threads = ThreadPoolExecutor(thread_name_prefix="loop", initializer=set_slice, initargs=(LONGEST_SLICE_NS,))
+    threads = ThreadPool(name="loop", initializer=set_slice, initargs=(LONGEST_SLICE_NS,))
     asyncio.get_running_loop().set_default_executor(threads)
     server = Server(options, switches, origins)
     asked_to_stop = catch_stop_signals(asyncio.get_running_loop())

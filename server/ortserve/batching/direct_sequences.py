@@ -145,14 +145,10 @@ class _Group:
         self._timer: asyncio.TimerHandle | None = None
 
     def offer(self, slot: int, turn: Turn) -> None:
-        """Accept a request whose turn has come."""
-        try:
-            key = self._shape_class(turn.inputs)
-        except Exception as error:  # noqa: BLE001 - any error is for the request
-            self._loop.call_soon(self._runs.on_failed, turn, error)
-            return
+        """Accept a request whose turn has come. Raises the error of its shape class."""
+        waiting = Waiting(self._shape_class(turn.inputs), turn.arrived_ns)
         self._turns[slot] = turn
-        self._ready[slot] = Waiting(key, turn.arrived_ns)
+        self._ready[slot] = waiting
         self._wake()
 
     def withdraw(self, slot: int, turn: Turn) -> bool:

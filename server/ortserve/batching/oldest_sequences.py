@@ -3,7 +3,6 @@
 The batcher batches requests of different sequences.
 """
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeAlias
@@ -20,10 +19,9 @@ Enqueue: TypeAlias = Callable[[InflightRequest, Terms], object]
 class OldestRuns:
     """Enqueues each request in the batcher when its turn comes. Loop thread only."""
 
-    def __init__(self, runs: SequenceRuns, enqueue: Enqueue, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, runs: SequenceRuns, enqueue: Enqueue) -> None:
         self._runs: Final = runs
         self._enqueue: Final = enqueue
-        self._loop: Final = loop
 
     def run(self, turn: Turn) -> None:
         child = turn.request.child(turn.inputs, 1)
@@ -31,12 +29,10 @@ class OldestRuns:
         turn.run = child
         try:
             self._enqueue(child, turn.terms)
-        except Exception as error:  # noqa: BLE001 - any error is for the request
+        except BaseException:
             child.on_settled = turn.run = None
-            # Not in this turn: many requests of a sequence that all fail at once would nest their calls.
-            self._loop.call_soon(self._runs.on_failed, turn, error)
-        else:
-            child.timing.queued_ns = turn.arrived_ns  # the queue time counts from the arrival of the request
+            raise
+        child.timing.queued_ns = turn.arrived_ns  # the queue time counts from the arrival of the request
 
     def withdraw(self, turn: Turn) -> bool:
         child = turn.run

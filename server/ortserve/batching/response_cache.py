@@ -212,7 +212,7 @@ class CachedRuns:
             self._idle.set()
 
     async def _store_large(self, key: Key, outputs: Arrays, run_ns: int) -> None:
-        with contextlib.suppress(MemoryError, RuntimeError):  # no thread can be started
+        with contextlib.suppress(MemoryError):
             self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
 
     def _look_up(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key, began_ns: int) -> None:

@@ -46,7 +46,11 @@ class Strategy(Protocol):
     """Runs each request when its turn comes."""
 
     def run(self, turn: Turn) -> None:
-        """Run a request, or fail it: ``SequenceRuns.on_computed`` or ``on_failed`` is called once, possibly at once."""
+        """Run a request: ``SequenceRuns.on_computed`` or ``on_failed`` is called once, possibly at once.
+
+        Raises:
+            Exception: The request cannot run; neither is called.
+        """
         ...
 
     def withdraw(self, turn: Turn) -> bool:
@@ -285,8 +289,12 @@ class SequenceRuns:
         sequence.running = turn
         tensors = self.tensors
         states = tensors.first_states if turn.is_start else sequence.states
-        turn.inputs = tensors.extend(turn.inputs, sequence.id_array, turn.is_start, turn.is_end, states)
-        self.strategy.run(turn)
+        try:
+            turn.inputs = tensors.extend(turn.inputs, sequence.id_array, turn.is_start, turn.is_end, states)
+            self.strategy.run(turn)
+        except Exception as error:  # noqa: BLE001 - any error, such as a lack of memory, is for the request
+            # Not in this turn: many requests of a sequence that all fail at once would nest their calls.
+            self._loop.call_soon(self.on_failed, turn, error)
 
     def _after(self, sequence: Sequence) -> None:
         """Continue a sequence whose run has ended."""

@@ -21,6 +21,7 @@ __all__ = [
     "signature",
     "tensor",
     "terms",
+    "thread_pool",
     "timing",
     "version_names",
 ]

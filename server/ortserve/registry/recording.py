@@ -13,7 +13,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import IO, Final
@@ -25,6 +24,7 @@ from ortserve.config.model import RecordOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import is_absent
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.errors import invalid_input
 from ortserve.telemetry.logs import log_event
 
@@ -61,7 +61,7 @@ class Recordings:
         if not is_usable:
             raise invalid_input(f"record_dir: expected a writable folder, or a new name in one, got '{folder}'")
         self._folder = folder
-        self._thread = ThreadPoolExecutor(1, "recordings")
+        self._thread = ThreadPool(1, "recordings")
         self._is_closed = threading.Event()
         self._folders: dict[tuple[str, str], _Folder] = {}
         """Folder of each version. A draining load and its successor share it."""

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Final
 
 from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
@@ -74,9 +74,7 @@ class VersionLoader:
         self.slots: Final = LoadSlots(max_loads)
         """A load holds a slot from before it reserves memory until it ends."""
         self._limiter = LoadLimiter(processors)
-        self._threads = ThreadPoolExecutor(
-            max_loads, thread_name_prefix="load", initializer=set_slice, initargs=(LONGEST_SLICE_NS,)
-        )
+        self._threads = ThreadPool(max_loads, "load", set_slice, (LONGEST_SLICE_NS,))
         self._progress_log_interval_s = progress_log_interval_s
 
     async def load(

@@ -6,7 +6,6 @@ Each thread starts a process for JSON (``codecs/json_process``) when it first ne
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ortserve.codecs.bounds import INLINE_BYTES
@@ -16,6 +15,7 @@ from ortserve.core.encoded import EncodedRequest, JsonRequest
 from ortserve.core.helper_process import HelperProcess
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 
 T = TypeVar("T")
@@ -25,16 +25,14 @@ class CodecThreads:
     """A pool of threads. Loop thread only."""
 
     def __init__(self, threads: int, memory: LargeMemory | None = None) -> None:
-        """Create the pool; threads start when they are needed.
+        """Create the pool; further threads start when they are needed.
 
         Args:
             threads: Maximum number of bodies that are decoded or encoded at one time; others wait.
             memory: Memory for the tensors of large JSON; None for a pool of its own.
         """
         self._memory = memory or LargeMemory()
-        self._executor = ThreadPoolExecutor(
-            threads, thread_name_prefix="codec", initializer=set_slice, initargs=(LONGEST_SLICE_NS,)
-        )
+        self._executor = ThreadPool(threads, "codec", set_slice, (LONGEST_SLICE_NS,))
         self._own = threading.local()
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:

@@ -199,7 +199,7 @@ class InferenceService:
         is_json = reading is Reading.PROCESS
         try:
             decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.read(body)
-        except Exception:  # such as a RuntimeError because no thread can be started
+        except Exception:  # such as a MemoryError
             hold.release()
             raise
         task = call.settle_by(self._run_after_decoding(call, decoding, hold))

@@ -3,12 +3,12 @@
 import asyncio
 import resource
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
 from ortserve.core.region import RegionMemory, RegionSpan
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.service.shared_object import SharedObject, invalid_arguments
 
@@ -77,8 +77,8 @@ class SharedMemory:
         """
         self.is_allowed = is_allowed
         self._open_on_device = open_on_device
-        self.threads = ThreadPoolExecutor(2, thread_name_prefix="shared-memory")
-        """Threads for copies that would block the loop; each starts when it is first needed."""
+        self.threads = ThreadPool(2, "shared-memory")
+        """Threads for copies that would block the loop."""
         self._max_regions = max_regions or _quarter_of_descriptors()
         self._regions: dict[str, _Region] = {}
 

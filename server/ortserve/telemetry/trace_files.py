@@ -15,10 +15,10 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Protocol
 
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.core.timing import Timing
 from ortserve.errors import invalid_input
 from ortserve.telemetry.logs import log_event
@@ -108,7 +108,7 @@ class TraceFiles:
             raise invalid_input(f"trace_file: expected a regular file or a new name in a writable folder, got '{path}'")
         self._path = path
         self._max_bytes = max_bytes
-        self._writer = ThreadPoolExecutor(1, "traces")
+        self._writer = ThreadPool(1, "traces")
         self._next_number = 0
         self._handed_bytes = 0
         self._is_closed = False

@@ -14,7 +14,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.sequence_admission import SequenceLimits
-from ortserve.batching.sequence_table import Sequence, SequenceTable
+from ortserve.batching.sequence_table import Sequence, SequenceTable, Turn
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
@@ -65,7 +65,7 @@ class Stage:
         limits = limits or SequenceLimits(1000, 10_000, 1000, 1_000_000)
         self.runs = SequenceRuns("m", TENSORS, self.table, limits, loop, clock)
         if strategy == "oldest":
-            self.runs.strategy = OldestRuns(self.runs, self.enqueue, loop)
+            self.runs.strategy = OldestRuns(self.runs, self.enqueue)
         else:
             self.runs.strategy = DirectRuns(
                 self.runs,
@@ -217,6 +217,32 @@ async def test_a_rejected_request_can_be_sent_again_if_its_client_awaits_each_an
                 assert total(again) == 6
     assert len(stage.table) == 0
     assert stage.runs.reading().ended["failed"] == 2
+
+
+@virtual()
+async def test_a_request_that_cannot_run_for_lack_of_memory_leaves_no_sequence(stage: Stage) -> None:
+    usual = stage.runs.strategy
+
+    class NoMemory(OldestRuns):
+        def run(self, turn: Turn) -> None:
+            raise MemoryError
+
+    stage.runs.strategy = NoMemory(stage.runs, stage.enqueue)
+    first = stage.submit(1, flags="S")
+    await asyncio.sleep(0)
+    with pytest.raises(MemoryError):
+        first.take_outputs()
+    assert len(stage.table) == 0
+    stage.runs.strategy = usual
+    again = stage.submit(1, 5, flags="S")
+    await stage.answer()
+    stage.runs.strategy = NoMemory(stage.runs, stage.enqueue)
+    stage.submit(1, 7)
+    await asyncio.sleep(0)
+    stage.runs.strategy = usual
+    third = stage.submit(1, 9)
+    await stage.answer()
+    assert (total(again), total(third)) == (5, 14)
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ortserve.service.gate import BodyGate
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.shared_object import FOLDER, SharedObject
+from scarcity import no_threads
 
 LARGE = 8 * 1024 * 1024
 """Size of a tensor that a thread copies."""
@@ -63,6 +65,10 @@ def large(owned: Owned) -> SharedMemory:
     regions = SharedMemory(is_allowed=True)
     regions.register("r", owned.path.name, 0, LARGE)
     return regions
+
+
+def open_files() -> set[str]:
+    return {os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()}
 
 
 def given(byte_size: int, *, offset: int = 0, datatype: DataType = DataType.UINT8) -> RegionInput:
@@ -251,3 +257,18 @@ def test_inputs_larger_than_the_limit_are_rejected_even_if_the_server_holds_noth
     with pytest.raises(ServeError, match="expected at most 16 bytes, got 17") as caught:
         RegionTransfer(regions, RegionUse([given(17)], {}), BodyGate(16))
     assert caught.value.kind is ErrorKind.TOO_LARGE
+
+
+async def test_large_tensors_are_copied_and_regions_closed_while_no_thread_can_start(
+    large: SharedMemory, owned: Owned
+) -> None:
+    use, gate = RegionUse([given(LARGE)], {"y": RegionSpan("r", 0, LARGE)}), BodyGate(LARGE)
+    with no_threads():
+        with RegionTransfer(large, use, gate) as transfer:
+            (x,) = await transfer.fetch("m")
+            await transfer.place([Tensor("y", DataType.UINT8, x.array + 1)])
+        large.unregister("r")
+    assert gate.held_bytes == 0
+    assert owned.content() == b"\1" * LARGE
+    large.threads.shutdown()
+    assert str(owned.path) not in open_files()

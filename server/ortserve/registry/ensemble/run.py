@@ -113,8 +113,8 @@ class EnsembleRun:
         if not request.timing.queued_ns:  # it is set if the request has waited for earlier ones of its sequence
             request.timing.queued_ns = now_ns
         request.state = RUNNING
-        request.withdraw = self._cancel
         try:
+            request.withdraw = self._cancel
             if self._limits is None or self._limits.may_begin(self):
                 self._begin(now_ns)
             else:

@@ -202,19 +202,25 @@ class ServedEnsemble(ServedVersion):
 
     def _run(self, terms: EnsembleTerms, part: SequencePart | None, request: InflightRequest) -> None:
         outputs = terms.outputs
-        route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
-        self._running += 1
         on_end = self._on_run_ended if part is None or not part.id else partial(self._on_turn_ended, part.id)
-        EnsembleRun(route, request, terms, part, self._times, self._clock, on_end, self._limits).start()
+        self._running += 1
+        try:
+            route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
+            run = EnsembleRun(route, request, terms, part, self._times, self._clock, on_end, self._limits)
+        except BaseException:  # such as a lack of memory; a run that exists reports its end itself
+            on_end(None, ErrorKind.INTERNAL)
+            raise
+        run.start()
 
     def _run_turn(self, turn: EnsembleTurn) -> None:
         self._run(turn.terms, turn.part, turn.request)
 
-    def _on_run_ended(self, run: EnsembleRun, why: ErrorKind | None) -> None:
+    def _on_run_ended(self, run: EnsembleRun | None, why: ErrorKind | None) -> None:
         self._on_end()
 
-    def _on_turn_ended(self, sequence_id: SequenceId, run: EnsembleRun, why: ErrorKind | None) -> None:
-        if why is not None:
+    def _on_turn_ended(self, sequence_id: SequenceId, run: EnsembleRun | None, why: ErrorKind | None) -> None:
+        """Let the next request of a sequence run. ``run`` is None if the request could not begin."""
+        if why is not None and run is not None:
             for member in run.members_to_end(why, is_pipelined=self.is_pipelined(sequence_id)):
                 member.end_sequence(sequence_id)
         self._leave_turn(sequence_id)

@@ -199,7 +199,7 @@ class Assembly:
                 min_utilization=configured.min_slot_utilization,
             )
         else:
-            runs.strategy = OldestRuns(runs, partial(_enqueue_turn, batcher, shapes), self._loop)
+            runs.strategy = OldestRuns(runs, partial(_enqueue_turn, batcher, shapes))
         metrics.set_sequences_source(runs.reading)
         return runs
 

@@ -11,6 +11,7 @@ from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.config.option_groups import StoreOptions
 from ortserve.config.repository_url import RepositoryUrl
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores.cache import StoreCache, default_cache_dir
@@ -35,7 +36,7 @@ class Mirrors:
         self._mirrors = mirrors
         self._cache = cache
         # Threads of their own, because on asyncio's threads other calls would wait for a slow store.
-        self._threads = ThreadPoolExecutor(_SYNCS_SIDE_BY_SIDE, thread_name_prefix="stores")
+        self._threads = ThreadPool(_SYNCS_SIDE_BY_SIDE, "stores")
 
     def follow(self, named_versions: Callable[[str], Collection[int]]) -> None:
         """Set the function that names versions of a model to fetch in addition, if they exist. Called on any thread."""

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ortserve.clock import Clock
 from ortserve.config.rollout import RolloutOptions, make_rollout_options, why_without_effect
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
@@ -76,7 +76,7 @@ class RolloutService:
         self._compared: dict[str, _Compared] = {}
         """The versions that the live rollout of each model compares."""
         self._reported: dict[str, str] = {}
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="compare")
+        self._threads = ThreadPool(1, "compare")
         self._ending: set[asyncio.Task[None]] = set()
         registry.on_versions = self._refresh
 

@@ -434,6 +434,26 @@ async def test_a_request_rejected_before_its_model_ends_the_sequence_of_a_client
     assert stage.follows.ended == [5] * has_pipelined
 
 
+async def test_requests_that_cannot_begin_let_the_next_ones_of_their_sequence_run(clock: Clock) -> None:
+    """As without memory, which ends a request at any place."""
+    stage = SequenceStage(clock)
+    stage.submit(1)
+    waiting, third = stage.submit(2), stage.submit(3)
+    waiting.inputs = ()
+    await stage.answer()
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="zip"):
+        waiting.take_outputs()
+    await stage.answer()
+    assert third.take_outputs()[0][0, 0] == 3
+    with pytest.raises(ValueError, match="zip"):
+        stage.served.submit_part(InflightRequest(Timing(clock())), stage.served.terms(clock()), SequencePart(5))
+    last = stage.submit(4)
+    await stage.answer()
+    assert last.take_outputs()[0][0, 0] == 4
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
 async def test_a_model_learns_that_a_request_has_waited_for_an_earlier_one(clock: Clock) -> None:
     stage = SequenceStage(clock)
     stage.submit(1)
