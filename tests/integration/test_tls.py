@@ -179,9 +179,12 @@ def test_grpc_port_disconnects_clients_without_http2_in_alpn(mutual: Mutual, off
 
 
 def test_plain_text_is_rejected_and_the_server_keeps_serving(mutual: Mutual) -> None:
-    for address in (mutual.server.http, mutual.server.grpc, mutual.server.metrics):
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://{address}/v2/health/live", timeout=LONG_S)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{mutual.server.metrics}/v2/health/live", timeout=LONG_S)
+    for call in (httpx.get, httpx.post):
+        answer = call(f"http://{mutual.server.http}/v2/health/live", timeout=LONG_S)
+        text = "this port uses TLS: expected https:// in the address, got a plain HTTP request"
+        assert (answer.status_code, answer.json()) == (400, {"error": text})
     with grpc.insecure_channel(mutual.server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
         call_grpc(channel)
     assert isinstance(caught.value, grpc.Call)

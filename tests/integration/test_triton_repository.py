@@ -286,7 +286,7 @@ REFUSED = {
         "tensor 'x': the model expects shape after the batch dimension ([64]) but the model configuration specifies",
     ),
     "wrong_input": ('input { name: "q" }', "unexpected inference input 'q', allowed inputs are: x"),
-    "gpu": ("instance_group { kind: KIND_GPU }", "execution_providers: none of cuda can be used"),
+    "gpu": ("instance_group { kind: KIND_GPU }", "(instance_group.kind in a config.pbtxt): none of cuda can be used"),
     "twice": ("", "it has both model.yaml and config.pbtxt: expected one of them"),
     "labels": (
         'output { name: "y" label_filename: "labels.txt" }',

@@ -135,8 +135,9 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
         else:
             usable.append(provider)
     if not usable:
+        names = ", ".join(provider_parts(wish)[0] for wish in wishes)
         raise invalid_input(
-            f"execution_providers: none of {', '.join(provider_parts(wish)[0] for wish in wishes)} can be used: "
+            f"execution_providers (instance_group.kind in a config.pbtxt): none of {names} can be used: "
             f"{'; '.join(missing)}; this ONNX Runtime offers {', '.join(_offered())}"
         )
     first, *others = usable

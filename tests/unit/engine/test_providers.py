@@ -70,7 +70,8 @@ def test_unavailable_wishes_are_an_error_that_names_wishes_reasons_and_offer() -
         choose_provider(["tensorrt", "gpu"], offering(CUDA, CPU))
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message.startswith(
-        "execution_providers: none of tensorrt, gpu can be used: TensorrtExecutionProvider is not offered by this ONNX "
+        "execution_providers (instance_group.kind in a config.pbtxt): none of tensorrt, gpu can be used: "
+        "TensorrtExecutionProvider is not offered by this ONNX "
         "Runtime; gpu is not offered by this ONNX Runtime (expected cpu, cuda, tensorrt, openvino or a full name); "
         "this ONNX Runtime offers "
     )

@@ -33,6 +33,10 @@ _FRAMING_FACTOR: Final = 16
 _OTHER_VERSIONS: Final = ("Invalid HTTP version", "Pause on PRI/Upgrade")
 """The parser's messages for an unknown version and for the preface of HTTP/2."""
 
+_NO_METHOD: Final = "Invalid method encountered"
+_TLS_HANDSHAKE: Final = b"\x16\x03"
+"""The first bytes of a client that uses TLS."""
+
 _VERSION: Final = re.compile(rb" HTTP/(\d\.\d)\r\n")
 
 _HOST: Final = re.compile(rb"[!$%&'()*+,\-.0-9:;=A-Z\[\]_a-z~]*")
@@ -246,6 +250,8 @@ def parse_error(fault: httptools.HttpParserError, data: bytes | memoryview) -> S
     if reason in _OTHER_VERSIONS:
         others = (f"HTTP/{version.decode()}" for version in _VERSION.findall(data) if version not in (b"1.1", b"1.0"))
         return HttpVersionError(next(others, "another version"))
+    if reason == _NO_METHOD and data[:2] == _TLS_HANDSHAKE:
+        return invalid_input("malformed HTTP request: got a TLS handshake, but this port has no TLS: use http://")
     return invalid_input(f"malformed HTTP request: {reason[:1].lower()}{reason[1:]}")
 
 

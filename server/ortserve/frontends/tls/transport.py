@@ -37,6 +37,13 @@ _PIECE_BYTES: Final = 256 * 1024
 _SLICE_BYTES: Final = 32 * 1024
 """Bytes that are decrypted between two checks of the record budget. Smaller slices would slow uploads."""
 
+_HINT: Final = b'{"error":"this port uses TLS: expected https:// in the address, got a plain HTTP request"}'
+_PLAIN_HTTP: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_HINT), _HINT)
+)
+"""The answer to plain HTTP, which the client shows instead of a lost connection."""
+
 _UNREAD_BYTES: Final = 64 * 1024
 """Size of the write buffer above which the peer counts as not reading."""
 
@@ -256,6 +263,8 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._flush()
             return False
         except ssl.SSLError as error:
+            if error.reason == "HTTP_REQUEST":
+                self._socket.write(_PLAIN_HTTP)
             self._refuse(error.reason or str(error))
             return False
         self._flush()

@@ -141,6 +141,12 @@ def test_rejection_has_the_reason_of_the_parser() -> None:
     )
 
 
+def test_tls_on_a_plain_port_is_named() -> None:
+    fault = httptools.HttpParserInvalidMethodError("Invalid method encountered")
+    error = parse_error(fault, memoryview(b"\x16\x03\x01\x02\x00\x01"))
+    assert error.message == "malformed HTTP request: got a TLS handshake, but this port has no TLS: use http://"
+
+
 def test_head_that_arrives_in_parts_is_limited_by_all_its_bytes() -> None:
     unfinished = UnfinishedInput(LIMITS)
     headers = [(b"host", b"x")]
