@@ -194,7 +194,10 @@ class Batcher:
 
     async def _run_in_pieces(self, request: InflightRequest, shape_class: Hashable, piece_rows: int) -> Arrays:
         enqueue = partial(self._enqueue_piece, request, shape_class, request.timing.queued_ns)
-        return await run_in_pieces(request.inputs, request.rows, piece_rows, enqueue)
+        return await run_in_pieces(request.inputs, request.rows, piece_rows, enqueue, self._count_wasted)
+
+    def _count_wasted(self, rows: int) -> None:
+        self._runs.decisions.wasted_rows += rows
 
     def _enqueue_piece(
         self, request: InflightRequest, shape_class: Hashable, queued_ns: int, inputs: Arrays

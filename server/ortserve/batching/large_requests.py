@@ -15,7 +15,7 @@ import numpy as np
 
 from ortserve.batching.groups import check_rows
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import COMPUTED, InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 MAX_QUEUED_PIECES: Final = 64
@@ -37,7 +37,11 @@ input is estimated from evenly spaced elements."""
 
 
 async def run_in_pieces(
-    inputs: Arrays, rows: int, max_rows: int, enqueue: Callable[[Arrays], InflightRequest]
+    inputs: Arrays,
+    rows: int,
+    max_rows: int,
+    enqueue: Callable[[Arrays], InflightRequest],
+    count_wasted: Callable[[int], object],
 ) -> Arrays:
     """Run a request in pieces of at most ``max_rows`` rows.
 
@@ -46,6 +50,7 @@ async def run_in_pieces(
         rows: Length of the batch axis.
         max_rows: Maximum rows of a piece.
         enqueue: Enqueues a piece.
+        count_wasted: Called with the number of rows that were computed already, if the request is cancelled.
 
     Raises:
         ServeError: The error of ``enqueue``, of ``JoinedRows.add``, or of the first piece that failed. The other pieces
@@ -53,15 +58,20 @@ async def run_in_pieces(
     """
     pieces: deque[InflightRequest] = deque()
     joined = JoinedRows(rows)
+    dropped_rows = 0
+    """Rows of the pieces that are joined and no longer needed."""
     try:
         for piece in split_rows(inputs, rows, max_rows):
             if len(pieces) == MAX_QUEUED_PIECES:
                 await _join(joined, pieces[0])
-                pieces.popleft()
+                dropped_rows += pieces.popleft().rows
             pieces.append(enqueue(piece))
         for request in pieces:
             await _join(joined, request)
         return joined.outputs()
+    except asyncio.CancelledError:
+        count_wasted(dropped_rows + sum([piece.rows for piece in pieces if piece.state == COMPUTED]))
+        raise
     finally:
         for request in pieces:
             request.cancel()

@@ -990,6 +990,17 @@ def test_rows_cancelled_during_the_run_are_counted_as_wasted() -> None:
     play(main)
 
 
+def test_rows_of_all_pieces_of_a_cancelled_request_are_counted_as_wasted() -> None:
+    async def main(stage: Stage) -> None:
+        left = stage.submit(rows_of(*range(1, 11)))
+        await asyncio.sleep(RUN_NS * 2.5 / 1e9)
+        left.cancel()
+        await stage.submit(rows_of(11))
+        assert stage.batcher.learned().decisions == Decisions(batches=4, wasted_rows=6, left=2)
+
+    play(main, max_rows=2)
+
+
 def test_decisions_are_counted() -> None:
     async def main(stage: Stage) -> None:
         left = stage.submit(rows_of(1))

@@ -44,21 +44,25 @@ def test_answer_larger_than_any_message_is_rejected_before_it_is_built() -> None
 
 @pytest.mark.parametrize("columns", [1, 2**20])
 async def test_large_outputs_of_pieces_are_joined_off_the_event_loop(columns: int) -> None:
+    wasted: list[int] = []
+
     def answer(piece: Arrays) -> InflightRequest:
         request = inflight(piece, len(piece[0]), Timing(0))
         request.complete((piece[0].repeat(columns).reshape(-1, columns),))
         return request
 
-    task = asyncio.create_task(run_in_pieces((np.arange(4),), 4, 2, answer))
+    task = asyncio.create_task(run_in_pieces((np.arange(4),), 4, 2, answer, wasted.append))
     await asyncio.sleep(0)
     assert task.done() == (columns == 1)
     (joined,) = await task
     assert joined.shape == (4, columns)
     assert joined[:, -1].tolist() == [0, 1, 2, 3]
+    assert not wasted
 
 
 async def test_piece_that_cannot_be_enqueued_fails_the_request_and_cancels_the_others() -> None:
     queued: list[InflightRequest] = []
+    wasted: list[int] = []
 
     def enqueue(piece: Arrays) -> InflightRequest:
         if len(queued) == MAX_QUEUED_PIECES + 2:
@@ -66,7 +70,7 @@ async def test_piece_that_cannot_be_enqueued_fails_the_request_and_cancels_the_o
         queued.append(inflight(piece, len(piece[0]), Timing(0)))
         return queued[-1]
 
-    task = asyncio.create_task(run_in_pieces((np.arange(1000),), 1000, 2, enqueue))
+    task = asyncio.create_task(run_in_pieces((np.arange(1000),), 1000, 2, enqueue, wasted.append))
     for answered in range(3):
         await asyncio.sleep(0)
         assert len(queued) == MAX_QUEUED_PIECES + min(answered, 2)
@@ -74,3 +78,22 @@ async def test_piece_that_cannot_be_enqueued_fails_the_request_and_cancels_the_o
     with pytest.raises(ServeError, match="the device is lost"):
         await task
     assert [request.state for request in queued] == [COMPUTED] * 3 + [CANCELLED] * (len(queued) - 3)
+    assert not wasted, "the request failed and was not cancelled"
+
+
+async def test_computed_rows_of_a_cancelled_request_are_counted_once() -> None:
+    queued: list[InflightRequest] = []
+    wasted: list[int] = []
+
+    def enqueue(piece: Arrays) -> InflightRequest:
+        queued.append(inflight(piece, len(piece[0]), Timing(0)))
+        return queued[-1]
+
+    task = asyncio.create_task(run_in_pieces((np.arange(1000),), 1000, 2, enqueue, wasted.append))
+    for answered in (0, 1, 5):
+        await asyncio.sleep(0)
+        queued[answered].complete((np.zeros(2),))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert wasted == [6]
