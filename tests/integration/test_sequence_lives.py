@@ -68,6 +68,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     (add_model(folder, "recorded", sequences.two_states) / "model.yaml").write_text(
         "record: {share: 1}\nsequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
     )
+    (add_model(folder, "counted", sequences.counted) / "model.yaml").write_text(
+        "sequences: {states: [{input: STATE, output: NEXT}]}\n"
+    )
     flags = ("--warmup-s", "0.1", "--drain-timeout-s", "1", "--record-dir", str(folder.parent / "recordings"))
     with serving(folder, *flags) as server:
         yield server
@@ -187,6 +190,29 @@ def test_requests_of_one_id_from_several_connections_run_in_order_of_arrival(ser
             time.sleep(0.05)
             calls.append(pool.submit(ask, server, "slow", 10**number, sequence_id=name))
         assert [total(call.result()) for call in calls] == [1, 11, 111, 1111]
+
+
+def test_a_sequence_ends_if_an_answer_cannot_be_built(server: ServerProcess) -> None:
+    """Its state includes the request, so that a second try would count twice."""
+    name = next(IDS)
+    with triton_http.InferenceServerClient(server.http) as client:
+
+        def count(length: int, *, is_start: bool = False) -> int:
+            value = triton_http.InferInput("INPUT", [1, length], "FP32")
+            value.set_data_from_numpy(np.zeros((1, length), np.float32))
+            outputs = [
+                triton_http.InferRequestedOutput("COUNT"),
+                triton_http.InferRequestedOutput("OUTPUT", class_count=1),
+            ]
+            answer = client.infer("counted", [value], outputs=outputs, sequence_id=name, sequence_start=is_start)
+            return int(answer.as_numpy("COUNT")[0, 0])
+
+        assert [count(1, is_start=True), count(1)] == [1, 2]
+        with pytest.raises(InferenceServerException, match="expected at most 1000000 elements"):
+            count(1_000_001)
+        with pytest.raises(InferenceServerException, match="must specify the START flag"):
+            count(1)
+        assert count(1, is_start=True) == 1
 
 
 def test_sequences_share_a_batch(server: ServerProcess) -> None:

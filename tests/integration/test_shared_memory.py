@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
-from models import builders
+from models import builders, sequences
 from ortserve.core.dtypes import DataType
 from ortserve.service.shared_object import RESERVED_PREFIX
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, wire_datatype
@@ -43,6 +43,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("shared-memory")
     add_model(repository, "wide", builders.identity, shape=("batch", "width"))
     add_model(repository, "text", builders.identity, datatype=DataType.BYTES)
+    (add_model(repository, "totals", sequences.totals) / "model.yaml").write_text(
+        "sequences: {states: [{input: STATE, output: NEXT}]}\n"
+    )
     with serving(repository, "--example", "--allow-client-shm", *SHORT_WARMUP) as server:
         yield server
 
@@ -270,6 +273,24 @@ def test_impossible_regions_are_rejected(caller: Caller) -> None:
             came = caller.refusal(register, "r", asked, size, offset)
             assert (came[0], came[1][: len(text)]) == (status_of(caller, *status), text)
     assert caller.names() == []
+
+
+def test_a_sequence_ends_if_an_output_does_not_fit_its_region(caller: Caller) -> None:
+    """Its state includes the request, so that a second try would add it twice."""
+    value = caller.library.InferInput("INPUT", [1, 1], "FP32")
+    value.set_data_from_numpy(np.ones((1, 1), np.float32))
+    with owned(64) as (key, handle):
+        caller.client.register_system_shared_memory("r", key, 64)
+
+        def ask(byte_size: int, *, is_start: bool = False) -> float:
+            outputs = [caller.output("TOTAL", "r", byte_size)]
+            caller.client.infer("totals", [value], outputs=outputs, sequence_id=7, sequence_start=is_start)
+            return float(shared_memory.get_contents_as_numpy(handle, np.float32, (1,))[0])
+
+        assert [ask(4, is_start=True), ask(4)] == [1, 2]
+        assert "should be at least 4 bytes" in caller.refusal(ask, 3)[1]
+        assert "must specify the START flag" in caller.refusal(ask, 4)[1]
+        assert ask(4, is_start=True) == 1
 
 
 def test_requests_outside_their_region_are_rejected(caller: Caller) -> None:

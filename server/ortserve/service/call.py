@@ -197,3 +197,13 @@ def submit(run: InflightRequest, call: Call, request: InferRequest, served: Serv
         served.submit_part(run, terms, read_sequence_part(request.parameters, call.protocol))
     if call.place is not None:
         call.place.submit()
+
+
+def end_sequence(call: Call) -> None:
+    """End the sequence of a call that fails after its run. Sent again, its request would be in the state twice."""
+    request, served = call.request, call.served
+    if request is None or served is None or not served.takes_sequences:
+        return
+    part = read_sequence_part(request.parameters, call.protocol)
+    if part.id and not part.is_end:
+        served.end_sequence(part.id)

@@ -12,7 +12,7 @@ from ortserve.codecs.bounds import INLINE_ELEMENTS, INLINE_OUTPUTS, JSON_GROWTH,
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
-from ortserve.core.inflight import CANCELLED, DONE, FAILED
+from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor
@@ -27,14 +27,13 @@ from ortserve.errors import (
 )
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers
-from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
-from ortserve.service.call import Call, run_on, submit, try_candidate
+from ortserve.service.call import Call, end_sequence, run_on, submit, try_candidate
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
-from ortserve.service.responses import build_response, classifies_long
+from ortserve.service.responses import build_response, classifies_long, classify_and_encode
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
 from ortserve.telemetry.logs import log_fault
@@ -250,7 +249,11 @@ class InferenceService:
             return await try_candidate(candidate, rollout, call, request, self._registry, reply)
         outputs = await run_on(served, call, request)
         if transfer is not None:
-            await self._reply(call, request, transfer, outputs)
+            try:
+                await self._reply(call, request, transfer, outputs)
+            except Exception:
+                end_sequence(call)
+                raise
         return outputs
 
     async def _reply(self, call: Call, request: InferRequest, transfer: RegionTransfer | None, outputs: Arrays) -> None:
@@ -306,7 +309,7 @@ class InferenceService:
         response = call.response
         if response is None:
             if request.outputs and classifies_long(request, served, outputs):
-                self._encode_on_thread(call, partial(_classify_and_encode, request, served, outputs, encoder))
+                self._encode_on_thread(call, partial(classify_and_encode, request, served, outputs, encoder))
                 return None
             response = build_response(request, served, outputs)
         elements = 0
@@ -350,6 +353,8 @@ class InferenceService:
     def _fail(self, call: Call, error: BaseException) -> None:
         """Record a call that failed, and report the error to its caller."""
         self._activity.step = NOTHING
+        if call.state == COMPUTED:
+            end_sequence(call)
         call.state = FAILED
         call.on_settled = None
         if isinstance(error, ContentsError):  # the tensors could not be decoded; an unknown model takes precedence
@@ -376,12 +381,6 @@ def _set_result(answered: "asyncio.Future[Answer]", answer: Answer) -> None:
 def _set_error(answered: "asyncio.Future[Any]", error: ServeError) -> None:
     if not answered.done():
         answered.set_exception(error)
-
-
-def _classify_and_encode(
-    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer]
-) -> Answer:
-    return encoder.encode(request, build_response(request, served, outputs))
 
 
 def _release_when_decoded(decoding: "asyncio.Future[InferRequest]", hold: Hold, _: object) -> None:

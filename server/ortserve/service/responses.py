@@ -6,17 +6,20 @@ This includes the classification extension: an output's largest elements as text
 
 from collections.abc import Sequence
 from math import prod
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
+from ortserve.core.encoded import AnswerEncoder
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.serving import ServedVersion
+
+Answer = TypeVar("Answer")
 
 _NOTHING_PLACED: Final = ()
 
@@ -70,6 +73,13 @@ def classifies_long(request: InferRequest, served: ServedVersion, outputs: Array
             if not is_short(outputs[index], output.classes, is_batched=has_rows):
                 return True
     return False
+
+
+def classify_and_encode(
+    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer]
+) -> Answer:
+    """Build and encode the response. Raises the errors of ``build_response`` and of the encoder. Any thread."""
+    return encoder.encode(request, build_response(request, served, outputs))
 
 
 def _classified(tensor: Tensor, spec: TensorSpec, classes: int, served: ServedVersion) -> Tensor:

@@ -167,6 +167,20 @@ def totals(path: Path) -> Path:
     )
 
 
+def counted(path: Path) -> Path:
+    """COUNT is the number of requests since the start; OUTPUT returns INPUT, of any length."""
+    return _write(
+        path,
+        """counted (float[batch,count] INPUT, float[batch,1] STATE)
+        => (float[batch,count] OUTPUT, float[batch,1] COUNT, float[batch,1] NEXT) {
+            NEXT = Add (STATE, one)
+            COUNT = Identity (NEXT)
+            OUTPUT = Identity (INPUT)
+        }""",
+        one=[1.0],
+    )
+
+
 def turned(path: Path) -> Path:
     """A state of 2 columns, whose next state has 2 rows; only a square state is valid as a next input."""
     return _write(
