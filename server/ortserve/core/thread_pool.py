@@ -1,5 +1,9 @@
-"""Pools of threads whose work is never refused: it waits while the system has no further thread."""
+"""Starts threads, and names the ones that the system does not permit.
 
+The work of a pool is never refused: it waits while the system has no further thread.
+"""
+
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,8 +36,7 @@ class ThreadPool(ThreadPoolExecutor):
         try:
             self.submit(int)
         except (RuntimeError, MemoryError):
-            text = f"expected the system to start a thread for '{name}', got none: processes or memory are limited"
-            raise ServeError(ErrorKind.OVERLOADED, text) from None
+            raise _no_thread(name) from None
 
     def _adjust_thread_count(self) -> None:
         """Implements the method of ``ThreadPoolExecutor`` that starts a thread for work that was just queued."""
@@ -42,3 +45,20 @@ class ThreadPool(ThreadPoolExecutor):
             return
         with suppress(RuntimeError, MemoryError):
             super()._adjust_thread_count()
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        ServeError: overloaded, if the system permits no further thread.
+    """
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):
+        raise _no_thread(thread.name) from None
+
+
+def _no_thread(name: str) -> ServeError:
+    text = f"expected the system to start the thread '{name}', got none: the number of threads or the memory is limited"
+    return ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1)

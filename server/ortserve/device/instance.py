@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
 from ortserve.core.padding import StagedElements
+from ortserve.core.thread_pool import start_thread
 from ortserve.device.binding import DeviceBinding, EnqueuedBatch
 from ortserve.device.graph_sessions import SETS
 from ortserve.device.instance_batches import InstanceBatches
@@ -48,8 +49,8 @@ class DeviceInstance:
         self._enqueued: SimpleQueue[tuple[EnqueuedBatch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
         self._waiter = threading.Thread(target=self._finish_batches, name=f"wait {name}", daemon=True)
-        self._worker.start()
-        self._waiter.start()
+        start_thread(self._worker)
+        start_thread(self._waiter)
 
     @property
     def has_buffers(self) -> bool:

@@ -14,6 +14,7 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
+from ortserve.core.thread_pool import start_thread
 from ortserve.engine.host_binding import HostBinding, can_bind
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.provider_options import CPU
@@ -83,7 +84,7 @@ class Instance:
         self._nice = nice
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
-        self._worker.start()
+        start_thread(self._worker)
 
     @property
     def staged_elements(self) -> StagedElements:

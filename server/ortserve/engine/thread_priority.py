@@ -6,8 +6,9 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
+
+from ortserve.core.thread_pool import ThreadPool
 
 _Made = TypeVar("_Made")
 
@@ -47,8 +48,11 @@ def call_with_nice(level: int, make: Callable[[], _Made]) -> _Made:
     """Call ``make`` on a new thread with this nice level, which threads that ``make`` starts inherit. Blocks.
 
     The calling thread itself could not return to its own level without a privilege.
+
+    Raises:
+        ServeError: overloaded, if the system permits no further thread.
     """
-    with ThreadPoolExecutor(1, "open with nice", initializer=set_nice, initargs=(level,)) as thread:
+    with ThreadPool(1, "open with nice", set_nice, (level,)) as thread:
         return thread.submit(make).result()
 
 

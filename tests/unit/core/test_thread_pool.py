@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ortserve.core.thread_pool import ThreadPool
+from ortserve.core.thread_pool import ThreadPool, start_thread
 from ortserve.errors import ErrorKind, ServeError
 from scarcity import no_threads
 from servers import LONG_S
@@ -32,6 +32,12 @@ def test_further_threads_start_once_the_system_permits_them() -> None:
 
 
 def test_a_pool_without_any_thread_is_an_error() -> None:
-    with no_threads(), pytest.raises(ServeError, match="to start a thread for 'few', got none") as caught:
+    with no_threads(), pytest.raises(ServeError, match="to start the thread 'few', got none") as caught:
         ThreadPool(1, "few")
+    assert caught.value.kind is ErrorKind.OVERLOADED
+
+
+def test_a_thread_that_cannot_start_is_named() -> None:
+    with no_threads(), pytest.raises(ServeError, match="to start the thread 'run m/1', got none") as caught:
+        start_thread(threading.Thread(target=int, name="run m/1"))
     assert caught.value.kind is ErrorKind.OVERLOADED
