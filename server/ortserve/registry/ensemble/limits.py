@@ -10,6 +10,10 @@ from ortserve.errors import ErrorKind, ServeError
 MOST_WAITING: Final = 16_384
 """Maximum number of requests of one load of an ensemble that wait to begin."""
 
+_STARTED_AT_ONCE: Final = 16
+"""Maximum number of waiting steps and requests that start in a turn of the loop. If a model rejects all of them, each
+takes about 0.1 ms."""
+
 
 class LimitedRun(Protocol):
     """One request of an ensemble that may wait because of the limits."""
@@ -92,13 +96,23 @@ class StepLimits:
             asyncio.get_running_loop().call_soon(self._advance)
 
     def _advance(self) -> None:
-        """Start the waiting steps and requests that now fit the limits."""
+        """Start waiting steps and requests that now fit the limits. The rest follows in later turns of the loop."""
         self._is_woken = False
+        for _ in range(_STARTED_AT_ONCE):
+            if not self._start_next():
+                return
+        self._wake()
+
+    def _start_next(self) -> bool:
+        """Start one waiting step or request. Returns False if none fits the limits."""
         for number, waiting in enumerate(self._waiting):
-            while waiting and self._under_way[number] < self._most:
+            if waiting and self._under_way[number] < self._most:
                 self._under_way[number] += 1
                 run, since_ns = waiting.popitem(last=False)
                 run.start_late(number, since_ns)
-        while self._beginning and not any(self._waiting):
-            run, _ = self._beginning.popitem(last=False)
-            run.begin_late()
+                return True
+        if not self._beginning or any(self._waiting):
+            return False
+        run, _ = self._beginning.popitem(last=False)
+        run.begin_late()
+        return True

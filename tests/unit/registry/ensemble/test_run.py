@@ -547,6 +547,25 @@ async def test_the_wait_for_a_step_counts_as_queue_and_is_bounded(
     await asyncio.wait_for(served.close(), 1)
 
 
+async def test_a_model_that_rejects_all_waiting_requests_holds_no_turn_of_the_loop_for_long(
+    members: dict[str, FakeMember], clock: Clock
+) -> None:
+    """As one that has lost its last instance. Each rejected request takes about 0.1 ms, and 16,384 may wait."""
+    served = serve(members, ["y"], CHAIN, clock, most=1)
+    requests = [submit(served, clock) for _ in range(200)]
+    first = members["l"]
+    first.rejection = ServeError(ErrorKind.NOT_READY, "no instance left")
+    first.answer(*first.requests[0].inputs)
+    failed = 0
+    while failed < 199:
+        await asyncio.sleep(0)
+        before, failed = failed, sum(request.is_settled for request in requests)
+        assert before < failed <= before + 20
+    members["r"].answer(X)
+    assert all(request.is_settled for request in requests)
+    await asyncio.wait_for(served.close(), 1)
+
+
 async def test_requests_that_wait_fail_at_their_deadlines(members: dict[str, FakeMember], clock: Clock) -> None:
     """One request waits to start, one for its second step. The model handles a request that is in a step."""
     served = serve(members, ["y"], CHAIN, clock, most=1)
