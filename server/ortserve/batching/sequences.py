@@ -29,7 +29,7 @@ from ortserve.batching.sequence_table import (
 from ortserve.batching.sequence_timers import ENDED_AT_ONCE, SequenceTimers
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import InflightRequest, fail_in_turns
 from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors, arrays_bytes
 from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, SequenceError, ServeError
@@ -332,8 +332,7 @@ class SequenceRuns:
         sequence.waiting.clear()
         for turn in waiting:
             self._admission.leave(turn)
-        for turn in waiting:
-            turn.request.fail(error)
+        fail_in_turns([turn.request for turn in waiting], error)
 
     def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
         """End the sequence of a request that its client cancelled before the run began."""

@@ -6,7 +6,7 @@ several runs has children, one for each entry in a queue.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Generator, Hashable
+from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -28,6 +28,9 @@ DONE: Final = 4
 FAILED: Final = 5
 CANCELLED: Final = 6
 """A state only grows. From ``COMPUTED`` on, a request is settled."""
+
+_FAILED_AT_ONCE: Final = 16
+"""Maximum number of requests that fail together in a turn of the loop. Each takes about 0.1 ms, with its answer."""
 
 
 class InflightRequest:
@@ -196,6 +199,21 @@ class InflightRequest:
             on_settled(self)
         except Exception:
             logger.exception("the callback of a settled request failed")
+
+
+def fail_in_turns(requests: Sequence[InflightRequest], error: BaseException) -> None:
+    """Fail requests that have left their queue, only some of them in each turn of the loop."""
+    for request in requests:
+        request.withdraw = None
+    _fail_some(requests, error, 0)
+
+
+def _fail_some(requests: Sequence[InflightRequest], error: BaseException, first: int) -> None:
+    after = first + _FAILED_AT_ONCE
+    for request in requests[first:after]:
+        request.fail(error)
+    if after < len(requests):
+        asyncio.get_running_loop().call_soon(_fail_some, requests, error, after)
 
 
 def _cancel(task: "asyncio.Task[Arrays]", _: InflightRequest) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED, QUEUED, RECEIVED, InflightRequest
+from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED, QUEUED, RECEIVED, InflightRequest, fail_in_turns
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
@@ -174,3 +174,19 @@ def test_it_expires_at_the_earlier_of_its_bounds(
     request = inflight()
     request.start_by_ns, request.finish_by_ns = start_by_ns, finish_by_ns
     assert request.expires_ns == expires_ns
+
+
+async def test_many_requests_fail_over_several_turns_of_the_loop() -> None:
+    requests = [inflight() for _ in range(50)]
+    withdrawn: list[InflightRequest] = []
+    for request in requests:
+        request.withdraw = withdrawn.append
+    fail_in_turns(requests, ERROR)
+    requests[40].cancel()
+    counts = []
+    while not all(request.is_settled for request in requests):
+        counts.append(sum(request.state == FAILED for request in requests))
+        await asyncio.sleep(0)
+    assert counts == [16, 32, 47]
+    assert requests[40].state == CANCELLED
+    assert not withdrawn, "they have left their queue already"

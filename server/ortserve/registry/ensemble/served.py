@@ -11,7 +11,7 @@ from ortserve.batching.response_cache import CachedRuns
 from ortserve.batching.statistics import Learned
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import InflightRequest, fail_in_turns
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
@@ -254,9 +254,10 @@ class ServedEnsemble(ServedVersion):
         """Fail the requests behind a cancelled waiting request, because they depend on the state after it."""
         request.inputs = ()  # frees their memory, because the request may stay in the queue for long
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
-        for removed in self._turns.withdraw(turn):
-            removed.owner.drop()
-            removed.request.fail(error)  # has no effect on the cancelled request
+        removed = self._turns.withdraw(turn)
+        for one in removed:
+            one.owner.drop()
+        fail_in_turns([one.request for one in removed], error)  # has no effect on the cancelled request
 
     def _add_route(self, outputs: tuple[str, ...]) -> Route:
         """Add the route for a new list of outputs. A list with the same outputs in another order shares its route."""

@@ -434,6 +434,21 @@ async def test_a_request_rejected_before_its_model_ends_the_sequence_of_a_client
     assert stage.follows.ended == [5] * has_pipelined
 
 
+async def test_a_cancelled_request_with_many_behind_it_holds_no_turn_of_the_loop_for_long(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    stage.submit(1)
+    second = stage.submit(2)
+    behind = [stage.submit(3) for _ in range(100)]
+    second.cancel()
+    assert 0 < sum(request.is_settled for request in behind) <= 20
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert all(request.is_settled for request in behind)
+    await stage.answer()
+    await stage.answer()
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
 async def test_requests_that_cannot_begin_let_the_next_ones_of_their_sequence_run(clock: Clock) -> None:
     """As without memory, which ends a request at any place."""
     stage = SequenceStage(clock)
