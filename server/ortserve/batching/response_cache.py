@@ -17,7 +17,7 @@ import numpy as np
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import InflightRequest, settle_in_turns
 from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import is_absent
 from ortserve.core.terms import Terms
@@ -212,7 +212,7 @@ class CachedRuns:
             self._idle.set()
 
     async def _store_large(self, key: Key, outputs: Arrays, run_ns: int) -> None:
-        with contextlib.suppress(MemoryError):
+        with contextlib.suppress(MemoryError, RuntimeError):  # no thread can be started
             self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
 
     def _look_up(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key, began_ns: int) -> None:
@@ -292,11 +292,11 @@ class SharedRun:
             self._end()
             self._child.cancel()
 
-    def _end(self) -> list[_Waiting]:
+    def _end(self) -> dict[InflightRequest, _Waiting]:
         """Stop further requests from joining. Returns the waiting ones."""
         self._runs.end(self._key, self)
         waiting, self._waiting = self._waiting, {}
-        return list(waiting.values())
+        return waiting
 
     def _on_settled(self, child: InflightRequest) -> None:
         waiting = self._end()
@@ -305,19 +305,22 @@ class SharedRun:
         except asyncio.CancelledError:
             return
         except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
-            self._fail(waiting, error)
+            self._fail(list(waiting.values()), error)
             return
         timing, counts, clock = child.timing, self._runs.counts, self._runs.clock
         run_ns = timing.computed_ns - timing.staged_ns
         began_ns = clock()
         self._runs.store(self._key, outputs, run_ns)
         counts.miss_ns += clock() - began_ns
-        for one in waiting:
-            if one.request is not self._first:
+
+        def complete(request: InflightRequest) -> None:
+            if request is not self._first:
                 counts.hits += 1
                 counts.saved_ns += run_ns
-                _share_times(one.request.timing, timing, one.joined_ns)
-            one.request.complete(outputs)
+                _share_times(request.timing, timing, waiting[request].joined_ns)
+            request.complete(outputs)
+
+        settle_in_turns(list(waiting), complete)
 
     def _fail(self, waiting: list[_Waiting], error: BaseException) -> None:
         """Fail the requests. If the run missed the first one's deadline, only that one fails; the others run again.

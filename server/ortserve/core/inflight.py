@@ -29,8 +29,8 @@ FAILED: Final = 5
 CANCELLED: Final = 6
 """A state only grows. From ``COMPUTED`` on, a request is settled."""
 
-_FAILED_AT_ONCE: Final = 16
-"""Maximum number of requests that fail together in a turn of the loop. Each takes about 0.1 ms, with its answer."""
+_SETTLED_AT_ONCE: Final = 16
+"""Maximum number of requests that are settled together in a turn of the loop. Each takes up to 0.1 ms."""
 
 
 class InflightRequest:
@@ -203,17 +203,26 @@ class InflightRequest:
 
 def fail_in_turns(requests: Sequence[InflightRequest], error: BaseException) -> None:
     """Fail requests that have left their queue, only some of them in each turn of the loop."""
+    settle_in_turns(requests, lambda request: request.fail(error))
+
+
+def settle_in_turns(requests: Sequence[InflightRequest], settle: Callable[[InflightRequest], object]) -> None:
+    """Call ``settle`` with requests that have left their queue, only with some of them in each turn of the loop.
+
+    Requests that are cancelled meanwhile are left out.
+    """
     for request in requests:
         request.withdraw = None
-    _fail_some(requests, error, 0)
+    _settle_some(requests, settle, 0)
 
 
-def _fail_some(requests: Sequence[InflightRequest], error: BaseException, first: int) -> None:
-    after = first + _FAILED_AT_ONCE
+def _settle_some(requests: Sequence[InflightRequest], settle: Callable[[InflightRequest], object], first: int) -> None:
+    after = first + _SETTLED_AT_ONCE
     for request in requests[first:after]:
-        request.fail(error)
+        if not request.is_settled:
+            settle(request)
     if after < len(requests):
-        asyncio.get_running_loop().call_soon(_fail_some, requests, error, after)
+        asyncio.get_running_loop().call_soon(_settle_some, requests, settle, after)
 
 
 def _cancel(task: "asyncio.Task[Arrays]", _: InflightRequest) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fakes.clock import FakeClock
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import COMPUTED, InflightRequest
 from ortserve.core.tensor import absent
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
@@ -192,6 +192,22 @@ def test_equal_requests_wait_for_a_run_under_way() -> None:
         stage.answer()
         assert [value_of(await request) for request in requests] == [7, 7, 7]
         assert (stage.counts.misses, stage.counts.hits) == (1, 2)
+
+    run(test)
+
+
+def test_many_requests_that_wait_for_a_run_are_answered_over_several_turns_of_the_loop() -> None:
+    async def test() -> None:
+        stage = Stage()
+        requests = [stage.submit() for _ in range(50)]
+        stage.answer()
+        requests[40].cancel()
+        counts = []
+        while not all(request.is_settled for request in requests):
+            counts.append(sum(request.state == COMPUTED for request in requests))
+            await asyncio.sleep(0)
+        assert counts == [16, 32, 47]
+        assert (stage.counts.misses, stage.counts.hits) == (1, 48)
 
     run(test)
 
