@@ -120,6 +120,9 @@ def test_call_changes_labels_in_one_step_and_null_restores_the_files(labelled: S
         ("PUT", "m/labels", {"labels": {"1st": 1}}, 400, "label '1st': expected at most 63 letters"),
         ("PUT", "m/labels", {"labels": {"x" * 64: 1}}, 400, "expected at most 63 letters"),
         ("PUT", "m/labels", {"labels": {"a": "1"}}, 400, "label 'a': expected the number of a version, got '1'"),
+        ("PUT", "m/labels", {"labels": {"a": 2**63}}, 400, f"expected the number of a version, got {2**63}"),
+        ("POST", "m/promote", {"version": 2**63}, 400, f"version: expected the number of a version, got {2**63}"),
+        ("PUT", "m/rollout", {"candidate": 2**63}, 400, f"candidate: expected integer, 1 to {2**63 - 1}, got {2**63}"),
         (
             "PUT",
             "m/labels",

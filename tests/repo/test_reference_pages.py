@@ -57,7 +57,7 @@ def test_page_is_current(page: Path, render: Callable[[], str], command: str) ->
 
 def test_keys_without_a_default_are_shown_as_required() -> None:
     page = ortserve.config.reference.render()
-    assert "- `candidate`: integer · required. The version" in page
+    assert "- `candidate`: integer, 1 to 9223372036854775807 · required. The version" in page
     assert "Undefined" not in page
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from ortserve.core.version_names import MOST_VERSION
+
 _CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 MOST_STEPS: Final = 256
@@ -21,7 +23,7 @@ class EnsembleStep(BaseModel):
 
     model: _Name
     """Name of the model, which may be an ensemble itself."""
-    version: int = Field(default=LATEST, ge=LATEST)
+    version: int = Field(default=LATEST, ge=LATEST, le=MOST_VERSION)
     """Version of the model. -1: the one that answers requests without a version."""
     inputs: Mapping[_Name, _Name] = Field(min_length=1)
     """The tensor of the ensemble for each input of the model. Optional inputs may be left out."""

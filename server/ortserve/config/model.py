@@ -18,7 +18,7 @@ from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import BatchInputOptions, FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.config.yaml_file import read_yaml
-from ortserve.core.version_names import LABEL_FORM, is_label
+from ortserve.core.version_names import LABEL_FORM, MOST_VERSION, is_label
 from ortserve.errors import invalid_input
 
 MOST_INSTANCES: Final = 64
@@ -144,12 +144,15 @@ class PadAxis(BaseModel):
     value: Annotated[bool | int | float | str, AfterValidator(_not_nan)]
 
 
+_Version = Annotated[int, Field(ge=1, le=MOST_VERSION)]
+
+
 class LatestVersions(BaseModel):
     """Serve the ``latest`` highest version numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    latest: int = Field(ge=1)
+    latest: int = Field(ge=1, le=2**32 - 1)
 
 
 class AllVersions(BaseModel):
@@ -165,7 +168,7 @@ class SpecificVersions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    specific: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    specific: tuple[_Version, ...] = Field(min_length=1)
 
 
 def _label(name: str) -> str:
@@ -192,12 +195,12 @@ class ModelOptions(LoadOptions):
     )
     """Numbers of the GPUs for the instances, in rotation: ``[0, 1]`` with ``instances: 4`` places two on each. Unset:
     all on the execution provider's ``device_id``. No effect on the CPU."""
-    preferred_rows: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), json_schema_extra={"expects": "list of integers, at least 1"}
+    preferred_rows: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(
+        default=(), json_schema_extra={"expects": "list of integers, 1 to 65536"}
     )
     """Batch sizes that run without waiting for the rest of ``queue_delay_s``. Unset: only a full batch."""
-    buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), json_schema_extra={"expects": "list of integers, at least 1"}
+    buckets: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = Field(
+        default=(), json_schema_extra={"expects": "list of integers, 1 to 65536"}
     )
     """Sizes to which batches are padded; the largest one is the maximum number of rows. Sizes that do not fit in the
     memory of a GPU are not used; the load fails if none fits. Unset: no padding."""
@@ -290,7 +293,7 @@ class ModelOptions(LoadOptions):
         json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
     )
     """Served versions: the ``n`` highest, all, or the listed ones. Versions that labels name are served in addition."""
-    labels: Mapping[Annotated[str, AfterValidator(_label)], Annotated[int, Field(ge=1)]] = Field(
+    labels: Mapping[Annotated[str, AfterValidator(_label)], _Version] = Field(
         default_factory=dict, max_length=MOST_LABELS, json_schema_extra={"expects": "{name: version, ...}, at most 64"}
     )
     """Names of versions, such as ``{stable: 3, canary: 4}``, that requests may use instead of the number. Requests

@@ -6,6 +6,9 @@ from typing import Final
 STABLE: Final = "stable"
 """The label of the version that answers requests without a version, if the model has this label."""
 
+MOST_VERSION: Final = 2**63 - 1
+"""The highest version: Triton's messages hold no larger integers."""
+
 LABEL_PATTERN: Final = "[A-Za-z_][A-Za-z0-9_.-]{0,62}"
 """A label is never a number, and needs no escaping in a URL."""
 
@@ -15,6 +18,16 @@ LABEL_FORM: Final = "at most 63 letters, digits, '_', '.' and '-' that begin wit
 VERSION_PATTERN: Final = f"^([0-9]+|{LABEL_PATTERN})$"
 
 _LABEL: Final = re.compile(LABEL_PATTERN)
+_NUMBER: Final = re.compile("[1-9][0-9]{0,18}")
+
+
+def version_of(name: str) -> int | None:
+    """The version that the name of a folder denotes; None for other names.
+
+    01 is none, because it would be version 1 a second time.
+    """
+    number = int(name) if _NUMBER.fullmatch(name) else 0
+    return number if 1 <= number <= MOST_VERSION else None
 
 
 def is_label(text: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortserve.config.rollout import RolloutOptions, make_rollout_options
-from ortserve.core.version_names import is_label
+from ortserve.core.version_names import MOST_VERSION, is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 SCHEMA: Final = "ortserve.state/1"
@@ -168,7 +168,7 @@ def _state_of(name: str, given: Any) -> ModelState:
 
 
 def _is_version(value: Any) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 1 <= value <= MOST_VERSION
 
 
 def _document(state: ModelState) -> dict[str, Any]:

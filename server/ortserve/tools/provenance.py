@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ortserve import __version__
 from ortserve.core.agreement import Agreement
+from ortserve.core.version_names import version_of
 from ortserve.model_file.reading import read_model
-from ortserve.registry.repository.model_files import VERSION
 from ortserve.registry.repository.provenance import PROVENANCE_FILE, provenance_beside
 from ortserve.tools.command import json_text
 from ortserve.tools.doctor.machine import Files, read_processors
@@ -184,7 +184,7 @@ def speed_text(speed: Speed) -> str:
 def read_provenance(model: Path) -> Provenance | None:
     """The provenance of a model file; None if it has none that can be read."""
     file = provenance_beside(model)
-    if not file.is_file() and VERSION.fullmatch(model.parent.name):
+    if not file.is_file() and version_of(model.parent.name):
         file = model.with_name(PROVENANCE_FILE)
     try:
         return TypeAdapter(Provenance).validate_json(file.read_bytes())
@@ -225,7 +225,7 @@ def _without_folder(argument: str) -> str:
     is_path = "/" in value and (path.exists() or (path.parent.is_dir() and path.parent != Path("/")))
     if not is_path:
         return argument
-    kept = path.parts[-2:] if VERSION.fullmatch(path.name) else path.parts[-1:]
+    kept = path.parts[-2:] if version_of(path.name) else path.parts[-1:]
     return f"{flag}{equals}{'/'.join(kept)}"
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, SpecificVersions
+from ortserve.core.version_names import version_of
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.model_files import VERSION, read_repositories
+from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, VersionSource, make_source, read_source
 
 _IS_HOST_AND_PORT: Final = re.compile(r"[\w.-]*:\d+").fullmatch
@@ -60,9 +61,10 @@ def find_version(text: str) -> Subject:
     path = Path(text)
     if path.is_file():
         return Subject(path.stem, path)
-    folder, version = path, None
-    if VERSION.fullmatch(path.name) and path.parent.is_dir() and not (path.parent / f"{path.name}.onnx").is_file():
-        folder, version = path.parent, int(path.name)
+    version = version_of(path.name)
+    if not path.parent.is_dir() or (path.parent / f"{path.name}.onnx").is_file():
+        version = None
+    folder = path.parent if version else path
     source = read_source(folder.name, [folder.parent], LoadOptions()) if folder.parent.is_dir() else None
     if source is None:
         hint = "; the URL of a server begins with http:// or grpc://" if _IS_HOST_AND_PORT(text) else ""

@@ -66,7 +66,14 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
                 "that begin with a letter or '_', got '1st'"
             ),
         ),
+        (f"labels: {{a: {2**63}}}", f"labels: expected {{name: version, ...}}, at most 64, got {{'a': {2**63}}}"),
+        (
+            f"rollout: {{candidate: {10**20}}}",
+            f"rollout.candidate: expected integer, 1 to {2**63 - 1}, got {10**20}",
+        ),
         ("max_rows: 0", "max_rows: expected integer, 1 to 65536, in rows, got 0"),
+        ("preferred_rows: [65537]", "preferred_rows: expected list of integers, 1 to 65536, in rows, got [65537]"),
+        (f"buckets: [4, {2**31}]", f"buckets: expected list of integers, 1 to 65536, got [4, {2**31}]"),
         ("max_rows: true", "max_rows: expected integer, 1 to 65536, in rows, got True"),
         ("warmup_s: '3'", "warmup_s: expected number, 0 to 3600, in seconds, got '3'"),
         ("required: 1", "required: expected true or false, got 1"),
@@ -82,6 +89,8 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
                 ("{specific: []}", "{'specific': []}"),
                 ("{latest: 0}", "{'latest': 0}"),
                 ("latest", "'latest'"),
+                (f"{{latest: {2**32}}}", f"{{'latest': {2**32}}}"),
+                (f"{{specific: [1, {2**63}]}}", f"{{'specific': [1, {2**63}]}}"),
             ]
         ),
     ],

@@ -17,9 +17,10 @@ from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.codecs.model_config import parse_config_json
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.session import FILE_ENTRIES, provider_parts
+from ortserve.core.version_names import version_of
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.configuration import Configuration, configure
-from ortserve.registry.repository.model_files import VERSION, ModelFiles, read_repositories
+from ortserve.registry.repository.model_files import ModelFiles, read_repositories
 from ortserve.registry.repository.source import ModelSource, make_source
 
 SOURCE: Final = "config"
@@ -102,9 +103,9 @@ class ClientModel:
                 target.write_bytes(content)
             except OSError as error:
                 raise invalid_input(f"{_FILE_PREFIX}{path}: cannot be written: {error.strerror}") from None
-            version = path.partition("/")[0]
-            if "/" in path and VERSION.fullmatch(version):
-                versions[int(version)] = folder / version / "model.onnx"
+            name, inner, _ = path.partition("/")
+            if inner and (version := version_of(name)):
+                versions[version] = folder / name / "model.onnx"
         if not versions:
             raise invalid_input("no file of a version was sent: expected file:<version>/<file>")
         return ModelFiles(self.name, versions, folder=folder)

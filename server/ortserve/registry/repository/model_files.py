@@ -13,15 +13,13 @@ from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import EXTENSIONS
+from ortserve.core.version_names import version_of
 from ortserve.errors import invalid_input
 from ortserve.paths import exists, is_file, is_folder
 
 MODEL_FILE: Final = "model.onnx"
 OPTIONS_FILE: Final = "model.yaml"
 TRITON_OPTIONS_FILE: Final = "config.pbtxt"
-
-VERSION: Final = re.compile("[1-9][0-9]*")
-"""Pattern for the name of a version's folder. 01 is excluded, because it would be version 1 a second time."""
 
 NO_VERSIONS: Final = "no version folder (1, 2, …)"
 """Start of the text of ``ModelFiles.problem`` for a folder without versions."""
@@ -200,7 +198,7 @@ def _read_model(folder: Path) -> ModelFiles:
     entries = sorted(folder.iterdir())
     options_files = tuple(entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
     versions = {
-        int(entry.name): entry / MODEL_FILE for entry in entries if VERSION.fullmatch(entry.name) and is_folder(entry)
+        version: entry / MODEL_FILE for entry in entries if (version := version_of(entry.name)) and is_folder(entry)
     }
     problem = ""
     if len(options_files) > 1:
@@ -214,16 +212,14 @@ def _read_model(folder: Path) -> ModelFiles:
             problem += "; an ensemble needs an empty one, which Git does not store"
         if any(_has_versions(entry) for entry in entries):
             problem = f"expected the folder of a model, got a repository, a folder of models: it has {present}"
-        if VERSION.fullmatch(name) and exists(folder / MODEL_FILE):
+        if version_of(name) and exists(folder / MODEL_FILE):
             problem += f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
     return ModelFiles(name, versions, options_files, problem, folder)
 
 
 def _has_versions(entry: Path) -> bool:
     """Whether an entry is the folder of a model with versions."""
-    return is_folder(entry) and any(
-        VERSION.fullmatch(inner.name) and exists(inner / MODEL_FILE) for inner in entry.iterdir()
-    )
+    return is_folder(entry) and any(version_of(inner.name) and exists(inner / MODEL_FILE) for inner in entry.iterdir())
 
 
 def _misnamed(entry: Path) -> str:
@@ -232,7 +228,7 @@ def _misnamed(entry: Path) -> str:
     If such a file were ignored, the model would not be served as its owner expects.
     """
     name = entry.name
-    if VERSION.fullmatch(name) and exists(entry / OPTIONS_FILE):
+    if version_of(name) and exists(entry / OPTIONS_FILE):
         return f"found {name}/{OPTIONS_FILE}: expected it beside the version folders"
     expected = OPTIONS_FILE if _LIKE_OPTIONS.fullmatch(name) else TRITON_OPTIONS_FILE
     is_like = _LIKE_OPTIONS.fullmatch(name) or _LIKE_TRITON_OPTIONS.fullmatch(name)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.config.model import LoadOptions
+from ortserve.core.version_names import version_of
 from ortserve.errors import ServeError
 from ortserve.paths import is_file
 from ortserve.registry.repository.configuration import read_configuration
-from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
+from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.repository.source import versions_to_serve
 from ortserve.registry.stores.objects import StoredObject, StoreError
 
@@ -43,8 +44,8 @@ def listed_versions(entry: str, objects: Iterable[StoredObject]) -> dict[str, in
     found: dict[str, int] = {}
     for known in objects:
         name, _, rest = known.path.removeprefix(f"{entry}/").partition("/")
-        if VERSION.fullmatch(name) and (rest or not known.size):
-            found[name] = int(name)
+        if (version := version_of(name)) and (rest or not known.size):
+            found[name] = version
     return found
 
 

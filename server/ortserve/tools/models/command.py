@@ -1,12 +1,12 @@
 """``ortserve models``: show and change the models of a running server."""
 
 import argparse
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from ortserve.core.version_names import version_of
 from ortserve.errors import invalid_input
 from ortserve.tools.address import address_of
 from ortserve.tools.client import path_of
@@ -18,8 +18,6 @@ from ortserve.tools.report import Block, Facts, Report, Table, Text
 
 _WATCH_S: Final = 1.0
 """Interval between two readings."""
-_VERSION: Final = re.compile("[0-9]{1,18}")
-"""Longer numbers may not be written as JSON."""
 
 
 def main(given: argparse.Namespace) -> int:
@@ -174,9 +172,9 @@ def _labels(changes: Sequence[str]) -> dict[str, int | None]:
     labels: dict[str, int | None] = {}
     for change in changes:
         name, equals, version = change.partition("=")
-        if not equals or not name or (version and not _VERSION.fullmatch(version)):
+        if not equals or not name or (version and not version_of(version)):
             raise invalid_input(f"labels: expected NAME=VERSION or NAME=, got '{change}'")
-        labels[name] = int(version) if version else None
+        labels[name] = version_of(version)
     return labels
 
 
@@ -184,6 +182,7 @@ def _version(changes: Sequence[str]) -> dict[str, int]:
     """The version to promote; empty for the candidate. Raises ServeError: invalid_input."""
     if not changes:
         return {}
-    if len(changes) != 1 or not _VERSION.fullmatch(changes[0]):
+    version = version_of(changes[0]) if len(changes) == 1 else None
+    if version is None:
         raise invalid_input(f"promote: expected the number of one version, got '{' '.join(changes)}'")
-    return {"version": int(changes[0])}
+    return {"version": version}

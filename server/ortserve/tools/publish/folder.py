@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
+from ortserve.core.version_names import MOST_VERSION, version_of
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.golden_samples import GOLDEN_FOLDER, GOLDEN_MISSING
-from ortserve.registry.repository.model_files import OPTIONS_FILE, VERSION
+from ortserve.registry.repository.model_files import OPTIONS_FILE
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
 from ortserve.registry.repository.source import choose_versions
 from ortserve.tools.apart import call_apart
@@ -217,6 +218,8 @@ def _install(staging: Path, place: Place) -> int:
     """Choose the number of the version and rename its folder. Returns the number."""
     with _locked(place.folder):
         number = 1 + max((_recorded(place.folder), *_numbers(place.folder)))
+        if number > MOST_VERSION:
+            raise invalid_input(f"{place.folder}: version {MOST_VERSION} is the highest possible one")
         _record(staging, number).replace(place.folder / RECORD)
         version = (staging / "version").rename(place.folder / str(number))
         try:
@@ -261,7 +264,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _numbers(folder: Path) -> list[int]:
-    return [int(entry.name) for entry in folder.iterdir() if VERSION.fullmatch(entry.name)]
+    return [number for entry in folder.iterdir() if (number := version_of(entry.name))]
 
 
 def _recorded(folder: Path) -> int:

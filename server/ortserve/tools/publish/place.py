@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.core.version_names import version_of
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.configuration import read_configuration
-from ortserve.registry.repository.model_files import NO_VERSIONS, VERSION, ModelFiles, read_repositories
+from ortserve.registry.repository.model_files import NO_VERSIONS, ModelFiles, read_repositories
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
 from ortserve.registry.repository.source import choose_versions, take_fingerprints
 from ortserve.tools.provenance import external_files
@@ -83,9 +84,7 @@ def find_place(target: str) -> Place:
         raise invalid_input(f"{target}: expected the name of a model after the repository, got '{name}'")
     models = read_repositories([repository])
     files = next((files for files in models if files.name == name), None)
-    if VERSION.fullmatch(name) and any(
-        model.name == repository.name for model in read_repositories([repository.parent])
-    ):
+    if version_of(name) and any(model.name == repository.name for model in read_repositories([repository.parent])):
         raise invalid_input(f"{target}: expected REPOSITORY/name without a version, which publish chooses")
     if (repository / f"{name}.onnx").is_file():
         moved = f"mkdir -p {name}/1 && mv {name}.onnx {name}/1/model.onnx"

@@ -14,11 +14,12 @@ from typing import Any, Final
 from ortserve import __version__
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.core.agreement import parse_bound
+from ortserve.core.version_names import version_of
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
-from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
+from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.tools.apart import call_apart
 from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.command import Outcome, run_tool
@@ -186,8 +187,8 @@ def _find_variants(subject: Subject) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for folder in subject.folder.iterdir():
         file = folder / subject.path.name
-        number = int(folder.name) if VERSION.fullmatch(folder.name) and file.is_file() else subject.version
-        if number != subject.version and (number == source or read_provenance(file) is not None):
+        number = version_of(folder.name) if file.is_file() else None
+        if number is not None and number != subject.version and (number == source or read_provenance(file) is not None):
             found[number] = file
     return dict(sorted(found.items()))
 

@@ -71,7 +71,7 @@ def test_models_of_all_repositories_are_listed_by_name(tmp_path: Path) -> None:
     assert not any(model.problem for model in found)
 
 
-@pytest.mark.parametrize("folder", ["0", "-1", "v1", "1a", "\u0661", "01", "latest"])
+@pytest.mark.parametrize("folder", ["0", "-1", "v1", "1a", "\u0661", "01", "latest", str(2**63), "9" * 200])
 def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, folder: str) -> None:
     touch(tmp_path, f"m/{folder}/model.onnx", "m/1/model.onnx")
     assert list(read_one(tmp_path).versions) == [1]
