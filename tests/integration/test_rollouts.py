@@ -1,5 +1,6 @@
 """Shadow and canary rollouts on real servers: wrong, slow and crashing candidates do not affect callers."""
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from encodings_of_requests import triton_inputs
 from http_wire import wait_until
 from models import builders
+from ortserve.cli.main import main
 from servers import (
     LONG_S,
     SHORT_WARMUP,
@@ -265,6 +267,15 @@ def test_candidate_that_takes_other_inputs_fails_no_caller(server: ServerProcess
     assert rollout_of(server, "other_inputs")["figures"]["failed"] == 10
     asked(server, "POST", "other_inputs/rollback").raise_for_status()
     assert rollout_of(server, "other_inputs")["ended"]["result"] == "rolled_back"
+
+
+def test_infinite_errors_are_shown_as_such(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    start(server, "larger", share=1)
+    with calling(server, "larger") as caller:
+        wait_until(lambda: caller.ask()[0] == "1" and rollout_of(server, "larger")["figures"]["disagreed"] > 0)
+    assert rollout_of(server, "larger")["worst_errors"]["max"] is None
+    assert main(["models", "rollout", "larger", "--url", server.url]) == 0
+    assert re.search(r"worst max error +infinite", capsys.readouterr().out)
 
 
 def test_candidate_whose_output_exceeds_the_region_of_its_caller_fails_no_caller(server: ServerProcess) -> None:

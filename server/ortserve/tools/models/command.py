@@ -135,7 +135,9 @@ def _report(result: ModelsResult, rollout: Rollout | None) -> Report:
 def _rollout_facts(shown: Rollout) -> Iterator[Facts]:
     if shown.rollout is not None:
         problem = {"problem": shown.problem} if shown.problem else {}
-        worst = {f"worst {name} error": error for name, error in shown.worst_errors.items()}
+        worst = {
+            f"worst {name} error": "infinite" if error is None else error for name, error in shown.worst_errors.items()
+        }
         figures = {name.replace("_", " "): value for name, value in shown.figures.items()}
         yield Facts("Rollout", {**dict(_given(shown.rollout)), **problem})
         yield Facts("Candidate", {**figures, **worst})
