@@ -16,7 +16,7 @@ from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
-from ortserve.registry.repository.source import ModelSource, VersionChanges, plan_changes
+from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 
@@ -68,6 +68,8 @@ class Reconciler:
         self._clock = clock
         self._on_versions = on_versions
         self._retries = LoadRetries()
+        self._served: dict[str, dict[int, VersionSource]] = {}
+        """The versions of each model that served last, for a model that is evicted before its next versions load."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def lock(self, name: str) -> asyncio.Lock:
@@ -184,8 +186,13 @@ class Reconciler:
         changes = self._changes(source)
         if changes.load:
             _report_options(source)
-        incoming = [self._versions.announce(name, version, source, is_awaited=is_awaited) for version in changes.load]
-        failures = [
+        failed = self._known_failures(source) if is_awaited else {}
+        incoming = [
+            self._versions.announce(name, version, source, is_awaited=is_awaited)
+            for version in changes.load
+            if version not in failed
+        ]
+        failures = [f"version {version}: {reason}" for version, reason in failed.items()] + [
             f"version {record.version}: {reason}"
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
@@ -194,6 +201,8 @@ class Reconciler:
             self._retries.note_failure(name, self._clock())
         elif not failures:
             self._retries.forget(name)
+        if failures and not self._catalog.ready(name):
+            await self._load_earlier(source, is_awaited=is_awaited)
         self._labels.follow(name)
         self._on_versions(name)
         if not failures:
@@ -209,9 +218,33 @@ class Reconciler:
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         if failures:
             await self._reconnect(name)
+        if ready := self._catalog.ready(name):
+            self._served[name] = {record.version: record.source for record in ready if record.source}
         if self._catalog.ready(name) != serving:
             await self._follow(name, applied)
         return failures
+
+    def _known_failures(self, source: ModelSource) -> dict[int, str]:
+        """The reasons of versions whose last load failed, until the next retry is due."""
+        if self._retries.is_due(source.name, self._clock()):
+            return {}
+        return {
+            record.version: record.reason
+            for record in self._catalog.of(source.name).values()
+            if record.state is State.FAILED and record.source == source.versions.get(record.version)
+        }
+
+    async def _load_earlier(self, source: ModelSource, *, is_awaited: bool) -> None:
+        """Load the versions that served before a model was evicted, because those of ``source`` fail to load.
+
+        They would serve on if they had stayed in memory. A version whose files were removed is left out.
+        """
+        earlier = replace(source, versions=self._served.get(source.name, {}))
+        for version in earlier.versions.keys() - source.versions.keys():
+            record = self._versions.announce(source.name, version, earlier, is_awaited=is_awaited)
+            await self._versions.load(record, earlier.versions[version])
+            if record.state is State.FAILED:
+                self._versions.forget([record])
 
     async def settle_labels(self, name: str) -> None:
         """Drain the versions of a model that neither its policy nor a label needs any more."""
@@ -248,6 +281,7 @@ class Reconciler:
         source = self._sources.pop(name, None)
         self._labels.forget(name)
         self._retries.forget(name)
+        self._served.pop(name, None)
         self._versions.withdraw(name)
         self._versions.drain_all(name)
         self._on_versions(name)

@@ -368,6 +368,47 @@ async def test_poll_offers_a_model_on_demand_again_that_failed(
     assert await ask(registry, "m") == "1"
 
 
+@pytest.mark.parametrize("policy", ["start", "on_demand"])
+async def test_version_that_served_before_an_eviction_serves_on_if_the_next_one_fails(
+    tmp_path: Path, make: Make, prometheus: CollectorRegistry, policy: str
+) -> None:
+    put(tmp_path, "m", options=f"load_policy: {policy}")
+    registry = make()
+    await registry.load_all()
+    assert await ask(registry, "m") == "1"
+    registry._draining.evict("m")
+    put(tmp_path, "m", 2, build=builders.not_onnx)
+    await registry.poll()
+    for _ in range(2):
+        assert await ask(registry, "m") == "1"
+        assert {version: state for version, (state, _) in states(registry, "m").items()} == {
+            1: State.READY,
+            2: State.FAILED,
+        }
+        registry._draining.evict("m")
+    failures = {"model": "m", "outcome": "failed"}
+    assert prometheus.get_sample_value("ortserve_model_loads_total", failures) == 1, "a retry is not due yet"
+    (tmp_path / "m" / "2" / "model.onnx").write_bytes((tmp_path / "m" / "1" / "model.onnx").read_bytes())
+    await registry.poll()
+    assert await ask(registry, "m") == "2"
+    assert [version for version, (state, _) in states(registry, "m").items() if state is State.READY] == [2]
+
+
+async def test_evicted_version_whose_files_were_removed_leaves_the_reason_of_the_next_one(
+    tmp_path: Path, make: Make
+) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    registry = make()
+    await registry.load_all()
+    await ask(registry, "m")
+    registry._draining.evict("m")
+    (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
+    builders.not_onnx(tmp_path / "m" / "2" / "model.onnx")
+    await registry.poll()
+    assert "version 2: " in (await refused(registry, "m")).message
+    assert [state for state, _ in states(registry, "m").values()] == [State.FAILED]
+
+
 async def test_label_moves_to_the_version_that_replaces_a_version_on_demand(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "m", options="{load_policy: on_demand, labels: {stable: 1}}")
     registry = make()
