@@ -1,6 +1,7 @@
 """Loading, reloading and unloading while clients send requests, by calls and by changed folders."""
 
 import base64
+import os
 import re
 import shutil
 import threading
@@ -341,6 +342,30 @@ def test_changes_of_one_model_at_the_same_time_follow_each_other(tmp_path: Path)
         change("load_model")
         assert failures == []
         assert index_of(server) == [{"name": "m", "version": "1", "state": "READY"}]
+
+
+def states(index: list[dict[str, str]]) -> set[tuple[str, str]]:
+    return {(entry["name"], entry.get("state", "")) for entry in index}
+
+
+def test_load_that_does_not_end_delays_no_change_of_other_models(tmp_path: Path) -> None:
+    """A model is read from a pipe, so that its load lasts until the test replaces the pipe and writes it."""
+    add_model(tmp_path, "old", builders.identity)
+    content = builders.identity(tmp_path / "real").read_bytes()
+    with serving(tmp_path, *POLL) as server, triton_clients(server) as (http, _):
+        pipe = tmp_path / "slow.onnx"
+        os.mkfifo(pipe)
+        wait_until(lambda: ("slow", "LOADING") in states(index_of(server)))
+        shutil.move(tmp_path / "old", tmp_path / ".old")
+        add_model(tmp_path, "new", builders.identity)
+        wait_until(lambda: {("new", "READY"), ("old", "UNAVAILABLE")} <= states(index_of(server)))
+        assert ("slow", "LOADING") in states(index_of(server))
+        kept = tmp_path / ".pipe"
+        pipe.rename(kept)
+        pipe.write_bytes(content)
+        kept.write_bytes(content)  # ends the load that the new file cancels
+        wait_until(lambda: ("slow", "READY") in states(index_of(server)))
+        assert http.is_model_ready("slow")
 
 
 def test_polling_follows_the_folders(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class Reconciler:
         self._clock = clock
         self._on_versions = on_versions
         self._retries = LoadRetries()
+        self._coming: dict[str, ModelSource] = {}
+        """The newest source of each model whose change by ``apply_all`` waits or is under way."""
         self._served: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that served last, for a model that is evicted before its next versions load."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -82,7 +84,9 @@ class Reconciler:
         return lock is not None and lock.locked()
 
     def is_due(self, source: ModelSource) -> bool:
-        """Whether a model has changed, or has failed and should be tried again."""
+        """Whether a model has changed since its latest change began, or has failed and should be tried again."""
+        if (coming := self._coming.get(source.name)) is not None:
+            return coming != source
         return self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock())
 
     def stays_out(self, source: ModelSource) -> bool:
@@ -125,14 +129,20 @@ class Reconciler:
         Models in ``forced`` are loaded even if they could be loaded on demand.
         """
         loading = {source.name: source for source in reject_cycles(sources, self._sources)}
+        self._coming |= loading
         tasks: dict[str, asyncio.Task[None]] = {}
 
         async def apply(source: ModelSource) -> None:
             members = [tasks[member] for member in members_of(source) if member in tasks]
-            if members:
-                await asyncio.wait(members)
-            async with self.lock(source.name):
-                await self.apply(source, loading.keys(), is_forced=source.name in forced)
+            try:
+                if members:
+                    await asyncio.wait(members)
+                async with self.lock(source.name):
+                    if self._coming.get(source.name) is source:  # otherwise a newer change follows
+                        await self.apply(source, loading.keys(), is_forced=source.name in forced)
+            finally:
+                if self._coming.get(source.name) is source:
+                    del self._coming[source.name]
 
         tasks.update((name, self._loop.create_task(apply(source))) for name, source in loading.items())
         try:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,6 +127,10 @@ class Registry:
             read=self._reader.read if is_polled else None,
         )
         self._changes: set[asyncio.Task[Any]] = set()
+        self._found: Set[str] = frozenset()
+        """The models in the repositories at the latest poll."""
+        self._leaving: set[str] = set()
+        """Models that a poll unloads when the loads that it began have ended."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after the state of a version has changed, and when initial loading is over."""
         self.find: Final = self._catalog.find
@@ -224,15 +228,22 @@ class Registry:
         await asyncio.shield(self._start(self._unload(name, with_members=with_members)))
 
     async def poll(self) -> None:
+        """As ``begin_poll``; returns when all changes are complete."""
+        await asyncio.shield(await self.begin_poll())
+
+    async def begin_poll(self) -> asyncio.Task[None]:
         """Read the repositories again. Loads new and changed models, and unloads models that were removed.
 
         A failed model is retried when it has changed. An unchanged one is retried at growing intervals, because the
-        cause may have passed.
+        cause may have passed. Returns the task of the changes, for which the next poll need not wait: a load that takes
+        long delays only later changes of its model, and the unloads of the same poll.
 
         Raises:
             ServeError: invalid_input, if a repository cannot be read; then nothing changes.
         """
-        await asyncio.shield(self._start(self._poll()))
+        found = await self._reader.read_all()
+        self._found = {source.name for source in found}
+        return self._start(self._follow(found))
 
     async def close(self) -> None:
         """Drain and free every model. Admitted requests are answered first."""
@@ -327,8 +338,7 @@ class Registry:
                 if not self._reconciler.dependents_of(member):
                     await self._unload(member, with_members=True)
 
-    async def _poll(self) -> None:
-        found = await self._reader.read_all()
+    async def _follow(self, found: Sequence[ModelSource]) -> None:
         changed = [source for source in found if self._reconciler.is_due(source)]
         for source in changed:
             self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
@@ -336,11 +346,17 @@ class Registry:
         kept = [source.name for source in changed if members_of(source) and not self._reconciler.stays_out(source)]
         forced = closure_of(kept, by_name)
         missing = [by_name[name] for name in forced if not self._catalog.ready(name)]
-        with self._room.loading_together(*(closure_of([name], by_name) for name in kept)):
-            await self._reconciler.apply_all([*changed, *missing], forced=forced)
-        for name in self._sources.keys() - by_name.keys():
-            log_event(logger, logging.INFO, "model is no longer in the repositories", model=name)
-            await self._unload(name)
+        gone = self._sources.keys() - by_name.keys() - self._leaving
+        self._leaving |= gone
+        try:
+            with self._room.loading_together(*(closure_of([name], by_name) for name in kept)):
+                await self._reconciler.apply_all([*changed, *missing], forced=forced)
+            for name in gone:
+                if name not in self._found:  # it may have come back
+                    log_event(logger, logging.INFO, "model is no longer in the repositories", model=name)
+                    await self._unload(name)
+        finally:
+            self._leaving -= gone
 
     async def change_state(self, name: str, state: ModelState) -> None:
         """Store a change that a call made to a model, then put its labels into effect in one step.

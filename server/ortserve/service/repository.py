@@ -68,7 +68,8 @@ class RepositoryService:
         while self._mode == "poll":
             await asyncio.sleep(interval_s)
             try:
-                await self._registry.poll()
+                changes = await self._registry.begin_poll()
+                changes.add_done_callback(_report_fault)
                 reported = ""
             except ServeError as error:
                 if error.message != reported:  # once, not at every poll
@@ -162,3 +163,8 @@ class RepositoryService:
 
 def _entry(record: VersionRecord) -> IndexEntry:
     return IndexEntry(record.model, record.label, _PROTOCOL_STATES[record.state], record.explanation)
+
+
+def _report_fault(changes: "asyncio.Task[None]") -> None:
+    if not changes.cancelled() and (error := changes.exception()) is not None:
+        log_fault(logger, "the changes of a poll failed unexpectedly", error)

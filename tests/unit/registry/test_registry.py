@@ -634,6 +634,28 @@ async def test_problem_of_a_folder_counts_as_a_load_that_failed(
     assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "failed"}) == 1
 
 
+async def test_poll_during_a_load_supersedes_it_once(tmp_path: Path, pipes: Callable[[str], Path], load: Load) -> None:
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    pipe = pipes("slow")
+    loading = await registry.begin_poll()
+    await is_reached(lambda: is_opening(registry, "slow"))
+    kept = tmp_path / ".pipe"
+    pipe.rename(kept)
+    for number in range(3):
+        builders.unnamed_dims(tmp_path / "slow.onnx")
+        os.utime(tmp_path / "slow.onnx", ns=(number, number))
+        superseding = await registry.begin_poll()
+        unchanged = await registry.begin_poll()
+        await asyncio.wait_for(unchanged, 30)
+        assert not superseding.done()
+    await asyncio.to_thread(kept.write_bytes, builders.unnamed_dims(tmp_path.parent / "real").read_bytes())
+    await asyncio.wait_for(asyncio.gather(loading, superseding), 30)
+    assert state_of(registry, "slow") == {1: (State.READY, "")}
+    assert registry.records_of("slow")[0].source == registry._sources["slow"].versions[1]
+    await registry.poll()
+    assert state_of(registry, "slow") == {1: (State.READY, "")}
+
+
 async def test_poll_retries_failed_loads_after_a_change(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.not_onnx, "m")
     put(tmp_path, builders.identity, "other")
