@@ -174,6 +174,8 @@ class Reconciler:
         name = source.name
         self._sources[name] = source
         if source.problem:
+            if is_forced and not self._catalog.ready(name):
+                await self._load_earlier(source, is_awaited=is_awaited)
             self._versions.reject(source)
             self._retries.forget(name)
             await self._reconnect(name)

@@ -220,7 +220,7 @@ class Versions:
         return "" if successor.cancelled_because else reason
 
     def reject(self, source: ModelSource) -> None:
-        """Record a model whose source has a problem. Versions that serve keep serving."""
+        """Record a model whose source has a problem. Versions that serve, or were evicted, stay available."""
         name, problem = source.name, source.problem
         self._metrics.loaded(name, is_ok=False)
         serving = self._catalog.ready(name)
@@ -229,7 +229,11 @@ class Versions:
         if serving:
             _log_failure("model reload failed; the previous load keeps serving", serving[-1], problem)
             return
-        self.forget(self._catalog.of(name).values())
+        known = self._catalog.of(name).values()
+        if (evicted := next((one for one in known if one.is_on_demand and one.metrics.load_ns), None)) is not None:
+            _log_failure("model reload failed; the next request loads the version before", evicted, problem)
+            return
+        self.forget(known)
         record = VersionRecord(name, 0, self._on_change, is_required=source.is_required)
         self._show(record)
         record.advance(State.FAILED, problem)

@@ -394,6 +394,25 @@ async def test_version_that_served_before_an_eviction_serves_on_if_the_next_one_
     assert [version for version, (state, _) in states(registry, "m").items() if state is State.READY] == [2]
 
 
+async def test_evicted_model_serves_on_while_its_configuration_is_broken(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    put(tmp_path, "never_loaded", options="load_policy: on_demand")
+    registry = make()
+    await registry.load_all()
+    await ask(registry, "m")
+    for _ in range(2):
+        registry._draining.evict("m")
+        for name in ("m", "never_loaded"):
+            (tmp_path / name / "model.yaml").write_text("load_policy: [")
+        await registry.poll()
+        assert await ask(registry, "m") == "1"
+        assert states(registry, "m")[1][1].startswith("model.yaml: is not YAML")
+    assert "model.yaml: is not YAML" in (await refused(registry, "never_loaded")).message
+    (tmp_path / "m" / "model.yaml").write_text("load_policy: on_demand")
+    await registry.poll()
+    assert states(registry, "m") == {1: (State.READY, "")}
+
+
 async def test_evicted_version_whose_files_were_removed_leaves_the_reason_of_the_next_one(
     tmp_path: Path, make: Make
 ) -> None:
