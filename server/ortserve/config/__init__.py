@@ -16,4 +16,5 @@ __all__ = [
     "session",
     "shown_values",
     "tensors",
+    "versions",
 ]

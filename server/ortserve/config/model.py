@@ -9,23 +9,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from ortserve.config.ensemble import EnsembleOptions
 from ortserve.config.expectation import InvalidValuesError, validate
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
-from ortserve.config.tensors import BatchInputOptions, FileName, InputOptions, OutputOptions, WarmupSample
+from ortserve.config.tensors import BatchInputOptions, FileName, InputOptions, OutputOptions, PadAxis, WarmupSample
+from ortserve.config.versions import MOST_LABELS, Label, LatestVersions, Version, VersionPolicy
 from ortserve.config.yaml_file import read_yaml
-from ortserve.core.version_names import LABEL_FORM, MOST_VERSION, is_label
 from ortserve.errors import invalid_input
 
 MOST_INSTANCES: Final = 64
 """Maximum number of instances of one version."""
-
-MOST_LABELS: Final = 64
-"""Maximum number of labels of one model."""
 
 
 class QueuePolicy(BaseModel):
@@ -126,58 +123,6 @@ class LoadOptions(BaseModel):
     """Maximum number of rows in the queue of one model; further requests are rejected as ``overloaded``."""
     max_queue_bytes: int = Field(default=1024**3, ge=1, le=2**40)
     """Maximum size of the tensors in the queue of one model; further requests are rejected as ``overloaded``."""
-
-
-def _not_nan(value: bool | int | float | str) -> bool | int | float | str:
-    if value != value:  # NaN differs from itself: each poll would see changed options and reload the model
-        raise ValueError("value: expected a number other than NaN, true, false or a text, got nan")
-    return value
-
-
-class PadAxis(BaseModel):
-    """Padding of one axis of an input."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    axis: int
-    multiple: int = Field(ge=1, le=1_048_576)
-    value: Annotated[bool | int | float | str, AfterValidator(_not_nan)]
-
-
-_Version = Annotated[int, Field(ge=1, le=MOST_VERSION)]
-
-
-class LatestVersions(BaseModel):
-    """Serve the ``latest`` highest version numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    latest: int = Field(ge=1, le=2**32 - 1)
-
-
-class AllVersions(BaseModel):
-    """Serve every version in the repository."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    all: Literal[True]
-
-
-class SpecificVersions(BaseModel):
-    """Serve these versions only."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    specific: tuple[_Version, ...] = Field(min_length=1)
-
-
-def _label(name: str) -> str:
-    if not is_label(name):
-        raise ValueError(f"expected names of {LABEL_FORM}, got '{name:.100}'")
-    return name
-
-
-VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 
 
 TagName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]{0,62}$")]
@@ -293,7 +238,7 @@ class ModelOptions(LoadOptions):
         json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
     )
     """Served versions: the ``n`` highest, all, or the listed ones. Versions that labels name are served in addition."""
-    labels: Mapping[Annotated[str, AfterValidator(_label)], _Version] = Field(
+    labels: Mapping[Label, Version] = Field(
         default_factory=dict, max_length=MOST_LABELS, json_schema_extra={"expects": "{name: version, ...}, at most 64"}
     )
     """Names of versions, such as ``{stable: 3, canary: 4}``, that requests may use instead of the number. Requests

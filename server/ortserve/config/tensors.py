@@ -1,9 +1,9 @@
-"""Options of a model's inputs and outputs, and of its warm-up requests."""
+"""Options of a model's inputs and outputs, of their padding, and of its warm-up requests."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from ortserve.core.dtypes import DataType
 
@@ -74,6 +74,22 @@ class OutputOptions(TensorOptions):
 
     labels: str | tuple[str, ...] | None = None
     """Labels of the elements, for classification: a list, or a file in the model's folder with one label per line."""
+
+
+def _not_nan(value: bool | int | float | str) -> bool | int | float | str:
+    if value != value:  # NaN differs from itself: each poll would see changed options and reload the model
+        raise ValueError("value: expected a number other than NaN, true, false or a text, got nan")
+    return value
+
+
+class PadAxis(BaseModel):
+    """Padding of one axis of an input."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    axis: int
+    multiple: int = Field(ge=1, le=1_048_576)
+    value: Annotated[bool | int | float | str, AfterValidator(_not_nan)]
 
 
 class WarmupInput(BaseModel):

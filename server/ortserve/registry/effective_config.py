@@ -4,7 +4,8 @@ from collections import Counter
 from typing import Final
 
 from ortserve._pb import model_config_pb2 as pb
-from ortserve.config.model import AllVersions, LatestVersions, ModelOptions, QueuePolicy
+from ortserve.config.model import ModelOptions, QueuePolicy
+from ortserve.config.versions import AllVersions, LatestVersions
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.engine.provider_options import CPU, OPENVINO

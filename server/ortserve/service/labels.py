@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 from weakref import WeakValueDictionary
 
-from ortserve.config.model import MOST_LABELS
+from ortserve.config.versions import MOST_LABELS
 from ortserve.core.version_names import LABEL_FORM, STABLE, is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import State

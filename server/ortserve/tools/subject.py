@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from ortserve.config.model import LoadOptions, ModelOptions, SpecificVersions
+from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.config.versions import SpecificVersions
 from ortserve.core.version_names import version_of
 from ortserve.errors import invalid_input
 from ortserve.registry.repository.model_files import read_repositories

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.config.model import AllVersions, LatestVersions, SpecificVersions, load_model_options
+from ortserve.config.model import load_model_options
 from ortserve.config.options import ServerOptions
 from ortserve.config.session import provider_parts
+from ortserve.config.versions import AllVersions, LatestVersions, SpecificVersions
 from ortserve.errors import ErrorKind, ServeError
 
 DEFAULTS = ServerOptions(execution_providers=("cuda", "cpu"), max_rows=16, warmup_s=1.5)

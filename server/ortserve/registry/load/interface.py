@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ortserve.config.model import ModelOptions, PadAxis
-from ortserve.config.tensors import TensorOptions
+from ortserve.config.model import ModelOptions
+from ortserve.config.tensors import PadAxis, TensorOptions
 from ortserve.core.conversion import Conversion, Conversions, FirstRow, MoveAxis, RepeatForRows, Reshape, same_elements
 from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.padding import CutAxis, PaddedAxis, Padding

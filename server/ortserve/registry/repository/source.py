@@ -12,16 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from ortserve.config.model import (
-    AllVersions,
-    LatestVersions,
-    LoadOptions,
-    ModelOptions,
-    VersionPolicy,
-    says_required,
-)
+from ortserve.config.model import LoadOptions, ModelOptions, says_required
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.session import Scalar, option_text, provider_parts
+from ortserve.config.versions import AllVersions, LatestVersions, VersionPolicy
 from ortserve.errors import ServeError, invalid_input
 from ortserve.paths import is_folder
 from ortserve.registry.repository.configuration import Configuration, read_configuration

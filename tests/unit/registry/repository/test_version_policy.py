@@ -2,7 +2,7 @@
 
 import pytest
 
-from ortserve.config.model import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
+from ortserve.config.versions import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
 from ortserve.registry.repository.source import choose_versions
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fakes.clock import FakeClock
-from ortserve.config.model import MOST_LABELS
 from ortserve.config.rollout import RolloutOptions, make_rollout_options
+from ortserve.config.versions import MOST_LABELS
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord

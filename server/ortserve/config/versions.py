@@ -1,0 +1,51 @@
+"""Options of the versions of a model: which of them serve, and their labels."""
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ortserve.core.version_names import LABEL_FORM, MOST_VERSION, is_label
+
+MOST_LABELS: Final = 64
+"""Maximum number of labels of one model."""
+
+Version: TypeAlias = Annotated[int, Field(ge=1, le=MOST_VERSION)]
+"""The number of a version."""
+
+
+class LatestVersions(BaseModel):
+    """Serve the ``latest`` highest version numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    latest: int = Field(ge=1, le=2**32 - 1)
+
+
+class AllVersions(BaseModel):
+    """Serve every version in the repository."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    all: Literal[True]
+
+
+class SpecificVersions(BaseModel):
+    """Serve these versions only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    specific: tuple[Version, ...] = Field(min_length=1)
+
+
+VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
+"""Which versions serve."""
+
+
+def _label(name: str) -> str:
+    if not is_label(name):
+        raise ValueError(f"expected names of {LABEL_FORM}, got '{name:.100}'")
+    return name
+
+
+Label: TypeAlias = Annotated[str, AfterValidator(_label)]
+"""A name of a version that requests may use instead of its number."""
