@@ -1,7 +1,7 @@
 """One HTTP/2 connection of gRPC callers (RFC 9113; gRPC over HTTP/2): start, periodic checks, drain and end.
 
-``FrameReader`` finds the frames, ``Receiving`` turns them into calls, and ``Sending`` sends the answers through a
-``FrameWriter``.
+``FrameReader`` finds the frames. ``Receiving`` turns those of requests into calls, and ``ControlFrames`` handles all
+others. ``Sending`` sends the answers through a ``FrameWriter``.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from typing import Final, cast
 
 from ortserve.clock import Clock
 from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.control_frames import DRAIN_PING, ControlFrames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW, UnsentBudget
@@ -19,7 +20,7 @@ from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
 from ortserve.frontends.grpc.native.limits import STALL_S, Due, Lifetime, Limits
-from ortserve.frontends.grpc.native.receiving import DRAIN_PING, Receiving
+from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
@@ -100,10 +101,9 @@ class Connection(asyncio.Protocol):
             on_stream_drained=self._close_if_drained,
         )
         self._timeouts = CallTimeouts(self._loop, sending.streams, sending, self._limits)
-        self._receiving = Receiving(
-            self._dispatcher, self._limits, sending, writer, self._timeouts, self._life, self._end_drain
-        )
-        self._reader = FrameReader(self._receiving)
+        self._receiving = Receiving(self._dispatcher, self._limits, sending, writer, self._timeouts, self._life)
+        control = ControlFrames(self._receiving, sending, writer, self._limits, self._life, self._end_drain)
+        self._reader = FrameReader(self._receiving, control)
         if len(self._connections) >= self._limits.max_connections:
             # Without SETTINGS and GOAWAY, as in grpc: clients that have received SETTINGS reconnect at once, others
             # back off.

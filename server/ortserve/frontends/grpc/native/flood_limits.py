@@ -47,6 +47,10 @@ _LOG_INTERVAL_NS: Final = 1_000_000_000
 """Minimum time between two warnings, so that a peer that opens many connections cannot fill the log."""
 
 
+FLOOD: Final = "too many frames without a request"
+"""Text of the error that closes a connection with an empty bucket."""
+
+
 class TokenBucket:
     """Holds up to 2,000 tokens and gains 1,000 per second. Loop thread only."""
 
@@ -65,35 +69,31 @@ class TokenBucket:
 
 
 class ResetLimit:
-    """Decides which RST_STREAM frames of a connection cost a token. Loop thread only.
-
-    Attributes:
-        begun: Number of calls so far.
-    """
+    """Decides which RST_STREAM frames of a connection cost a token. Loop thread only."""
 
     def __init__(self, bucket: TokenBucket) -> None:
         self._bucket = bucket
-        self.begun = 0
         self._of_ended = 0
         self._paid_back = 0
 
-    def admit(self, begun_ns: int | None, open_calls: int, now_ns: int) -> bool:
+    def admit(self, begun_ns: int | None, begun_calls: int, open_calls: int, now_ns: int) -> bool:
         """Count a reset. Returns False if the limit is exceeded.
 
         Args:
             begun_ns: Start of the reset call; None if the call has ended.
+            begun_calls: Number of calls so far.
             open_calls: Number of open calls, including the reset one.
             now_ns: Time of the frame.
         """
         if begun_ns is None:
             # The answer crossed the reset on the wire, or a deadline passed on both sides: at most one per call.
             self._of_ended += 1
-            return self._of_ended <= self.begun or self._bucket.take(now_ns)
+            return self._of_ended <= begun_calls or self._bucket.take(now_ns)
         if now_ns - begun_ns >= _RAPID_NS:
             return True
         # While the server is late, resets of calls that waited long look rapid, too. Each call that ended without a
         # rapid reset earns a token.
-        ended = self.begun - open_calls
+        ended = begun_calls - open_calls
         earned = ended - self._paid_back
         self._paid_back = ended + 1
         return self._bucket.take(now_ns, earned)

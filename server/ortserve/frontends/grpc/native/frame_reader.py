@@ -1,7 +1,7 @@
 """Finds the frames in the bytes of a connection, and joins header blocks. Pure.
 
 DATA is passed on as it arrives, because a slow network may transfer only one frame in a second. All other frames are
-passed on when they are complete. ``receiving`` interprets the frames.
+passed on when they are complete. ``receiving`` and ``control_frames`` interpret the frames.
 """
 
 from typing import Final, Protocol
@@ -21,8 +21,8 @@ _MAX_CONTINUATIONS: Final = 8
 """Maximum number of CONTINUATION frames of a header block: CVE-2024-27316 and similar attacks never end a block."""
 
 
-class FrameTaker(Protocol):
-    """Receives the frames in order. The methods may raise Http2ConnectionError, which ends the connection."""
+class RequestFrames(Protocol):
+    """Receives HEADERS and DATA in order. The methods may raise Http2ConnectionError, which ends the connection."""
 
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
         """Handle the beginning of a DATA frame; ``length`` includes the padding."""
@@ -40,8 +40,12 @@ class FrameTaker(Protocol):
         """Handle a complete header block; ``is_end`` if it ends its stream."""
         ...
 
+
+class OtherFrames(Protocol):
+    """Receives all other frames, in order with HEADERS and DATA. Raises errors as ``RequestFrames`` does."""
+
     def on_window_update(self, stream_id: int, payload: bytes) -> None:
-        """Handle a WINDOW_UPDATE, the most frequent frame besides HEADERS and DATA."""
+        """Handle a WINDOW_UPDATE, the most frequent of these frames."""
         ...
 
     def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
@@ -58,8 +62,9 @@ class FrameReader:
         unfinished_since_ns: Start of the incomplete frame or header block; None without one.
     """
 
-    def __init__(self, taker: FrameTaker) -> None:
-        self._taker = taker
+    def __init__(self, requests: RequestFrames, others: OtherFrames) -> None:
+        self._requests = requests
+        self._others = others
         self._rest = b""
         self._has_preface = False
         self.has_settings = False
@@ -93,11 +98,11 @@ class FrameReader:
     def skip(self, count: int) -> None:
         """Account for ``count`` bytes, at most ``data_left``, that were received directly into their final memory."""
         self.data_left -= count
-        self._taker.on_data_part(None, 0, count, is_last=not self.data_left)
+        self._requests.on_data_part(None, 0, count, is_last=not self.data_left)
 
     def _read(self, data: bytes) -> int:
         """Pass on complete frames and received DATA. Returns the position of the rest."""
-        taker = self._taker
+        requests = self._requests
         position = 0
         if not self._has_preface:
             if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
@@ -114,7 +119,7 @@ class FrameReader:
                 if begin == position:
                     return position
                 self.data_left = left = left - (position - begin)
-                taker.on_data_part(data, begin, position, is_last=not left)
+                requests.on_data_part(data, begin, position, is_last=not left)
                 continue
             if self._padding_left:
                 padding = min(self._padding_left, size - position)
@@ -148,10 +153,10 @@ class FrameReader:
                     left -= 1 + padding
                     begin += 1
                 position = begin
-                taker.on_data(stream_id, length, is_end=bool(flags & frames.END_STREAM))
+                requests.on_data(stream_id, length, is_end=bool(flags & frames.END_STREAM))
                 self.data_left, self._padding_left = left, padding
                 if not left:
-                    taker.on_data_part(data, begin, begin, is_last=True)
+                    requests.on_data_part(data, begin, begin, is_last=True)
                 continue
             end = begin + length
             if size < end:
@@ -159,14 +164,14 @@ class FrameReader:
             payload = data[begin:end]
             position = end
             if kind == frames.WINDOW_UPDATE:
-                taker.on_window_update(stream_id, payload)
+                self._others.on_window_update(stream_id, payload)
             elif kind == frames.HEADERS:
                 self._on_headers(stream_id, flags, payload)
             elif kind == frames.CONTINUATION:
                 self._on_continuation(flags, payload)
             else:
                 self.has_settings = True
-                taker.on_frame(kind, flags, stream_id, payload)
+                self._others.on_frame(kind, flags, stream_id, payload)
 
     def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id % 2 == 0:
@@ -178,7 +183,7 @@ class FrameReader:
                 raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "HEADERS: expected 5 bytes of priority")
             payload = payload[5:]
         if flags & frames.END_HEADERS:
-            self._taker.on_header_block(stream_id, payload, is_end=bool(flags & frames.END_STREAM))
+            self._requests.on_header_block(stream_id, payload, is_end=bool(flags & frames.END_STREAM))
             return
         self._block = [payload]
         self._block_bytes = len(payload)
@@ -195,7 +200,7 @@ class FrameReader:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the header block is too large")
         if flags & frames.END_HEADERS:
             self._block = []
-            self._taker.on_header_block(self._block_id, b"".join(block), is_end=self._block_is_end)
+            self._requests.on_header_block(self._block_id, b"".join(block), is_end=self._block_is_end)
 
 
 def _max_bytes(kind: int) -> int:

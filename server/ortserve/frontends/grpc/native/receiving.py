@@ -1,11 +1,10 @@
-"""The receiving half of a connection: turns frames into streams, messages and windows.
+"""The receiving half of a connection: turns the frames of requests into streams and messages.
 
 It limits the cost that a peer can cause: the number of streams, and the memory of requests and of unsent answers.
-``flood_limits`` limits the frames that carry no request, and ``frame_reader`` header blocks and frames.
+``control_frames`` handles the other frames, and ``frame_reader`` limits header blocks and frames.
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -15,11 +14,9 @@ from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import (
+    FLOOD,
     PART_CREDIT,
     SMALL_FRAME_BYTES,
-    WINDOW_UPDATE_BYTES,
-    PingLimit,
-    ResetLimit,
     TokenBucket,
 )
 from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW, ReceiveWindow
@@ -37,16 +34,13 @@ from ortserve.frontends.large_body import LargeBody
 _KEPT_GAPS: Final = 64
 """Maximum number of stored gaps between the ids of consecutive streams. Clients leave at most one, at the beginning."""
 
-_FLOOD: Final = "too many frames without a request"
-
-DRAIN_PING: Final = b"draining"
-"""Payload of the PING after the first GOAWAY. The answer shows that the peer has read the GOAWAY."""
-
 
 class Receiving:
-    """Handles the frames of one connection, as a ``FrameTaker``. Loop thread only.
+    """Handles the HEADERS and DATA of one connection, as a ``RequestFrames``. Loop thread only.
 
     Attributes:
+        flood: Limits the frames of the connection that carry no request.
+        begun_calls: Number of calls so far.
         last_id: Highest id of a stream that was begun or rejected.
         goaway_id: Highest id of a stream that may still begin.
     """
@@ -59,28 +53,23 @@ class Receiving:
         writer: FrameWriter,
         timeouts: CallTimeouts,
         life: Lifetime,
-        on_drain_answer: Callable[[], None],
     ) -> None:
-        """``on_drain_answer`` handles the answer to ``DRAIN_PING``."""
         self._dispatcher = dispatcher
         self._limits = limits
         self._sending = sending
         self._writer = writer
         self._timeouts = timeouts
         self._life = life
-        self._on_drain_answer = on_drain_answer
         self._streams: Final = sending.streams
         self._headers = HeaderReader()
         self._last_headers: Headers | None = None
         """Headers of the latest request; ``_last_head`` holds the result of ``read_head`` for them. Most calls of a
         client repeat their headers. They may contain a key, as the HPACK table may; both end with the connection."""
         self._last_head = TOO_LARGE
-        self._flood = TokenBucket(life.heard_ns)
-        self._resets = ResetLimit(self._flood)
-        self._window_updates = TokenBucket(life.heard_ns)
+        self.flood: Final = TokenBucket(life.heard_ns)
         self._small_frames = TokenBucket(life.heard_ns)
         self._data_credit = 0
-        self._pings = PingLimit(limits)
+        self.begun_calls = 0
         self.last_id = 0
         self._skipped: Final[deque[tuple[int, int]]] = deque(maxlen=_KEPT_GAPS)
         self.goaway_id = frames.MAX_STREAM_ID
@@ -93,23 +82,23 @@ class Receiving:
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
         stream = self._streams.get(stream_id)
         if stream is None:
-            self._check_begun(stream_id, "DATA")
+            self.check_begun(stream_id, "DATA")
         if not self._window.take(length):
             raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the connection")
         credit = self._window.credit()
         if credit:
             self._writer.control(frames.window_update(0, credit))
         if length == 0 and (stream is None or not is_end):
-            self._charge()
+            self.charge()
         self._data_stream, self._data_is_end = stream, is_end
         if stream is None:
             return  # the frame was on its way when the stream ended
         if stream.is_half_closed:
             self._data_stream = None
-            self._reset(stream_id, ErrorCode.STREAM_CLOSED)
+            self.reset(stream_id, ErrorCode.STREAM_CLOSED)
         elif not stream.window.take(length):
             self._data_stream = None
-            self._reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+            self.reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
         elif length >= SMALL_FRAME_BYTES:
             self._data_credit += length // SMALL_FRAME_BYTES
         elif 0 < length < stream.reader.length - stream.reader.kept_bytes:
@@ -134,7 +123,7 @@ class Receiving:
         if stream.announced_left is not None:
             stream.announced_left -= end - begin
             if stream.announced_left < 0:
-                self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
+                self.reset(stream.id, ErrorCode.PROTOCOL_ERROR)
                 return
         reader = stream.reader
         if end > begin:
@@ -197,28 +186,28 @@ class Receiving:
             self._on_trailers(stream, headers, is_end=is_end)
             return
         if stream_id <= self.last_id:
-            self._check_begun(stream_id, "HEADERS")
-            self._reset(stream_id, ErrorCode.STREAM_CLOSED)
+            self.check_begun(stream_id, "HEADERS")
+            self.reset(stream_id, ErrorCode.STREAM_CLOSED)
             return
         if stream_id > self.last_id + 2:
             self._skipped.append((self.last_id, stream_id))
         self.last_id = stream_id
         if stream_id > self.goaway_id:
-            self._charge()
+            self.charge()
             return
         sending = self._sending
         if len(self._streams) >= self._limits.max_streams or (sending.unsent_bytes and sending.has_too_much_unsent()):
-            self._reset(stream_id, ErrorCode.REFUSED_STREAM)
+            self.reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         if headers is not self._last_headers:  # the reader returns the same object for a cached block
             try:
                 self._last_head = TOO_LARGE if headers is None else read_head(headers)
             except MalformedRequestError:
-                self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
+                self.reset(stream_id, ErrorCode.PROTOCOL_ERROR)
                 return
             self._last_headers = headers
         head = self._last_head
-        self._resets.begun += 1
+        self.begun_calls += 1
         heard_ns = self._life.heard_ns
         stream = Stream(
             stream_id,
@@ -245,7 +234,7 @@ class Receiving:
             if is_end:
                 self._half_close(stream)
 
-    def _check_begun(self, stream_id: int, frame: str) -> None:
+    def check_begun(self, stream_id: int, frame: str) -> None:
         """End the connection if the peer never began the stream of a frame.
 
         A stream is idle until its HEADERS. HEADERS of a higher stream close it unused (RFC 9113, section 5.1.1).
@@ -259,7 +248,7 @@ class Receiving:
 
     def _on_trailers(self, stream: Stream, headers: Headers | None, *, is_end: bool) -> None:
         if stream.is_half_closed:
-            self._reset(stream.id, ErrorCode.STREAM_CLOSED)
+            self.reset(stream.id, ErrorCode.STREAM_CLOSED)
             return
         try:
             if headers is not None:
@@ -269,100 +258,20 @@ class Receiving:
         if is_end:
             self._half_close(stream)
         else:
-            self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
+            self.reset(stream.id, ErrorCode.PROTOCOL_ERROR)
 
     def _half_close(self, stream: Stream) -> None:
         stream.is_half_closed = True
         if stream.is_over or stream.trailers is not None:
             return
         if stream.announced_left:  # less DATA than announced by content-length (RFC 9113, section 8.1.1)
-            self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
+            self.reset(stream.id, ErrorCode.PROTOCOL_ERROR)
             return
         if stream.reader.length >= 0 or stream.reader.prefix:
             text = "the stream ended in the middle of a message"
             self._sending.end(stream, grpc.StatusCode.INTERNAL, text, is_prompt=True)
             return
         self._dispatcher.on_message(stream, self._sending)
-
-    # Other frames
-
-    def on_window_update(self, stream_id: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE: expected 4 bytes")
-        increment = int.from_bytes(payload, "big") & frames.MAX_WINDOW
-        sending = self._sending
-        credit, sending.window_credit = sending.window_credit, 0
-        if not self._window_updates.take(self._life.heard_ns, credit / WINDOW_UPDATE_BYTES):
-            text = "too many WINDOW_UPDATEs for the bytes that were sent"
-            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
-        if stream_id == 0:
-            if increment == 0:
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE: expected at least 1, got 0")
-            sending.window += increment
-            if sending.window > frames.MAX_WINDOW:
-                raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
-            sending.on_window()
-            return
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            self._check_begun(stream_id, "WINDOW_UPDATE")
-        if increment == 0:
-            self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
-        elif stream is not None:
-            stream.send_window += increment
-            if stream.send_window > frames.MAX_WINDOW:
-                self._reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
-            elif stream.unsent:
-                sending.on_stream_window(stream)
-
-    def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if kind == frames.PING:
-            self._on_ping(stream_id, flags, payload)
-        elif kind == frames.SETTINGS:
-            _check(stream_id == 0, ErrorCode.PROTOCOL_ERROR, "SETTINGS of a stream")
-            self._charge()
-            if flags & frames.ACK:
-                _check(not payload, ErrorCode.FRAME_SIZE_ERROR, "SETTINGS with ACK: expected no payload")
-            else:
-                self._sending.apply(frames.read_peer_settings(payload))
-        elif kind == frames.RST_STREAM:
-            self._on_rst_stream(stream_id, payload)
-        elif kind == frames.PUSH_PROMISE:
-            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
-        else:
-            if kind == frames.PRIORITY:
-                _check(stream_id != 0, ErrorCode.PROTOCOL_ERROR, "PRIORITY of no stream")
-                _check(len(payload) == 5, ErrorCode.FRAME_SIZE_ERROR, "PRIORITY: expected 5 bytes")
-            elif kind == frames.GOAWAY:
-                _check(stream_id == 0, ErrorCode.PROTOCOL_ERROR, "GOAWAY of a stream")
-                _check(len(payload) >= 8, ErrorCode.FRAME_SIZE_ERROR, "GOAWAY: expected at least 8 bytes")
-            self._charge()  # these frames need no reaction, and unknown types are ignored
-
-    def _on_ping(self, stream_id: int, flags: int, payload: bytes) -> None:
-        _check(stream_id == 0, ErrorCode.PROTOCOL_ERROR, "PING of a stream")
-        _check(len(payload) == 8, ErrorCode.FRAME_SIZE_ERROR, "PING: expected 8 bytes")
-        self._charge()
-        if flags & frames.ACK:
-            if payload == DRAIN_PING:
-                self._on_drain_answer()
-            return
-        if self._sending.has_answered:
-            self._sending.has_answered = False
-            self._pings.reset()
-        if not self._pings.admit(self._life.heard_ns, has_calls=bool(self._streams)):
-            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
-        self._writer.control(frames.frame(frames.PING, frames.ACK, 0, payload))
-
-    def _on_rst_stream(self, stream_id: int, payload: bytes) -> None:
-        _check(len(payload) == 4, ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM: expected 4 bytes")
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            self._check_begun(stream_id, "RST_STREAM")
-        begun_ns = None if stream is None else stream.begun_ns
-        if not self._resets.admit(begun_ns, len(self._streams), self._life.heard_ns):
-            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, _FLOOD)
-        if stream is not None:
-            self._sending.drop(stream, "reset_by_caller")
 
     # The end of streams
 
@@ -383,19 +292,15 @@ class Receiving:
         for stream in list(self._streams.values()):
             self._sending.drop(stream, cause)
 
-    def _reset(self, stream_id: int, code: ErrorCode) -> None:
-        self._charge()
+    def reset(self, stream_id: int, code: ErrorCode) -> None:
+        """Send RST_STREAM, which costs a token, and end the stream if it is open."""
+        self.charge()
         self._writer.control(frames.rst_stream(stream_id, code))
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._sending.drop(stream, "stream_error")
 
-    def _charge(self) -> None:
+    def charge(self) -> None:
         """Count a frame that carries no request. Raises Http2ConnectionError: The frame exceeds the limit."""
-        if not self._flood.take(self._life.heard_ns):
-            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, _FLOOD)
-
-
-def _check(is_valid: bool, code: ErrorCode, text: str) -> None:
-    if not is_valid:
-        raise Http2ConnectionError(code, text)
+        if not self.flood.take(self._life.heard_ns):
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, FLOOD)

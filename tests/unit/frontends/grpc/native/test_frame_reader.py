@@ -8,7 +8,7 @@ from ortserve.frontends.grpc.native.frame_reader import FrameReader
 
 
 class Heard:
-    """A ``FrameTaker`` that records its calls, with DATA in one piece."""
+    """A ``RequestFrames`` and ``OtherFrames`` that records its calls, with DATA in one piece."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -67,7 +67,7 @@ EXPECTED_CALLS = [
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_frames_are_independent_of_segmentation(cuts: list[int]) -> None:
     heard = Heard()
-    reader = FrameReader(heard)
+    reader = FrameReader(heard, heard)
     position = number = 0
     while position < len(SENT):
         size = cuts[number % len(cuts)]
@@ -80,7 +80,7 @@ def test_frames_are_independent_of_segmentation(cuts: list[int]) -> None:
 
 
 def test_frame_counts_as_unfinished_from_when_the_one_before_it_ended() -> None:
-    reader = FrameReader(Heard())
+    reader = FrameReader(heard := Heard(), heard)
     reader.feed(frames.PREFACE + frames.settings({}), 1)
     ping = frames.frame(frames.PING, 0, 0, bytes(8))
     reader.feed(ping[:3], 2)
@@ -93,7 +93,7 @@ def test_frame_counts_as_unfinished_from_when_the_one_before_it_ended() -> None:
 
 
 def test_header_block_counts_as_unfinished_from_its_first_frame() -> None:
-    reader = FrameReader(Heard())
+    reader = FrameReader(heard := Heard(), heard)
     reader.feed(frames.PREFACE + frames.settings({}), 1)
     reader.feed(frames.frame(frames.HEADERS, 0, 1, b"a"), 2)
     reader.feed(frames.frame(frames.CONTINUATION, 0, 1, b"b"), 3)
@@ -104,7 +104,7 @@ def test_header_block_counts_as_unfinished_from_its_first_frame() -> None:
 
 def test_slow_data_frame_is_not_unfinished() -> None:
     heard = Heard()
-    reader = FrameReader(heard)
+    reader = FrameReader(heard, heard)
     reader.feed(frames.PREFACE + frames.settings({}), 1)
     reader.feed(frames.frame(frames.DATA, 0, 1, b"hello")[:-2], 2)
     assert reader.unfinished_since_ns is None
