@@ -40,6 +40,7 @@ COMPILED: Final = (
     "frontends/http/request_body.py",
     "frontends/http/request_head.py",
     "frontends/http/responses.py",
+    "frontends/http/timeouts.py",
     "frontends/large_body.py",
     "frontends/load_reports.py",
     "frontends/long_reads.py",

@@ -134,6 +134,25 @@ class Receiver(asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
 
+class BodyReceiver(Receiver):
+    """Receives the rest of a large body into its memory."""
+
+    def __init__(
+        self, protocol: asyncio.Protocol, body: LargeBody, on_placed: Callable[[LargeBody, int], object]
+    ) -> None:
+        """``on_placed`` is called after each read, with the body and the number of received bytes."""
+        super().__init__(protocol)
+        self._body = body
+        self._on_placed = on_placed
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._body.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._body.add(nbytes)
+        self._on_placed(self._body, nbytes)
+
+
 async def inflate_all(
     inflater: Inflater, *, came_bytes: int, hold: Callable[[int], None], memory: LargeMemory
 ) -> bytes | memoryview:

@@ -1,6 +1,6 @@
-"""Bounds on HTTP connections and requests: header limits, timeouts of each stage, and errors for invalid requests.
+"""Bounds on HTTP connections and requests: limits of heads and incomplete input, and errors for invalid requests.
 
-All decisions are pure; ``protocol`` applies them.
+All decisions are pure; ``protocol`` and ``timeouts`` apply them.
 """
 
 import re
@@ -113,66 +113,6 @@ class Stage(Enum):
     BODY = auto()
     RESPONSE = auto()
     """Waits for the server, or for the caller to read a response."""
-
-
-class Due(Enum):
-    """The next action on a connection."""
-
-    NOTHING = auto()
-    CLOSE = auto()
-    REJECT = auto()
-    """Answer with the error of a slow request, then close."""
-    ABORT = auto()
-    """Reset the connection: the caller reads nothing of the response."""
-
-
-class StageTimer:
-    """Measures how long one connection waits for its caller in a stage. Pure; checked once a tick."""
-
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
-        self._stage: Stage | None = None
-        self._subject: object = None
-        self._since_ns = 0
-        self._since_bytes = 0
-
-    def check(self, now_ns: int, stage: Stage, subject: object, received_bytes: int, unsent_bytes: int) -> Due:
-        """Decide the next action.
-
-        Args:
-            now_ns: Monotonic time.
-            stage: The event that the connection waits for.
-            subject: The current request, by identity; another one restarts the timer.
-            received_bytes: Received bytes of the stage, as ``UnfinishedInput`` counts them.
-            unsent_bytes: Bytes of responses that the caller has not read.
-        """
-        limits = self._limits
-        if stage is Stage.RESPONSE:
-            # Without unsent bytes the server is still working. With fewer than before, the caller is reading.
-            continues = 0 < self._since_bytes <= unsent_bytes
-            n_bytes = unsent_bytes
-        else:
-            continues = True
-            n_bytes = received_bytes
-        if not continues or stage is not self._stage or subject is not self._subject:
-            self._restart(now_ns, stage, subject, n_bytes)
-            return Due.NOTHING
-        waited_s = (now_ns - self._since_ns) / 1e9
-        if stage is Stage.HEADERS:
-            return Due.REJECT if waited_s >= limits.header_timeout_s else Due.NOTHING
-        if stage is Stage.BODY:
-            if waited_s < limits.body_timeout_s:
-                return Due.NOTHING
-            if received_bytes - self._since_bytes < waited_s * limits.min_body_bytes_per_s:
-                return Due.REJECT
-            self._restart(now_ns, stage, subject, received_bytes)
-            return Due.NOTHING
-        if stage is Stage.RESPONSE:
-            return Due.ABORT if waited_s >= limits.send_timeout_s else Due.NOTHING
-        return Due.CLOSE if waited_s >= limits.idle_timeout_s else Due.NOTHING
-
-    def _restart(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
-        self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
 
 
 class UnfinishedInput:

@@ -6,7 +6,6 @@ protocol.
 """
 
 import asyncio
-import time
 from typing import Any, Final
 
 import httptools
@@ -18,10 +17,8 @@ from ortserve.frontends.http.connection import Connection, ConnectionContext, Ex
 from ortserve.frontends.http.infer_exchange import InferEndpoint, InferExchange
 from ortserve.frontends.http.limits import (
     ARRIVAL_S,
-    Due,
     InvalidHeadError,
     Stage,
-    StageTimer,
     UnfinishedInput,
     announced_chunk_bytes,
     check_head,
@@ -29,8 +26,6 @@ from ortserve.frontends.http.limits import (
     parse_error,
     too_large_headers,
     too_many_headers,
-    too_slow_body,
-    too_slow_headers,
 )
 from ortserve.frontends.http.request_head import (
     Header,
@@ -41,7 +36,8 @@ from ortserve.frontends.http.request_head import (
     split_head,
 )
 from ortserve.frontends.http.responses import CorkedTransport
-from ortserve.frontends.large_body import LargeBody, Receiver
+from ortserve.frontends.http.timeouts import Timeouts
+from ortserve.frontends.large_body import BodyReceiver, LargeBody
 from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long
 from ortserve.service.gate import body_too_large
 
@@ -62,6 +58,8 @@ class HttpProtocol(asyncio.Protocol):
 
     Attributes:
         connection: The writing half.
+        stage: The event that the connection waits for.
+        headers: Received headers of the newest request, with names in lower case.
     """
 
     connection: Connection
@@ -81,9 +79,9 @@ class HttpProtocol(asyncio.Protocol):
         self._asgi = asgi
         self._server_state = server_state
         self._app_state = app_state
-        self._stage = _REQUEST
+        self.stage: Stage = _REQUEST
         self._url = b""
-        self._headers: list[Header] = []
+        self.headers: list[Header] = []
         self._n_headers = 0
         """Number of headers of the request, including trailers."""
         self._expects_continue = False
@@ -95,9 +93,13 @@ class HttpProtocol(asyncio.Protocol):
         self._body_bytes = 0
         self._unfinished = UnfinishedInput(context.limits)
         self._chunk_begin = -1
-        self._timer = StageTimer(context.limits)
-        self._tick: asyncio.TimerHandle | None = None
+        self._timeouts: Timeouts | None = None
         self._renew_parser()
+
+    @property
+    def received_bytes(self) -> int:
+        """As ``timeouts.Reader.received_bytes``."""
+        return self._unfinished.received_bytes
 
     # Events of the transport and of uvicorn
 
@@ -113,11 +115,11 @@ class HttpProtocol(asyncio.Protocol):
         if excess > 0:
             self.connection.reject_excess(excess)
         else:
-            self._tick = loop.call_later(self._limits.tick_s, self._on_tick)
+            self._timeouts = Timeouts(self, self.connection, self._limits, loop)
 
     def data_received(self, data: bytes) -> None:
         connection = self.connection
-        if self._stage is not _REQUEST or self._n_unknown_heads > _MAX_UNKNOWN_HEADS or connection.ignores_input:
+        if self.stage is not _REQUEST or self._n_unknown_heads > _MAX_UNKNOWN_HEADS or connection.ignores_input:
             self._read(data)
             return
         found = split_head(data)
@@ -146,8 +148,8 @@ class HttpProtocol(asyncio.Protocol):
         connection.has_ended = True
         if connection.is_lingering or not self._limits.answers_half_closed:
             self.transport.close()
-        elif not connection.ignores_input and self._stage is not _REQUEST:
-            part = "headers" if self._stage is _HEADERS else "body"
+        elif not connection.ignores_input and self.stage is not _REQUEST:
+            part = "headers" if self.stage is _HEADERS else "body"
             self._reject_in_turn(invalid_input(f"incomplete request: the connection ended within its {part}"))
         else:
             connection.end_requests()
@@ -156,8 +158,9 @@ class HttpProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         connections: set[Any] = self._server_state.connections
         connections.discard(self)
-        if self._tick is not None:
-            self._tick.cancel()
+        if self._timeouts is not None:
+            self._timeouts.close()
+            self._timeouts = None  # breaks a reference cycle
         self.connection.on_lost()
         self._parser = _CLOSED_PARSER
         self._context.on_ended()
@@ -174,7 +177,7 @@ class HttpProtocol(asyncio.Protocol):
         A new connection, or a request with an incomplete head, gets ``ARRIVAL_S`` more. Then the connection closes with
         the response to its newest request.
         """
-        if self.connection.newest is None or self._stage is _HEADERS:
+        if self.connection.newest is None or self.stage is _HEADERS:
             self._loop.call_later(ARRIVAL_S, self.connection.shutdown)
         else:
             self.connection.shutdown()
@@ -182,10 +185,10 @@ class HttpProtocol(asyncio.Protocol):
     # Events of the parser
 
     def on_message_begin(self) -> None:
-        self._stage = _HEADERS
+        self.stage = _HEADERS
         self._url = b""
         self._expects_continue = False
-        self._headers = []
+        self.headers = []
         self._n_headers = 0
 
     def on_url(self, url: bytes) -> None:
@@ -195,10 +198,10 @@ class HttpProtocol(asyncio.Protocol):
         self._n_headers += 1
         if self._n_headers > self._limits.max_headers:  # check each: one read may hold 40,000 headers
             raise InvalidHeadError(too_many_headers(self._limits))
-        if self._stage is _BODY:  # a trailer, which is ignored (RFC 9110, section 6.5.1)
+        if self.stage is _BODY:  # a trailer, which is ignored (RFC 9110, section 6.5.1)
             return
         name = name.lower()
-        self._headers.append((name, value))
+        self.headers.append((name, value))
         if name == b"expect" and value.lower() == b"100-continue":
             self._expects_continue = True
         elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
@@ -210,7 +213,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._offers_upgrade:
             return
         self.connection.begin(self._make_exchange())
-        self._stage = _BODY
+        self.stage = _BODY
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -220,7 +223,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if not self._offers_upgrade:
-            self._stage = _REQUEST
+            self.stage = _REQUEST
             exchange = self.connection.newest
             assert exchange is not None
             exchange.on_end()
@@ -241,7 +244,7 @@ class HttpProtocol(asyncio.Protocol):
             self._parse(data)
 
     def on_read(self, data: bytes) -> None:
-        if self._stage is not _REQUEST:
+        if self.stage is not _REQUEST:
             if self._chunk_begin >= 0:
                 self._check_chunk(data)
             self._on_unfinished(self._data_bytes)
@@ -268,7 +271,7 @@ class HttpProtocol(asyncio.Protocol):
             except httptools.HttpParserUpgrade as offer:
                 # The parser leaves the bytes behind the head to the other protocol, so a new one reads the head again.
                 old = self._parser
-                head = head_without_upgrade(old.get_method(), self._url, old.get_http_version(), self._headers)
+                head = head_without_upgrade(old.get_method(), self._url, old.get_http_version(), self.headers)
                 pieces += memoryview(piece)[offer.args[0] :], head
                 self._renew_parser()
             except httptools.HttpParserError as fault:
@@ -276,7 +279,7 @@ class HttpProtocol(asyncio.Protocol):
                 return
 
     def _make_exchange(self) -> Exchange:
-        parser, url, headers = self._parser, self._url, self._headers
+        parser, url, headers = self._parser, self._url, self.headers
         method, version = parser.get_method(), parser.get_http_version()
         keep_alive = version != "1.0" and parser.should_keep_alive()
         is_post = method == b"POST"
@@ -308,7 +311,7 @@ class HttpProtocol(asyncio.Protocol):
     def _remember_head(self, found: tuple[bytes, bytes] | None) -> None:
         """Store the head of a request in the cache, if the received bytes were exactly this one request."""
         exchange = self.connection.newest
-        if self._stage is not _REQUEST or not isinstance(exchange, InferExchange) or exchange.rejection is not None:
+        if self.stage is not _REQUEST or not isinstance(exchange, InferExchange) or exchange.rejection is not None:
             return
         self._n_unknown_heads += 1
         # If the body has this size, the parser found the same end of the head, and no second request.
@@ -321,8 +324,8 @@ class HttpProtocol(asyncio.Protocol):
         # Requests behind one with "Connection: close" are ignored, not malformed.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def on_placed(self, nbytes: int, *, is_whole: bool) -> None:
-        """Account for bytes of the body that were received into their final memory.
+    def _on_placed(self, body: LargeBody, nbytes: int) -> None:
+        """Account for bytes that were received into the final memory of the body.
 
         The parser has not seen these bytes and still waits for them, so a new one replaces it at the end of the body.
         """
@@ -330,13 +333,13 @@ class HttpProtocol(asyncio.Protocol):
         assert exchange is not None
         self._body_bytes += nbytes
         exchange.on_placed(nbytes)
-        if not is_whole:
+        if not body.is_whole:
             self._on_unfinished(nbytes)
             return
         self._renew_parser()
         if not self.transport.is_closing():
             self.transport.set_protocol(self)
-        self._stage = _REQUEST
+        self.stage = _REQUEST
         exchange.on_end()
 
     # Limits
@@ -348,13 +351,13 @@ class HttpProtocol(asyncio.Protocol):
             InvalidHeadError: The head exceeds a limit, or is not a request that this server supports.
         """
         parser, limits = self._parser, self._limits
-        check_head(parser.get_http_version(), self._headers)
+        check_head(parser.get_http_version(), self.headers)
         self._offers_upgrade = parser.should_upgrade()
         if self._offers_upgrade and parser.get_method() == b"CONNECT":
             raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is not a proxy"))
         # Compute the size only if it may exceed the limit: a head within one read is no larger than that read.
-        if self._data_bytes > limits.max_header_bytes or self._unfinished.includes(self._headers):
-            size = header_bytes(self._url, self._headers)
+        if self._data_bytes > limits.max_header_bytes or self._unfinished.includes(self.headers):
+            size = header_bytes(self._url, self.headers)
             if size > limits.max_header_bytes:
                 raise InvalidHeadError(too_large_headers(size, limits))
 
@@ -363,13 +366,13 @@ class HttpProtocol(asyncio.Protocol):
         connection = self.connection
         if connection.ignores_input:
             return
-        error = self._unfinished.check(self._stage, self._url, self._headers, read_bytes, self._body_bytes)
+        error = self._unfinished.check(self.stage, self._url, self.headers, read_bytes, self._body_bytes)
         if error is not None:
             self._reject_in_turn(error)
-        elif self._stage is _BODY and connection.newest is not None:
+        elif self.stage is _BODY and connection.newest is not None:
             large = connection.newest.on_unfinished()
             if large is not None:
-                self.transport.set_protocol(_BodyReceiver(self, large))
+                self.transport.set_protocol(BodyReceiver(self, large, self._on_placed))
 
     def _check_chunk(self, data: bytes) -> None:
         """Reject a body if its last chunk, which began in ``data``, announces too many bytes."""
@@ -379,45 +382,4 @@ class HttpProtocol(asyncio.Protocol):
             self._reject_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
 
     def _reject_in_turn(self, error: ServeError) -> None:
-        self.connection.reject_in_turn(error, in_body=self._stage is _BODY)
-
-    def _on_tick(self) -> None:
-        """Apply the timeouts, and detect a reset of a connection that is not read."""
-        connection = self.connection
-        if connection.is_lingering:
-            return
-        if (connection.has_ended or connection.is_read_paused) and connection.is_reset():
-            self.transport.abort()
-            return
-        self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
-        unsent = self.transport.get_write_buffer_size()
-        stage, exchange = self._stage, connection.newest
-        is_answered = exchange is None or exchange.response_complete
-        if unsent or connection.is_read_paused or connection.ignores_input or not (is_answered or stage is _BODY):
-            stage = Stage.RESPONSE
-        subject = self._headers if stage is _HEADERS else exchange
-        due = self._timer.check(time.monotonic_ns(), stage, subject, self._unfinished.received_bytes, unsent)
-        if due is Due.ABORT:
-            self.transport.abort()
-        elif due is Due.CLOSE:
-            self.transport.close()
-        elif due is Due.REJECT and stage is _HEADERS:
-            connection.reject(too_slow_headers(self._limits))
-        elif due is Due.REJECT and exchange is not None:
-            exchange.reject_body(too_slow_body(self._limits))
-
-
-class _BodyReceiver(Receiver):
-    """Receives the rest of a large body of a connection into its final memory."""
-
-    def __init__(self, protocol: HttpProtocol, body: LargeBody) -> None:
-        super().__init__(protocol)
-        self._http = protocol
-        self._body = body
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._body.room()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._body.add(nbytes)
-        self._http.on_placed(nbytes, is_whole=self._body.is_whole)
+        self.connection.reject_in_turn(error, in_body=self.stage is _BODY)
