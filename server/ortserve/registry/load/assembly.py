@@ -144,15 +144,7 @@ class Assembly:
         sequences = self._sequence_runs(loaded, options, batcher, metrics)
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks, sequences))
         metrics.set_saturation_source(batcher.saturation)
-        # Elements staged during warm-up are subtracted.
-        metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
-        on_devices = [instance.counts for instance in loaded.instances if isinstance(instance, DeviceInstance)]
-        if on_devices:
-            metrics.set_device_source(partial(read_runs, on_devices))
-        elif loaded.on_device.no_buffers_because:
-            captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
-            earlier = metrics.batch_count
-            metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count - earlier}, captures))
+        _report_instances(loaded, metrics)
         served = ServedModel(
             loaded,
             batcher,
@@ -343,6 +335,18 @@ def _end_sharing(served: ServedModel, difference: Difference) -> None:
         neighbours=difference.neighbours,
     )
     served.properties = {**served.properties, "batching": describe_ended_sharing(difference, served.max_rows)}
+
+
+def _report_instances(loaded: LoadedModel, metrics: ModelMetrics) -> None:
+    """Connect the metrics to the counters of the instances. Elements that warm-up staged are subtracted."""
+    metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
+    on_devices = [instance.counts for instance in loaded.instances if isinstance(instance, DeviceInstance)]
+    if on_devices:
+        metrics.set_device_source(partial(read_runs, on_devices))
+    elif loaded.on_device.no_buffers_because:
+        captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
+        earlier = metrics.batch_count
+        metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count - earlier}, captures))
 
 
 def _numbers(

@@ -1,6 +1,7 @@
 """Checks golden samples: runs each alone and among others, and compares the outputs with the expected ones.
 
-The caller supplies the function that runs samples, on an instance or as requests to an ensemble.
+``check_loaded`` runs them on the instances of a loaded model; ``check_samples`` with any function, such as requests to
+an ensemble.
 """
 
 import math
@@ -19,8 +20,17 @@ from ortserve.core.tensor import as_numbers, is_absent
 from ortserve.core.terms import Alone
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.errors import DeviceLostError, RunTimeoutError, ServeError, invalid_input
+from ortserve.paths import is_folder
+from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
-from ortserve.registry.load.golden_samples import GoldenSample, GoldenSamples
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.golden_samples import (
+    GOLDEN_MISSING,
+    GoldenSample,
+    GoldenSamples,
+    golden_folder,
+    read_golden,
+)
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators
 
@@ -29,6 +39,27 @@ RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
 
 _MOST_TOGETHER: Final = 64
 """Maximum number of samples in a run. Larger batches compute rows in the same way."""
+
+
+def check_loaded(model: AnalysedModel, loaded: LoadedModel, progress: Progress, bounds: RunBounds) -> str:
+    """Check the golden samples of a version on its instances. Blocks; for the thread of the load.
+
+    Returns:
+        The result of ``check_samples``; empty without samples.
+
+    Raises:
+        ServeError: invalid_input, from ``check_samples``, or if required samples are missing.
+    """
+    options = model.options
+    folder = golden_folder(model.path, model.folder, options)
+    if (folder is None or not is_folder(folder)) and not options.golden_required:
+        return ""
+    progress.begin("checking golden samples")
+    runs = InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, bounds)
+    golden = read_golden(folder, runs.signature)
+    if golden is None:
+        raise invalid_input(GOLDEN_MISSING)
+    return runs.check(golden)
 
 
 def check_samples(

@@ -22,15 +22,13 @@ from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.thread_priority import own_nice
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
-from ortserve.paths import is_folder
 from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model
 from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
 from ortserve.registry.load.device_batches import DeviceBatches, keep_states, prepare_batches, time_on_buffers
 from ortserve.registry.load.empty_axes import find_empty_axes
-from ortserve.registry.load.golden_check import InstanceRuns
-from ortserve.registry.load.golden_samples import GOLDEN_MISSING, golden_folder, read_golden
+from ortserve.registry.load.golden_check import check_loaded
 from ortserve.registry.load.inputs import Sample
 from ortserve.registry.load.interface import Interface, resolve_padding
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
@@ -38,7 +36,7 @@ from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, 
 from ortserve.registry.load.resolved_model import ResolvedModel, resolve_model
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
-from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, warm_up
+from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, warm_up, why_alone
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.provenance import read_provenance
 from ortserve.telemetry.logs import log_event
@@ -100,7 +98,7 @@ def load_model(
         choice = load.choose_provider()  # 2
         while True:
             try:
-                opened = load.open_session(choice)  # 3
+                opened = load.opener.open(load.settings.place(choice, 0), load.settings.first_threads(choice))  # 3
                 resolved = load.resolve(opened)  # 4
                 warm = load.warm_up(opened, choice, resolved, is_first=True)  # 5
                 break
@@ -186,10 +184,6 @@ class _Load:
             hint = f" (with allow_fallback it would be tried on {choice.behind[0].name})" if choice.behind else ""
             raise ServeError(error.kind, "; ".join(dict.fromkeys(self.failures)) + hint) from error
         return choice.without_first(error.message)
-
-    def open_session(self, choice: ProviderChoice) -> OpenedSession:
-        """Open the first session on an execution provider, to find out how the model runs there."""
-        return self.opener.open(self.settings.place(choice, 0), self.settings.first_threads(choice))
 
     def resolve(self, opened: OpenedSession) -> ResolvedModel:
         """Resolve the options against an open session. Frees the session on failure.
@@ -285,7 +279,7 @@ class _Load:
         options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
         interface, padding = warm.resolved.interface, warm.resolved.padding
         try:
-            alone_because = self._why_alone(found) if interface.model.is_batched else ""
+            alone_because = why_alone(self.model, found) if interface.model.is_batched else ""
             if alone_because:
                 interface = interface.unbatched(alone_because)
                 padding = resolve_padding(options, interface.model)  # Requests that run alone are not padded.
@@ -332,22 +326,6 @@ class _Load:
             return "thread_nice holds for threads of the model"
         return why_unbounded(self.model.content, interface.model)
 
-    def _why_alone(self, found: WarmUp) -> str:
-        """Why each request of a batched model must run alone; empty if requests share batches."""
-        rows = self.model.rows
-        if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
-            cause = "the model rejects synthetic inputs" if found.rejection else "the model was not warmed up"
-            because = (
-                f"{rows.doubt}; rows could not be tried, as {cause}; 'batched: true' says that they are independent"
-            )
-            log_event(logger, logging.WARNING, "requests run one at a time", model=self.name, reason=because)
-            return because
-        if rows.grounds is Grounds.CONFIGURED and (against := (rows.is_mixed and rows.doubt) or found.rows_depend):
-            event = "rows run together because the configuration says so"
-            log_event(logger, logging.WARNING, event, model=self.name, reason=against)
-            return ""
-        return found.rows_depend
-
     def add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
         """Open and prepare all instances after the first, and store the states of sequences on their device."""
         options, choice = self.options, loaded.providers
@@ -387,22 +365,9 @@ class _Load:
         return loaded
 
     def check_golden(self, loaded: LoadedModel) -> LoadedModel:
-        """Run the golden samples of the version and compare the outputs. Frees the instances on failure.
-
-        Raises:
-            ServeError: invalid_input, if outputs exceed the tolerances, or required samples are missing.
-        """
-        options = self.options
-        folder = golden_folder(self.model.path, self.model.folder, options)
-        if (folder is None or not is_folder(folder)) and not options.golden_required:
-            return loaded
+        """Check the golden samples of the version. Frees the instances on failure. Raises as ``check_loaded`` does."""
         try:
-            self.progress.begin("checking golden samples")
-            runs = InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, self.bounds)
-            golden = read_golden(folder, runs.signature)
-            if golden is None:
-                raise invalid_input(GOLDEN_MISSING)
-            return replace(loaded, golden=runs.check(golden))
+            return replace(loaded, golden=check_loaded(self.model, loaded, self.progress, self.bounds))
         except BaseException:
             for instance in loaded.instances:
                 instance.close()

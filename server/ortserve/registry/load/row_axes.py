@@ -109,14 +109,14 @@ def find_row_axes(model: Model, options: ModelOptions) -> RowAxes:
     if options.batched is False:
         return RowAxes(Grounds.CONFIGURED, is_disabled=True)
     if because := why_not_analysed(model):
-        return _unread(options, because)
+        return _unproven(options, because)
     try:
         return _decide(model, options)
     except TooMuchWorkError as failure:
-        return _unread(options, f"the model is not analysed: {failure}")
+        return _unproven(options, f"the model is not analysed: {failure}")
 
 
-def _unread(options: ModelOptions, doubt: str) -> RowAxes:
+def _unproven(options: ModelOptions, doubt: str) -> RowAxes:
     return RowAxes(Grounds.CONFIGURED if options.batched else Grounds.TRIED, doubt=doubt)
 
 

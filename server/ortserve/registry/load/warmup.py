@@ -1,5 +1,6 @@
 """Warm-up runs a new instance until it is warm. It measures latencies, finds the batch size and tries rows together."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from ortserve.core.batch import Batch, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError, invalid_input
+from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import (
     DEFAULT_BOUNDS,
     MAX_SWEPT_ROWS,
@@ -26,7 +28,11 @@ from ortserve.registry.load.batch_sizes import (
 )
 from ortserve.registry.load.coordination import LoadCancelledError, Progress
 from ortserve.registry.load.inputs import FREE_DIM, InputGenerator, Sample
+from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
 
 _TRIAL_SHARE: Final = 0.5
 """Share of the time for warm-up that a trial of rows may take."""
@@ -142,12 +148,7 @@ def warm_up(
                 ends_ns=stop_ns,
                 clock=clock,
             )
-            try:
-                outcome = trial.run()
-            except OutOfMemoryError as error:
-                no_memory = error.message
-                problem = f"rows could not be tried together, because there is too little memory for two: {no_memory}"
-                outcome = TrialOutcome(problem)
+            outcome, no_memory = _try_rows(trial)
         sizes = [one_row]
         best_rows = max_rows or 1
         if signature.is_batched and (always_batches or not outcome.problem):
@@ -182,6 +183,24 @@ def warm_up(
         return replace(unknown, rejection=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
 
 
+def why_alone(model: AnalysedModel, found: WarmUp) -> str:
+    """Why each request of a batched model must run alone; empty if requests share batches.
+
+    Logs a warning if only warm-up could have shown that they may, or if the configuration overrules its result.
+    """
+    rows = model.rows
+    if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
+        cause = "the model rejects synthetic inputs" if found.rejection else "the model was not warmed up"
+        because = f"{rows.doubt}; rows could not be tried, as {cause}; 'batched: true' says that they are independent"
+        log_event(logger, logging.WARNING, "requests run one at a time", model=model.name, reason=because)
+        return because
+    if rows.grounds is Grounds.CONFIGURED and (against := (rows.is_mixed and rows.doubt) or found.rows_depend):
+        event = "rows run together because the configuration says so"
+        log_event(logger, logging.WARNING, event, model=model.name, reason=against)
+        return ""
+    return found.rows_depend
+
+
 def _choose_inputs(
     worker: WorkerRuns, inputs: InputGenerator, progress: Progress, stop_ns: int, clock: Clock
 ) -> InputGenerator:
@@ -206,6 +225,19 @@ def _choose_inputs(
             return variant
         accepted = accepted or variant
     return accepted or inputs
+
+
+def _try_rows(trial: RowTrial) -> tuple[TrialOutcome, str]:
+    """Run a trial of rows.
+
+    Returns:
+        The outcome, and the error if memory was too small for two rows; otherwise an empty text.
+    """
+    try:
+        return trial.run(), ""
+    except OutOfMemoryError as error:
+        problem = f"rows could not be tried together, because there is too little memory for two: {error.message}"
+        return TrialOutcome(problem), error.message
 
 
 def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequence[int], *, is_set: bool) -> str:
