@@ -185,10 +185,10 @@ def _receive(connection: socket.socket, memory: LargeMemory) -> list[memoryview]
 
 def _receive_part(connection: socket.socket, size: int, memory: LargeMemory | None = None) -> memoryview:
     room = np.empty(size, np.uint8).data if memory is None else memory.take(size)
-    came = 0
-    while came < size:
-        count = connection.recv_into(room[came:], 0, socket.MSG_WAITALL)
+    received = 0
+    while received < size:
+        count = connection.recv_into(room[received:], 0, socket.MSG_WAITALL)
         if not count:
             raise EOFError
-        came += count
+        received += count
     return room

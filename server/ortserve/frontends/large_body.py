@@ -18,7 +18,7 @@ LARGE_BYTES: Final = 64 * 1024
 _HUGE_BYTES: Final = 4 * 1024 * 1024
 """Size from which numpy asks the kernel for pages of 2 MiB. The first byte of such a page allocates all of it."""
 
-EARNEST_BYTES: Final = 1024 * 1024
+MIN_RECEIVED_BYTES: Final = 1024 * 1024
 """Bytes of a body of at least ``_HUGE_BYTES`` that must arrive before its memory is allocated: an announcement and one
 byte must not cost a huge page."""
 
@@ -47,39 +47,39 @@ class LargeBody:
 
     Attributes:
         size: Size of the whole body, or its limit, in bytes.
-        came: Number of received bytes.
+        received_bytes: Number of received bytes.
     """
 
-    __slots__ = ("_block", "_content", "_is_dropped", "came", "size")
+    __slots__ = ("_block", "_content", "_is_dropped", "received_bytes", "size")
 
     def __init__(self, size: int, memory: LargeMemory) -> None:
         """Borrow ``size`` bytes of memory. Raises MemoryError: The address space has no room."""
         self._block, self._content = memory.lend(size)
         self._is_dropped = False
         self.size: Final = size
-        self.came = 0
+        self.received_bytes = 0
 
     @property
     def is_whole(self) -> bool:
-        return self.came == self.size
+        return self.received_bytes == self.size
 
     def room(self) -> memoryview:
         """Return the buffer for the next bytes. The caller reports written bytes with ``add``."""
         if self._is_dropped:
-            return self._content[: self.size - self.came]
-        step = _READ_BYTES if self.came < self._block.touched_bytes else _FRESH_READ_BYTES
-        return self._content[self.came : self.came + step]
+            return self._content[: self.size - self.received_bytes]
+        step = _READ_BYTES if self.received_bytes < self._block.touched_bytes else _FRESH_READ_BYTES
+        return self._content[self.received_bytes : self.received_bytes + step]
 
     def add(self, count: int) -> None:
         """Account for ``count`` bytes that were written into ``room``."""
-        self.came += count
-        if self.came > self._block.touched_bytes and not self._is_dropped:
-            self._block.touched_bytes = self.came
+        self.received_bytes += count
+        if self.received_bytes > self._block.touched_bytes and not self._is_dropped:
+            self._block.touched_bytes = self.received_bytes
 
     def put(self, part: bytes | memoryview) -> None:
         """Copy the next bytes, at most as many as are missing."""
         if not self._is_dropped:
-            self._content[self.came : self.came + len(part)] = part
+            self._content[self.received_bytes : self.received_bytes + len(part)] = part
         self.add(len(part))
 
     def drop(self) -> None:
@@ -89,25 +89,25 @@ class LargeBody:
 
     def content(self) -> memoryview:
         """Return a read-only view of the received bytes."""
-        return self._content[: self.came].toreadonly()
+        return self._content[: self.received_bytes].toreadonly()
 
 
-def begin_large(size: int, came: Sequence[bytes], came_bytes: int, memory: LargeMemory) -> LargeBody | None:
-    """Allocate memory for ``size`` bytes and copy the received parts ``came`` into it.
+def begin_large(size: int, received: Sequence[bytes], received_bytes: int, memory: LargeMemory) -> LargeBody | None:
+    """Allocate memory for ``size`` bytes and copy the parts ``received`` into it.
 
-    ``came_bytes`` is the total size of these parts.
+    ``received_bytes`` is the total size of these parts.
 
     Returns:
         The memory; None if the rest should be received in parts, too.
     """
-    is_earnest = size < _HUGE_BYTES or came_bytes >= EARNEST_BYTES
-    if size - came_bytes < LARGE_BYTES or not is_earnest:
+    may_allocate = size < _HUGE_BYTES or received_bytes >= MIN_RECEIVED_BYTES
+    if size - received_bytes < LARGE_BYTES or not may_allocate:
         return None
     try:
         large = LargeBody(size, memory)
     except MemoryError:  # memory may be free again when the body is complete
         return None
-    for part in came:
+    for part in received:
         large.put(part)
     return large
 
@@ -154,9 +154,9 @@ class BodyReceiver(Receiver):
 
 
 async def inflate_all(
-    inflater: Inflater, *, came_bytes: int, hold: Callable[[int], None], memory: LargeMemory
+    inflater: Inflater, *, compressed_bytes: int, hold: Callable[[int], None], memory: LargeMemory
 ) -> bytes | memoryview:
-    """Inflate ``came_bytes`` compressed bytes: short data on the event loop, long data in a thread.
+    """Inflate ``compressed_bytes`` bytes: short data on the event loop, long data in a thread.
 
     ``hold`` reserves memory for each inflated part; its argument is the size of the part.
 
@@ -165,7 +165,7 @@ async def inflate_all(
     """
     try:
         begin = b""
-        if came_bytes <= _INLINE_INFLATE_BYTES:
+        if compressed_bytes <= _INLINE_INFLATE_BYTES:
             begin = inflater.read(_INLINE_INFLATE_BYTES)
             hold(len(begin))
             if inflater.is_done:

@@ -8,7 +8,7 @@ from starlette.types import Receive
 from ortserve.codecs.compression import Encoding, Inflater
 from ortserve.codecs.json_text import parse_object
 from ortserve.errors import ErrorKind, ServeError, out_of_memory
-from ortserve.frontends.large_body import EARNEST_BYTES, LargeBody, begin_large, inflate_all
+from ortserve.frontends.large_body import MIN_RECEIVED_BYTES, LargeBody, begin_large, inflate_all
 from ortserve.service.gate import Hold, body_too_large
 
 SMALL_BYTES: Final = 64 * 1024
@@ -47,7 +47,7 @@ class IncomingBody:
             self._large.put(part)
             return
         self._parts.append(part)
-        if self._announced_bytes == 0 and self._size >= EARNEST_BYTES:
+        if self._announced_bytes == 0 and self._size >= MIN_RECEIVED_BYTES:
             self._join_parts()
 
     def count(self, nbytes: int) -> None:
@@ -125,7 +125,7 @@ async def inflate(
     if max_json_bytes is not None and max_json_bytes < max_bytes:
         max_bytes, option = max_json_bytes, "max_json_bytes"
     inflater = Inflater(body, encoding, max_bytes, option=option)
-    return await inflate_all(inflater, came_bytes=len(body), hold=hold.grow, memory=hold.memory)
+    return await inflate_all(inflater, compressed_bytes=len(body), hold=hold.grow, memory=hold.memory)
 
 
 async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | memoryview:

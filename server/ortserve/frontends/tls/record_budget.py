@@ -35,13 +35,13 @@ class RecordBudget:
         self._tokens = float(_BURST_BYTES)
         self._filled_ns = clock()
 
-    def is_exceeded(self, came: int, *, data: int, records: int) -> bool:
-        """Count ``came`` received bytes with ``data`` bytes of data in ``records`` data records.
+    def is_exceeded(self, received_bytes: int, *, data: int, records: int) -> bool:
+        """Count ``received_bytes`` bytes with ``data`` bytes of data in ``records`` data records.
 
         Returns:
             Whether the session must be aborted.
         """
-        unexplained = self._unexplained + came - data - records * self._overhead_bytes
+        unexplained = self._unexplained + received_bytes - data - records * self._overhead_bytes
         if unexplained <= _RECORD_BYTES:
             self._unexplained = max(unexplained, 0)
             return False

@@ -301,7 +301,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             session = self._session
         assert session is not None
         assert self._budget is not None
-        came, data_bytes, records = incoming.pending, 0, 0
+        received_bytes, data_bytes, records = incoming.pending, 0, 0
         try:
             while incoming.pending or session.pending():  # pending: the rest of a record that exceeded the buffer
                 count = self._read_record(session, parts)
@@ -321,7 +321,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._flush()
             if self._socket.get_write_buffer_size() > _UNREAD_BYTES:
                 self._budget.skip_refill()
-        if self._budget.is_exceeded(came, data=data_bytes, records=records):
+        if self._budget.is_exceeded(received_bytes, data=data_bytes, records=records):
             log_event(
                 logger,
                 logging.DEBUG,

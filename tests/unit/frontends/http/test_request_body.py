@@ -14,7 +14,7 @@ from ortserve.codecs.compression import Encoding, compress
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.request_body import IncomingBody, inflate, read_body
 from ortserve.frontends.http.responses import HttpResponse, compressed, compresses_inline, should_compress
-from ortserve.frontends.large_body import EARNEST_BYTES, LargeBody
+from ortserve.frontends.large_body import MIN_RECEIVED_BYTES, LargeBody
 from ortserve.service.gate import BodyGate
 from scarcity import little_memory
 
@@ -98,7 +98,7 @@ def test_parts_of_a_few_bytes_are_copied_together(monkeypatch: pytest.MonkeyPatc
         put(large, part)
 
     monkeypatch.setattr(LargeBody, "put", count_puts)
-    parts = [b"%020d" % number for number in range(EARNEST_BYTES // 20 + 2)]
+    parts = [b"%020d" % number for number in range(MIN_RECEIVED_BYTES // 20 + 2)]
     with BodyGate(10**8).hold(0) as hold:
         body = IncomingBody(hold, max_bytes=10**7)
         for part in parts:

@@ -123,7 +123,7 @@ class MessageReader:
         """Account for ``count`` bytes that were written to ``large``. Returns the message if it is complete."""
         assert self.large is not None
         self.large.add(count)
-        self.kept_bytes = self.large.came
+        self.kept_bytes = self.large.received_bytes
         return self._completed()
 
     def clear(self) -> None:
@@ -142,9 +142,9 @@ class MessageReader:
 
     def _place(self, large: LargeBody, data: bytes, begin: int, end: int) -> int:
         """Copy the next bytes into ``large``. Returns the position after them."""
-        stop = min(end, begin + large.size - large.came)
+        stop = min(end, begin + large.size - large.received_bytes)
         large.put(memoryview(data)[begin:stop])
-        self.kept_bytes = large.came
+        self.kept_bytes = large.received_bytes
         return stop
 
     def _keep(self, data: bytes, begin: int, end: int) -> None:
@@ -200,7 +200,7 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
     inflater = Inflater(message, known, max_bytes, subject="a message", header="grpc-encoding")
     inflated = _InflatedBytes(hold, len(message))
     try:
-        return await inflate_all(inflater, came_bytes=len(message), hold=inflated.reserve, memory=hold.memory)
+        return await inflate_all(inflater, compressed_bytes=len(message), hold=inflated.reserve, memory=hold.memory)
     except ServeError as error:
         if error.kind is ErrorKind.TOO_LARGE:
             text = too_large(max_bytes, None, "decompressed message").message
