@@ -109,9 +109,9 @@ class DirectRuns:
         slot = turn.sequence.slot
         return self._groups[slot % len(self._groups)].withdraw(slot // len(self._groups), turn)
 
-    def hurry(self) -> None:
+    def end_delays(self) -> None:
         for group in self._groups:
-            group.hurry()
+            group.end_delays()
 
 
 class _Group:
@@ -158,7 +158,7 @@ class _Group:
         del self._turns[slot], self._ready[slot]
         return True
 
-    def hurry(self) -> None:
+    def end_delays(self) -> None:
         """Start batches without a delay from now on."""
         self._delay_ns = 0
         self._wake()

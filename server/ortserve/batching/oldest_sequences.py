@@ -42,7 +42,7 @@ class OldestRuns:
         child.cancel()
         return True
 
-    def hurry(self) -> None:
+    def end_delays(self) -> None:
         pass
 
     def _on_settled(self, turn: Turn, child: InflightRequest) -> None:

@@ -57,7 +57,7 @@ class Strategy(Protocol):
         """Take back a request whose run has not begun. Returns False if it has."""
         ...
 
-    def hurry(self) -> None:
+    def end_delays(self) -> None:
         """Stop delaying batches, because no further requests will arrive."""
         ...
 
@@ -178,7 +178,7 @@ class SequenceRuns:
         """Run all waiting requests, then drop the states. ``submit`` must not be called any more."""
         self._is_draining = True
         assert self.strategy is not None
-        self.strategy.hurry()
+        self.strategy.end_delays()
         remaining = self._table.open_sequences()
         while remaining:
             sequence = remaining.pop()  # one by one: to free all of them at the end would hold the loop, too
@@ -216,7 +216,7 @@ class SequenceRuns:
                 of_all_sequences=self._admission.state_bytes,
             )
             self._end(sequence, EVICTED, self._admission.not_started(sequence.id))
-        self._after(sequence)
+        self._continue(sequence)
         # After the next request of the sequence was enqueued, because callbacks may enqueue and cancel requests.
         turn.request.inputs = turn.inputs
         turn.request.complete(outputs[: self.tensors.shown_outputs])
@@ -234,7 +234,7 @@ class SequenceRuns:
             is_over = is_over or ends_sequence(error.kind, is_pipelined=sequence.is_pipelined)
         if is_over:
             self._end(sequence, FAILED, self._admission.not_started(sequence.id))
-        self._after(sequence)
+        self._continue(sequence)
         turn.request.fail(error)
 
     def _begin(self, part: SequencePart) -> Sequence:
@@ -296,7 +296,7 @@ class SequenceRuns:
             # Not in this turn: many requests of a sequence that all fail at once would nest their calls.
             self._loop.call_soon(self.on_failed, turn, error)
 
-    def _after(self, sequence: Sequence) -> None:
+    def _continue(self, sequence: Sequence) -> None:
         """Continue a sequence whose run has ended."""
         if sequence.running is not None:
             return

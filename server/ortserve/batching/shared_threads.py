@@ -14,13 +14,13 @@ _NO_WORK: Final = 0.0
 class Share:
     """The share of one model: how many threads its runs hold, and a callback for its turn. Loop thread only."""
 
-    __slots__ = ("_shared", "had_ns", "threads", "wake")
+    __slots__ = ("_shared", "threads", "wake", "work_ns")
 
     def __init__(self, shared: "SharedThreads", threads: int, wake: Callable[[], None]) -> None:
         self._shared = shared
         self.threads = threads
         self.wake = wake
-        self.had_ns = _NO_WORK
+        self.work_ns = _NO_WORK
         """Work so far, on the virtual clock of all shares."""
 
     def may_start(self) -> bool:
@@ -92,11 +92,11 @@ class Share:
     def _count(self, predicted_ns: float) -> None:
         # A share that was idle begins at the present clock, without credit for the idle time.
         shared = self._shared
-        least_ns = self.had_ns
+        least_ns = self.work_ns
         for other in shared.waiting:
-            least_ns = min(least_ns, other.had_ns)
+            least_ns = min(least_ns, other.work_ns)
         shared.clock_ns = max(shared.clock_ns, least_ns)
-        self.had_ns = max(self.had_ns, shared.clock_ns) + predicted_ns * self.threads
+        self.work_ns = max(self.work_ns, shared.clock_ns) + predicted_ns * self.threads
 
 
 class SharedThreads:
@@ -124,7 +124,7 @@ class SharedThreads:
 
     def first(self) -> Share:
         """The waiting share with the least work so far. There is at least one."""
-        return min(self.waiting, key=lambda share: max(share.had_ns, self.clock_ns))
+        return min(self.waiting, key=lambda share: max(share.work_ns, self.clock_ns))
 
     def wake_first(self) -> None:
         """Wake the first waiting share, if there is one and its threads are free."""

@@ -92,13 +92,13 @@ class DeviceInstance:
         """
         return self.call(partial(self._batches.prepare, sizes, make_inputs, on_step))
 
-    def go_without_buffers(self) -> None:
+    def run_without_buffers(self) -> None:
         """Serve without buffers; replaces ``prepare``. Accounts the memory of the session. Blocks.
 
         Raises:
             DeviceLostError: The device is lost.
         """
-        self.call(self._batches.go_without_buffers)
+        self.call(self._batches.run_without_buffers)
 
     def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
         """Allocate device memory for the states of sequences, and test runs with them. Blocks.

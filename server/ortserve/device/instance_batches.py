@@ -153,7 +153,7 @@ class InstanceBatches:
     def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:
         """See ``DeviceInstance.prepare``."""
         if problem := why_unbound(self._signature, self._padding):
-            self.go_without_buffers()
+            self.run_without_buffers()
             return Prepared(unbound_because=problem)
         preparation = Preparation(
             self._signature,
@@ -193,8 +193,8 @@ class InstanceBatches:
         self._account_memory(prepared.graph_bytes)
         return prepared
 
-    def go_without_buffers(self) -> None:
-        """See ``DeviceInstance.go_without_buffers``."""
+    def run_without_buffers(self) -> None:
+        """See ``DeviceInstance.run_without_buffers``."""
         self._unbound = "unbound"
         self._sessions.complete()
         self._account_memory(0)

@@ -80,7 +80,7 @@ class VersionRecord:
         """Whether the load was cancelled because a newer one of the model follows."""
         self.waiting: asyncio.Timeout | None = None
         """Ends the wait of the load for a slot and for room; None while the load does not wait."""
-        self.asked_ns = 0
+        self.waits_since_ns = 0
         """When the load first had to wait for room (monotonic); 0 before."""
         self.ready_ns = 0
         """When the version became READY (monotonic)."""
@@ -270,19 +270,19 @@ class Catalog:
             record = next((record for record in records.values() if record.label == number), None)
             if record is None:
                 return ServeError(ErrorKind.NOT_FOUND, f"{text} is not found")
-            asked = [record]
+            candidates = [record]
             text += " is not at ready state"
         else:
-            asked = list(records.values())
+            candidates = list(records.values())
             text = f"Request for unknown model: '{name}' has no available versions"
-        if any(record.makes_requests_wait for record in asked):
+        if any(record.makes_requests_wait for record in candidates):
             return NotInMemoryError(f"{text}: {ON_DEMAND}")
         # A retry would not help: versions that were unloaded on purpose are not reloaded without a call.
-        if all(record.is_unloaded for record in asked):
+        if all(record.is_unloaded for record in candidates):
             return ServeError(ErrorKind.NOT_FOUND, f"{text}: it was unloaded")
         states = "; ".join(
             f"{record.state.name}{f' ({why})' if (why := record.explanation) else ''}"
-            for record in asked
+            for record in candidates
             if record.state is not State.READY  # a lower version than one that is loading
         )
         return ServeError(ErrorKind.NOT_READY, f"{text}: {states}", retry_after_s=1)

@@ -89,7 +89,7 @@ class Reconciler:
             return coming != source
         return self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock())
 
-    def stays_out(self, source: ModelSource) -> bool:
+    def waits_for_request(self, source: ModelSource) -> bool:
         """Whether a model is not in memory, and the next request for it loads it."""
         known = self._catalog.of(source.name).values()
         if any(record.state is State.READY for record in known):
@@ -181,7 +181,7 @@ class Reconciler:
             await self._reconnect(name)
             return [source.problem]
         self._labels.follow(name)  # Before the first load of a model, so that no other version answers during the load.
-        if not is_forced and self.stays_out(source):
+        if not is_forced and self.waits_for_request(source):
             self._versions.offer(source)
             self._retries.forget(name)
             return []
@@ -190,7 +190,8 @@ class Reconciler:
             for record in self._catalog.of(name).values()
             if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
         )
-        if self.stays_out(source):  # The new load continues the metric series, once the evicted version has ended.
+        if self.waits_for_request(source):
+            # The new load continues the metric series, once the evicted version has ended.
             await self._draining.wait(name)
         serving = self._catalog.ready(name)
         for record in serving:
@@ -328,12 +329,12 @@ class Reconciler:
             async with self.lock(ensemble):
                 source = self._sources.get(ensemble)
                 if source is not None and name in members_of(source):
-                    stays_out = self.stays_out(source)
-                    if stays_out:
+                    if self.waits_for_request(source):
                         self._versions.offer(source)
-                    for number in self._changes(source).load if not stays_out else ():
-                        record = self._versions.announce(ensemble, number, source)
-                        await self._versions.load(record, source.versions[number])
+                    else:
+                        for number in self._changes(source).load:
+                            record = self._versions.announce(ensemble, number, source)
+                            await self._versions.load(record, source.versions[number])
                 await self._reconnect(ensemble)
                 await self._follow(ensemble, applied)
 

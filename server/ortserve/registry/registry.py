@@ -343,7 +343,9 @@ class Registry:
         for source in changed:
             self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
         by_name = {source.name: source for source in found}
-        kept = [source.name for source in changed if members_of(source) and not self._reconciler.stays_out(source)]
+        kept = [
+            source.name for source in changed if members_of(source) and not self._reconciler.waits_for_request(source)
+        ]
         forced = closure_of(kept, by_name)
         missing = [by_name[name] for name in forced if not self._catalog.ready(name)]
         gone = self._sources.keys() - by_name.keys() - self._leaving

@@ -314,7 +314,7 @@ def has_queue_policies(options: ModelOptions) -> bool:
 
 
 def policy_terms(
-    options: ModelOptions, level: int, received_ns: int, finish_by_ns: int | None, asked_ns: int | None
+    options: ModelOptions, level: int, received_ns: int, finish_by_ns: int | None, queue_timeout_ns: int | None
 ) -> Terms:
     """The terms of a request of a model with queue policies.
 
@@ -326,12 +326,12 @@ def policy_terms(
         level: Priority level of the request; 1 is the highest.
         received_ns: When its wait began (monotonic).
         finish_by_ns: Deadline of the request, or None.
-        asked_ns: Queue timeout that the request sets. It replaces a longer one if the policy allows that.
+        queue_timeout_ns: Queue timeout that the request sets. It replaces a longer one if the policy allows that.
     """
     policy = options.priority_queue_policies.get(level, options.queue_policy)
     wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)
-    if asked_ns is not None and policy.timeout_override:
-        wait_ns = asked_ns if wait_ns is None else min(asked_ns, wait_ns)
+    if queue_timeout_ns is not None and policy.timeout_override:
+        wait_ns = queue_timeout_ns if wait_ns is None else min(queue_timeout_ns, wait_ns)
     start_by_ns = None if wait_ns is None else received_ns + wait_ns
     return Terms(2 * level - 1, finish_by_ns, start_by_ns, start_by_ns is not None and policy.timeout_action == "delay")
 

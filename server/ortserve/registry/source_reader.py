@@ -69,7 +69,7 @@ class SourceReader:
             if self._mirrors is None:
                 return sources
             sources = self._mirrors.with_problems(sources)
-            if wanted is None or not (more := _members_beyond(wanted, sources)):
+            if wanted is None or not (more := _other_members(wanted, sources)):
                 return sources
             wanted |= more
 
@@ -112,7 +112,7 @@ class SourceReader:
         try:
             while True:
                 closure = await asyncio.to_thread(self._find_members, ensemble)
-                more = _members_beyond(wanted, closure.values())
+                more = _other_members(wanted, closure.values())
                 if self._mirrors is None or not more:
                     return closure
                 await self._mirrors.sync(more)
@@ -180,6 +180,6 @@ def _unreadable(name: str) -> ServeError:
     return load_failure(name, f"{NOT_POLLED}: a repository cannot be read")
 
 
-def _members_beyond(names: Collection[str], sources: Iterable[ModelSource]) -> set[str]:
+def _other_members(names: Collection[str], sources: Iterable[ModelSource]) -> set[str]:
     """The members of the named models that are not in ``names`` themselves."""
     return {member for source in sources if source.name in names for member in members_of(source)}.difference(names)

@@ -90,7 +90,7 @@ class Versions:
             self._on_change,
             is_required=source.is_required,
             source=source.versions[version],
-            metrics=before.metrics if before is not None and _goes_on_counting(before) else None,
+            metrics=before.metrics if before is not None and _continues_metrics(before) else None,
         )
         record.is_awaited = is_awaited or (before is not None and before.is_on_demand)
         if before is None or before.state is not State.READY:
@@ -362,7 +362,7 @@ class Versions:
             self._on_replace(record)
 
 
-def _goes_on_counting(record: VersionRecord) -> bool:
+def _continues_metrics(record: VersionRecord) -> bool:
     """Whether the next load of a version continues its metric series: eviction must not reset its counters."""
     return record.is_on_demand and record.state is State.GONE
 

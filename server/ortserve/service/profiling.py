@@ -158,12 +158,12 @@ class _Profile:
     """One profile: keeps batches (a ``BatchTap``) on the loop, then runs them in a second session on a thread."""
 
     def __init__(
-        self, record: VersionRecord, served: ServedModel, asked: int, options: ServerOptions, clock: Clock
+        self, record: VersionRecord, served: ServedModel, requests: int, options: ServerOptions, clock: Clock
     ) -> None:
         assert record.source is not None, "the version serves"
         self.served = served
         self._source, self._label, self._loaded = record.source, record.label, served.loaded
-        self._asked = asked
+        self._wanted_requests = requests
         self._has_global_threads = options.global_threads
         self._clock = clock
         self._kept: list[tuple[Batch, ProfiledBatch]] = []
@@ -205,7 +205,7 @@ class _Profile:
             return
         requests = len(batch.parts[0]) if batch.parts else 1
         self._kept.append((batch, ProfiledBatch(batch.rows, requests, run_ns)))
-        if sum(times.requests for _, times in self._kept) >= self._asked:
+        if sum(times.requests for _, times in self._kept) >= self._wanted_requests:
             self.end("")
 
     def end(self, reason: str, kind: ErrorKind = ErrorKind.NOT_READY) -> None:

@@ -73,7 +73,7 @@ def prepare_batches(
         because = f"requests run one at a time: {signature.unbatched_because}"
         if not found.latencies:
             because = "the model was not warmed up"
-        instance.go_without_buffers()
+        instance.run_without_buffers()
     else:
         fits = [rows for rows in options.buckets if rows <= found.max_rows or not found.no_memory]
         sizes = sorted(set(fits)) or doubling(found.max_rows)

@@ -59,7 +59,7 @@ def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
     large to be analysed is not followed.
     """
     vectors = {declared.name for declared in model.graph.inputs if len(declared.dims or ()) == 1}
-    if not any(_minds_empty(node, model.graph.constants, vectors) for node in all_nodes(model)):
+    if not any(_may_fail_on_empty(node, model.graph.constants, vectors) for node in all_nodes(model)):
         return None
     paths = _Paths(model)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
@@ -225,13 +225,13 @@ class _Paths:
                     self._ranks[name] = rank
 
 
-def _minds_empty(node: Node, constants: Mapping[str, Tensor], vectors: Set[str]) -> bool:
+def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor], vectors: Set[str]) -> bool:
     if kernel := _kernel_of(node):
         return kernel not in constants
     if node.op == "MatMul":
         return not vectors.isdisjoint(node.inputs)
-    minds = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
-    return node.op in minds or _is_quantized(node) or _crashes_anywhere(node)
+    failing = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
+    return node.op in failing or _is_quantized(node) or _crashes_anywhere(node)
 
 
 def _kernel_of(node: Node) -> str:

@@ -146,9 +146,9 @@ def _narrow(spec: TensorSpec, dims: tuple[int, ...]) -> TensorSpec:
         return replace(spec, shape=dims, has_any_shape=False)
     own = spec.shape[spec.leading :]
     if len(dims) != len(own):
-        raise _misfit(spec, dims, f"{len(own)} dimensions", f"{len(dims)} dimensions")
+        raise _shape_error(spec, dims, f"{len(own)} dimensions", f"{len(dims)} dimensions")
     if any(size not in (-1, dim) for size, dim in zip(own, dims, strict=True)):
-        raise _misfit(spec, dims, "shape", "shape")
+        raise _shape_error(spec, dims, "shape", "shape")
     if spec.batch_axis and dims[spec.batch_axis] != -1:
         raise invalid_input(
             f"tensor '{spec.name}': expected -1 on axis {spec.batch_axis} of dims {format_shape(dims)}, "
@@ -159,7 +159,7 @@ def _narrow(spec: TensorSpec, dims: tuple[int, ...]) -> TensorSpec:
     return replace(spec, shape=shape, dim_names=names)
 
 
-def _misfit(spec: TensorSpec, dims: tuple[int, ...], own: str, configured: str) -> ServeError:
+def _shape_error(spec: TensorSpec, dims: tuple[int, ...], own: str, configured: str) -> ServeError:
     batch = " after the batch dimension" if spec.leading else ""
     return invalid_input(
         f"tensor '{spec.name}': the model expects {own}{batch} ({format_shape(spec.shape[spec.leading :])}) but the "
@@ -207,12 +207,16 @@ def resolve_padding(options: ModelOptions, signature: ModelSignature) -> Padding
     if not options.pad:
         return Padding((None,) * len(signature.inputs)) if options.buckets and signature.is_batched else None
     if not signature.is_batched:
-        raise _bad("pad", f"the model is not batched: {signature.unbatched_because}")
+        raise _pad_error("pad", f"the model is not batched: {signature.unbatched_because}")
     if off_front := [spec.name for spec in (*signature.inputs, *signature.outputs) if spec.batch_axis != 0]:
-        raise _bad("pad", f"expected rows on axis 0 of all inputs and outputs, got another axis for '{off_front[0]}'")
+        raise _pad_error(
+            "pad", f"expected rows on axis 0 of all inputs and outputs, got another axis for '{off_front[0]}'"
+        )
     for name in options.pad:
         if name not in signature.inputs_by_name:
-            raise _bad(f"pad.{name}", f"expected one of the inputs {', '.join(signature.inputs_by_name)}, got '{name}'")
+            raise _pad_error(
+                f"pad.{name}", f"expected one of the inputs {', '.join(signature.inputs_by_name)}, got '{name}'"
+            )
     axes = tuple(
         _resolve_axis(spec, options.pad[spec.name]) if spec.name in options.pad else None for spec in signature.inputs
     )
@@ -223,21 +227,21 @@ def resolve_padding(options: ModelOptions, signature: ModelSignature) -> Padding
 def _resolve_axis(spec: TensorSpec, pad: PadAxis) -> PaddedAxis:
     key, axis = f"pad.{spec.name}", pad.axis
     if not 0 < axis < len(spec.shape):
-        raise _bad(
+        raise _pad_error(
             f"{key}.axis",
             f"expected an axis of '{spec.name}' {format_shape(spec.shape)} after axis 0, the batch's, got {axis}",
         )
     if spec.shape[axis] != -1:
-        raise _bad(f"{key}.axis", f"axis {axis} of '{spec.name}' is fixed at {spec.shape[axis]}")
+        raise _pad_error(f"{key}.axis", f"axis {axis} of '{spec.name}' is fixed at {spec.shape[axis]}")
     if not spec.dim_names[axis]:
-        raise _bad(
+        raise _pad_error(
             f"{key}.axis", f"axis {axis} of '{spec.name}' has no name in the model; outputs are cut back by the name"
         )
     value = as_element(pad.value, spec.datatype)
     if value is None:
-        raise _bad(f"{key}.value", f"expected a value of {spec.datatype.value}, got {pad.value!r}")
+        raise _pad_error(f"{key}.value", f"expected a value of {spec.datatype.value}, got {pad.value!r}")
     if spec.is_optional:
-        raise _bad(key, "optional inputs are not padded")
+        raise _pad_error(key, "optional inputs are not padded")
     return PaddedAxis(spec.name, axis, pad.multiple, value, spec.dim_names[axis])
 
 
@@ -280,9 +284,11 @@ def _check_shared_dimensions(signature: ModelSignature, axes: tuple[PaddedAxis |
                 continue
             shared = f"axis {axis} of '{spec.name}' is dimension '{name}', as is axis {first.axis} of '{first.input}'"
             if own is None or own.axis != axis:
-                raise _bad(f"pad.{spec.name}", f"{shared}: pad both, one axis per input")
+                raise _pad_error(f"pad.{spec.name}", f"{shared}: pad both, one axis per input")
             if own.multiple != first.multiple:
-                raise _bad(f"pad.{spec.name}.multiple", f"{shared}: expected {first.multiple}, got {own.multiple}")
+                raise _pad_error(
+                    f"pad.{spec.name}.multiple", f"{shared}: expected {first.multiple}, got {own.multiple}"
+                )
 
 
 def _find_cuts(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -> Iterator[CutAxis]:
@@ -292,7 +298,7 @@ def _find_cuts(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -
             if axis == 0:
                 continue
             if size == -1 and not name:
-                raise _bad(
+                raise _pad_error(
                     "pad",
                     f"axis {axis} of output '{spec.name}' has no name in the model: so the server cannot tell whether "
                     "to cut it back",
@@ -301,5 +307,5 @@ def _find_cuts(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -
                 yield CutAxis(index, spec.name, axis, sources[name])
 
 
-def _bad(key: str, problem: str) -> ServeError:
+def _pad_error(key: str, problem: str) -> ServeError:
     return invalid_input(f"model.yaml: {key}: {problem}")

@@ -35,7 +35,7 @@ def as_requests(options: ModelOptions, signature: ModelSignature) -> ModelSignat
             raise invalid_input(f"unknown target output name '{name}'")
         _check_source(f"batch output '{name}'", source, options, signature)
         if len(outputs[name].shape) != 1 or outputs[name].is_sequence:
-            raise _unlike(f"output '{name}' of batch_outputs", outputs[name])
+            raise _shape_error(f"output '{name}' of batch_outputs", outputs[name])
         outputs[name] = replace(outputs[name], shape=seen[source].shape, dim_names=())
     return replace(signature, inputs=tuple(seen.values()), outputs=tuple(outputs.values()))
 
@@ -66,7 +66,7 @@ def _of_requests(spec: TensorSpec, options: ModelOptions) -> TensorSpec:
     if declared is None or not declared.ragged:
         return spec
     if spec.shape != (-1,) or spec.is_optional:
-        raise _unlike(f"ragged input '{spec.name}'", spec)
+        raise _shape_error(f"ragged input '{spec.name}'", spec)
     dims = (-1,) if declared.dims is None else declared.dims
     return replace(spec, shape=(-1, *dims), dim_names=())
 
@@ -97,7 +97,7 @@ def _check_derived(spec: TensorSpec, kind: str, datatype: str | None) -> None:
         )
 
 
-def _unlike(what: str, spec: TensorSpec) -> ServeError:
+def _shape_error(what: str, spec: TensorSpec) -> ServeError:
     return invalid_input(
         f"configuration expects model provides shape [-1] for {what}, model provides {format_shape(spec.shape)}"
     )

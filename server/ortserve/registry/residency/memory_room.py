@@ -256,8 +256,8 @@ class MemoryRoom:
             reason = "the models that were loaded before it use up the memory budget"
             raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
         if until_ns:
-            record.asked_ns = record.asked_ns or now_ns
-            if until_ns > record.asked_ns + self._wait_ns:
+            record.waits_since_ns = record.waits_since_ns or now_ns
+            if until_ns > record.waits_since_ns + self._wait_ns:
                 self._counts.count_refusal("stay")
                 wait_s = (until_ns - now_ns) / 1e9
                 raise NoRoomError(
