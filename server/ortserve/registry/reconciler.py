@@ -218,19 +218,11 @@ class Reconciler:
             await self._load_earlier(source, is_awaited=is_awaited)
         self._labels.follow(name)
         self._on_versions(name)
-        if not failures:
-            kept = self._labels.named_versions(name).intersection(changes.retire)
-            for version in sorted(kept):
-                log_event(logger, logging.WARNING, "version is kept for its label", model=name, version=version)
-            for version in set(changes.retire) - kept:
-                record = self._catalog.of(name)[version]
-                if record.state is State.READY:
-                    self._draining.drain(record, UNLOADED)
-                else:  # It failed during the loads; forget it, so that nothing loads it again.
-                    self._versions.forget([record])
-            self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         if failures:
             await self._reconnect(name)
+        else:
+            self._retire(name, changes.retire)
+            self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         if ready := self._catalog.ready(name):
             self._served[name] = {record.version: record.source for record in ready if record.source}
         if self._catalog.ready(name) != serving:
@@ -267,6 +259,18 @@ class Reconciler:
                 return
             self._retire_unneeded(source)
             await self._follow(name)
+
+    def _retire(self, name: str, versions: Collection[int]) -> None:
+        """Drain versions of a model that its source lacks, unless labels name them."""
+        kept = self._labels.named_versions(name).intersection(versions)
+        for version in sorted(kept):
+            log_event(logger, logging.WARNING, "version is kept for its label", model=name, version=version)
+        for version in set(versions) - kept:
+            record = self._catalog.of(name)[version]
+            if record.state is State.READY:
+                self._draining.drain(record, UNLOADED)
+            else:  # It failed during the loads; forget it, so that nothing loads it again.
+                self._versions.forget([record])
 
     def _retire_unneeded(self, source: ModelSource) -> None:
         """Drain the versions of a model that neither its policy nor a label needs, once those that they need serve."""
