@@ -114,7 +114,7 @@ class Server:
         gc.collect()
         gc.freeze()
         models = self._parts.models
-        served, failed, others = models.tally()
+        served, failed, others = models.count_models()
         level = logging.WARNING if failed else logging.INFO
         fields = {"ready": models.is_ready(), "models": served, "failed": failed}
         if others:

@@ -64,10 +64,10 @@ class ModelService:
         self._server_name = server_name
         self._strict_readiness = strict_readiness
         self._is_exiting = False
-        self._news = asyncio.Event()
+        self._change = asyncio.Event()
         self._are_versions_ready: bool | None = None
         """Whether no version prevents readiness; None if it was not computed since the last change."""
-        registry.on_change = self._announce_news
+        registry.on_change = self._announce_change
 
     @property
     def is_exiting(self) -> bool:
@@ -82,18 +82,18 @@ class ModelService:
     def begin_exit(self) -> None:
         """Make the server not ready until its end."""
         self._is_exiting = True
-        self._announce_news()
+        self._announce_change()
 
-    def readiness_news(self) -> asyncio.Event:
+    def readiness_change(self) -> asyncio.Event:
         """An event that is set when readiness may have changed since this call."""
-        return self._news
+        return self._change
 
-    def _announce_news(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _announce_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
         self._are_versions_ready = None
 
-    def tally(self) -> tuple[int, int, int]:
+    def count_models(self) -> tuple[int, int, int]:
         """The numbers of models with a ready version, of others with a failed version, and of the remaining ones."""
         states = [{version.state for version in versions} for versions in self._registry.models().values()]
         served = sum(State.READY in known for known in states)

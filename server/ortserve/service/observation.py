@@ -54,7 +54,7 @@ class Viewer:
         self.watched: Final = watched
         """The version whose details are sent, too; None without one."""
         self._events: deque[bytes] = deque()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._is_open = True
 
     @property
@@ -68,18 +68,18 @@ class Viewer:
             self.close()
         elif self._is_open:
             self._events.append(event)
-            self._news.set()
+            self._changed.set()
 
     def close(self) -> None:
         """End the stream after the waiting events."""
         self._is_open = False
-        self._news.set()
+        self._changed.set()
 
     async def next(self) -> bytes | None:
         """The next event; None at the end."""
         while not self._events and self._is_open:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return self._events.popleft() if self._events else None
 
 

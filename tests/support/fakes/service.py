@@ -145,7 +145,7 @@ class FakeModelService:
     def is_ready(self) -> bool:
         return self.ready
 
-    def readiness_news(self) -> asyncio.Event:
+    def readiness_change(self) -> asyncio.Event:
         return self.news
 
     def turn(self, *, ready: bool) -> None:

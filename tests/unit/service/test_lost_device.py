@@ -176,11 +176,11 @@ async def test_device_that_is_lost_while_a_model_loads_is_lost_for_the_server(
     await server.registry.load_all({"early"})
     served = server.registry.find("early", "")
     assert server.health == (True, True)
-    news = server.models.readiness_news()
+    change = server.models.readiness_change()
     failed = await server.load_late(step, LOST)
     assert f"host:0 is lost: {LOST}" in failed.message
     assert server.health == (False, False)
-    assert news.is_set()
+    assert change.is_set()
     assert server.models.lost == f"host:0 is lost: {LOST}"
     (record,) = server.registry.models()["late"]
     assert (record.state, record.reason) == (State.FAILED, server.models.lost)
@@ -237,5 +237,5 @@ async def test_device_lost_at_the_start_is_reported_before_loading_ends(
     server.device.step = "capturing"
     await server.registry.load_all()
     assert server.health == (False, False)
-    assert server.models.tally() == (0, 2, 0)
+    assert server.models.count_models() == (0, 2, 0)
     await server.registry.close()

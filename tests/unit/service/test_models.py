@@ -49,11 +49,11 @@ async def test_server_is_live_from_the_start_and_ready_when_loading_is_over(regi
 
 async def test_readiness_news_report_loading_and_the_end(registry: Registry) -> None:
     models = service(registry)
-    before = models.readiness_news()
+    before = models.readiness_change()
     assert not before.is_set()
     await registry.load_all()
     assert before.is_set()
-    after = models.readiness_news()
+    after = models.readiness_change()
     assert not after.is_set()
     models.begin_exit()
     assert after.is_set()
@@ -118,7 +118,7 @@ async def test_failed_model_prevents_readiness_only_if_it_is_required(
     assert models.is_ready() is is_ready
     assert models.is_known("bad")
     assert not models.is_model_ready("bad", "1")
-    assert models.tally() == (1, 1, 0)
+    assert models.count_models() == (1, 1, 0)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -102,7 +102,7 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
         try:
             return answer(bytes(data)).SerializeToString()
         except Exception as error:  # noqa: BLE001 - every failure becomes a status
-            status = status_of(seen(error))
+            status = status_of(visible_error(error))
         del data
         return await abort(context, status)
 
@@ -116,14 +116,14 @@ def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHa
         try:
             return (await answer(bytes(data))).SerializeToString()
         except Exception as error:  # noqa: BLE001 - every failure becomes a status
-            status = status_of(seen(error))
+            status = status_of(visible_error(error))
         del data
         return await abort(context, status)
 
     return unary(call)
 
 
-def seen(error: Exception) -> ServeError:
+def visible_error(error: Exception) -> ServeError:
     """Return the error that the caller sees for an exception. Logs exceptions that are faults of the server."""
     if isinstance(error, ServeError):
         return error
@@ -150,7 +150,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - every failure becomes a status
-            status = status_of(seen(error))
+            status = status_of(visible_error(error))
         else:
             return
         await abort(context, status)

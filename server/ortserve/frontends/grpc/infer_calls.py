@@ -21,9 +21,9 @@ from ortserve.frontends.grpc.calls import (
     OnAnswer,
     OnFailure,
     abort,
-    seen,
     status_of,
     unary,
+    visible_error,
 )
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
@@ -112,7 +112,7 @@ class InferCalls:
         try:
             self._inference.start(call, GrpcRequest(data), _ENCODER, answer, fail)
         except Exception as error:  # noqa: BLE001 - for the caller, a fault is an error like others
-            fail(seen(error))
+            fail(visible_error(error))
             return None
         return partial(_cancel, call, hold)
 
@@ -133,7 +133,7 @@ class InferCalls:
                 report = reports.metadata(chosen)
             on_answer(answer, call.timing.server_timing(), report)
         except Exception as error:  # noqa: BLE001 - the loop would swallow it, and the caller would never be answered
-            on_failure(seen(error))
+            on_failure(visible_error(error))
 
     async def _model_infer(self, data: bytes | memoryview, context: Context) -> bytes | memoryview:
         trace: Trace | None = None
@@ -144,11 +144,11 @@ class InferCalls:
             with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
         except Exception as error:  # noqa: BLE001 - grpc would send the text of the exception
-            status = status_of(seen(error))
+            status = status_of(visible_error(error))
         else:
             trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
             reports = self._load_reports
-            if reports is not None and (chosen := asked_load_format(context) or reports.default) is not None:
+            if reports is not None and (chosen := requested_load_format(context) or reports.default) is not None:
                 trailing += (reports.metadata(chosen),)
             context.set_trailing_metadata(trailing)
             return answer
@@ -166,7 +166,7 @@ def _cancel(call: Call, hold: Hold) -> None:
     call.cancel()
 
 
-def asked_load_format(context: Context) -> LoadFormat | None:
+def requested_load_format(context: Context) -> LoadFormat | None:
     """Return the format of the load report that the caller requests; None without a request."""
     metadata = context.invocation_metadata() or ()
     return next((read_load_format(str(value)) for name, value in metadata if name == LOAD_FORMAT_HEADER), None)

@@ -23,7 +23,7 @@ from ortserve.frontends.grpc.calls import (
     streaming,
     write,
 )
-from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, time_left_ns
+from ortserve.frontends.grpc.infer_calls import Inference, requested_load_format, time_left_ns
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
@@ -118,7 +118,7 @@ class InferStreamCalls:
         if failure is not None:
             await abort(context, failure)
         reports = self._load_reports
-        if reports is not None and (chosen := asked_load_format(context) or reports.default) is not None:
+        if reports is not None and (chosen := requested_load_format(context) or reports.default) is not None:
             context.set_trailing_metadata((reports.metadata(chosen),))
 
 
@@ -142,7 +142,7 @@ class InferStream:
         self._quota = quota
         self._ends_at_error = _ends_at_error(context)
         self._running: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
-        self._has_news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._last: StreamPlace | None = None
         """The place of the last request that was read."""
 
@@ -170,8 +170,8 @@ class InferStream:
                 elif reading.done():
                     break
                 else:
-                    self._has_news.clear()
-                    await self._has_news.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
             reading.result()
             return None
         finally:
@@ -181,7 +181,7 @@ class InferStream:
                 task.cancel()
 
     def _on_read(self, reading: asyncio.Task[None]) -> None:
-        self._has_news.set()
+        self._changed.set()
         if not reading.cancelled():
             reading.exception()  # marks it as retrieved: ``serve`` may return before it reads the result
 
@@ -195,7 +195,7 @@ class InferStream:
             self._quota.reserve(len(data))
             place = self._last = StreamPlace(self._last)
             self._running.append(asyncio.create_task(self._answer(data, place)))
-            self._has_news.set()
+            self._changed.set()
             del data  # free it while waiting for the next one
 
     async def _answer(self, data: bytes | memoryview, place: StreamPlace) -> bytes | memoryview | Status:

@@ -23,7 +23,7 @@ class Readiness(Protocol):
 
     def is_ready(self) -> bool: ...
 
-    def readiness_news(self) -> asyncio.Event:
+    def readiness_change(self) -> asyncio.Event:
         """Return an event that is set when readiness may have changed since this call."""
         ...
 
@@ -55,12 +55,12 @@ class HealthCalls:
             parse_message(health_v1_pb2.HealthCheckRequest, await self._streams.until_drain(read_one(context)))
             sent: health_v1_pb2.HealthCheckResponse | None = None
             while True:
-                news = self._readiness.readiness_news()
+                change = self._readiness.readiness_change()
                 status = self._status()
                 if status != sent:
                     await write(context, status.SerializeToString())
                     sent = status
-                await self._streams.until_drain(news.wait())
+                await self._streams.until_drain(change.wait())
 
     def _status(self) -> health_v1_pb2.HealthCheckResponse:
         response = health_v1_pb2.HealthCheckResponse

@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
         """Account for ``count`` bytes that were written to ``next_buffer``."""
         self.on_bytes(None, placed=count)
 
-    def go_on(self) -> None:
+    def resume_parsing(self) -> None:
         """Receive the next bytes in ``data_received`` again, unless the large message is still incomplete."""
         if self._receiving.placing() is None and not self._transport.is_closing():
             self._transport.set_protocol(self)
@@ -228,7 +228,7 @@ class Connection(asyncio.Protocol):
     def _on_tick(self) -> None:
         self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
         now_ns = self._clock()
-        due = self._look(now_ns)
+        due = self._next_action(now_ns)
         if due is Due.ABORT:
             self._transport.abort()
             return
@@ -241,12 +241,12 @@ class Connection(asyncio.Protocol):
         if self._timeouts.end_late(now_ns):
             self._transport.abort()
 
-    def _look(self, now_ns: int) -> Due:
+    def _next_action(self, now_ns: int) -> Due:
         if self._is_half_closed:  # the peer sends nothing more, so the limits on its input do not apply
             self._probe()
             self._timeouts.end_unsendable()
             return Due.ABORT if self._life.is_over(now_ns) else Due.NOTHING
-        return self._life.look(
+        return self._life.next_action(
             now_ns,
             has_settings=self._reader.has_settings,
             has_calls=bool(self._sending.streams),
@@ -306,4 +306,4 @@ class MessageReceiver(Receiver):
             connection.on_placed(nbytes)
         else:
             connection.on_bytes(bytes(self._between[:nbytes]))
-        connection.go_on()
+        connection.resume_parsing()

@@ -16,8 +16,8 @@ from ortserve.frontends.grpc.calls import (
     MetadataEntry,
     QuickCall,
     check_key,
-    seen,
     status_of,
+    visible_error,
 )
 from ortserve.frontends.grpc.native.header_blocks import literal, metadata_block
 from ortserve.frontends.grpc.native.messages import RejectedMessageError, compress, inflate
@@ -108,7 +108,7 @@ class CallDispatcher:
         try:
             cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
         except Exception as error:  # noqa: BLE001 - it would end the connection with all of its calls
-            _on_failure(stream, sending, seen(error))
+            _on_failure(stream, sending, visible_error(error))
             return
         if not stream.is_over and stream.trailers is None:
             stream.cancel = cancel

@@ -115,7 +115,7 @@ class Due(Enum):
 
 
 class Lifetime:
-    """Decides when to ping, drain or abort one connection. The connection calls ``look`` at each tick.
+    """Decides when to ping, drain or abort one connection. The connection calls ``next_action`` at each tick.
 
     Attributes:
         heard_ns: Time at which the last bytes arrived.
@@ -150,7 +150,7 @@ class Lifetime:
         """Whether ``abort_ns`` has passed."""
         return self.abort_ns is not None and now_ns >= self.abort_ns
 
-    def look(self, now_ns: int, *, has_settings: bool, has_calls: bool, unfinished_since_ns: int | None) -> Due:
+    def next_action(self, now_ns: int, *, has_settings: bool, has_calls: bool, unfinished_since_ns: int | None) -> Due:
         """Return the next action, which the connection performs.
 
         Args:
@@ -172,9 +172,9 @@ class Lifetime:
             is_idle = limits.max_idle_s is not None and not has_calls
             if is_idle and now_ns - self.useful_ns >= (limits.max_idle_s or 0.0) * 1e9:
                 return Due.DRAIN
-        return self._look_for_peer(now_ns, has_calls=has_calls)
+        return self._check_peer(now_ns, has_calls=has_calls)
 
-    def _look_for_peer(self, now_ns: int, *, has_calls: bool) -> Due:
+    def _check_peer(self, now_ns: int, *, has_calls: bool) -> Due:
         limits = self._limits
         if self._pinged_ns is not None:
             if self.heard_ns >= self._pinged_ns:

@@ -55,7 +55,9 @@ def look(
     life: Lifetime, at_s: float, *, has_settings: bool = True, has_calls: bool = True, unfinished_s: float | None = None
 ) -> Due:
     unfinished_ns = None if unfinished_s is None else int(unfinished_s * S)
-    return life.look(int(at_s * S), has_settings=has_settings, has_calls=has_calls, unfinished_since_ns=unfinished_ns)
+    return life.next_action(
+        int(at_s * S), has_settings=has_settings, has_calls=has_calls, unfinished_since_ns=unfinished_ns
+    )
 
 
 def test_handshake_times_out() -> None:
