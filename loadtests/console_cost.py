@@ -99,12 +99,12 @@ async def passes(rounds: int) -> tuple[list[float], list[float], float]:
     """Measure passes. Returns the ms of a pass for the history and of one for a viewer, and the bytes of a ring."""
     registry: Any = Active()
     observation = Observation(registry, dict, dict, monotonic_ns, encode=encode_event)
-    await observation._pass(is_sample=True)
+    await observation._read_versions(is_sample=True)
     tracemalloc.start()
     registry.answer()
     before, _ = tracemalloc.get_traced_memory()
     observation._sample += 1
-    await observation._pass(is_sample=True)
+    await observation._read_versions(is_sample=True)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     taken: dict[bool, list[float]] = {True: [], False: []}
@@ -114,7 +114,7 @@ async def passes(rounds: int) -> tuple[list[float], list[float], float]:
             registry.answer()
             observation._sample += is_sample
             began = time.process_time()
-            await observation._pass(is_sample=is_sample)
+            await observation._read_versions(is_sample=is_sample)
             taken[is_sample].append(1000 * (time.process_time() - began))
             if viewer is not None:
                 observation.leave(viewer)

@@ -111,7 +111,7 @@ class RowChecks:
         self._began_ns = 0
         self._batches = 0
         self._next_batch = 1
-        self._samples = 0
+        self._samples_taken = 0
         self._ran_ns = 0
         self._spent_ns = 0
         self.counts: Final = dict.fromkeys(OUTCOMES, 0)
@@ -152,9 +152,9 @@ class RowChecks:
         sample = self._sample
         assert sample is not None, "no check is running"
         self._sample, self._is_running = None, False
-        outcome = (
-            FAILED if request.state == REQUEST_FAILED else self._judge(sample, self._answer(request.take_outputs()))
-        )
+        outcome = FAILED
+        if request.state != REQUEST_FAILED:
+            outcome = self._outcome(sample, self._answer(request.take_outputs()))
         self._spent_ns += self._clock() - self._began_ns
         if not outcome:
             self._sample = sample
@@ -165,7 +165,7 @@ class RowChecks:
         assert sample.alone is not None
         return Difference(self._compare(sample.together, sample.alone), self._describe(sample.neighbours))
 
-    def _judge(self, sample: Sample, alone: Answer) -> str:
+    def _outcome(self, sample: Sample, alone: Answer) -> str:
         """The outcome of a check; empty if the request has to run once more."""
         if not self._compare(sample.together, alone):
             return AGREED if sample.alone is None else NOT_DETERMINISTIC
@@ -193,8 +193,8 @@ class RowChecks:
                     return None
         places = [place for place, request in enumerate(requests) if request.rows == 1]
         places = places or list(range(len(requests)))
-        chosen = places[self._samples % len(places)]
-        self._samples += 1
+        chosen = places[self._samples_taken % len(places)]
+        self._samples_taken += 1
         if requests[chosen].nbytes > MAX_INPUT_BYTES:
             return None
         first = sum([request.rows for request in requests[:chosen]])
@@ -223,11 +223,11 @@ class RowChecks:
         return ""
 
     def _describe(self, neighbours: dict[Shapes, int]) -> str:
-        kinds = [f"{count} of {self._spell(shapes)}" for shapes, count in neighbours.items()]
+        kinds = [f"{count} of {self._format_shapes(shapes)}" for shapes, count in neighbours.items()]
         more = len(kinds) - _MOST_KINDS
         return ", ".join(kinds[:_MOST_KINDS]) + (f" and {more} more shapes" if more > 0 else "")
 
-    def _spell(self, shapes: Sequence[tuple[int, ...] | None]) -> str:
+    def _format_shapes(self, shapes: Sequence[tuple[int, ...] | None]) -> str:
         named = [
             f"{spec.name}{list(shape)}" for spec, shape in zip(self._inputs, shapes, strict=True) if shape is not None
         ]

@@ -130,7 +130,7 @@ class Observation:
         self._rollouts: dict[str, dict[str, Any]] = {}
         """The rollouts by model, as viewers last received them."""
         self._sample = 0
-        self._rings = 0
+        self._ring_count = 0
         self._is_closed = False
 
     async def run(self) -> None:
@@ -141,18 +141,18 @@ class Observation:
                 await asyncio.sleep(_LIVE_INTERVAL_S)
             else:
                 due_s = RING_INTERVAL_S * (self._sample + 1) - (self._clock() - began_ns) / 1e9
-                if await self._is_visited_within(due_s):
+                if await self._has_viewer_within(due_s):
                     continue  # the first rates are those of a whole second
             passed_s = (self._clock() - began_ns) / 1e9
             is_sample = passed_s >= RING_INTERVAL_S * (self._sample + 1)
             if is_sample:
                 self._sample = int(passed_s // RING_INTERVAL_S)
             try:
-                await self._pass(is_sample=is_sample)
+                await self._read_versions(is_sample=is_sample)
             except Exception as error:  # noqa: BLE001 - a later pass may succeed
                 log_fault(logger, "the console could not read the models", error)
 
-    async def _is_visited_within(self, seconds: float) -> bool:
+    async def _has_viewer_within(self, seconds: float) -> bool:
         """Wait for a viewer. Returns whether one arrived within ``seconds``."""
         self._arrival.clear()
         try:
@@ -170,11 +170,11 @@ class Observation:
         """
         async with self._opening:
             if not self._viewers:
-                await self._renew()
+                await self._follow_catalog()
                 async for version in self._in_turns():
                     version.seen, version.now = None, IDLE
                     self._update_row(version, self._clock())
-                self._renew_rollouts()
+                self._read_changed_rollouts()
             return self._add_viewer(watched)
 
     def _add_viewer(self, watched: VersionKey | None) -> Viewer:
@@ -213,7 +213,7 @@ class Observation:
         server = {**self._read_server(), "viewers": len(self._viewers)}
         return {"models": rows, "gone": gone, "rollouts": rollouts, "server": server}
 
-    def _renew_rollouts(self) -> dict[str, dict[str, Any] | None]:
+    def _read_changed_rollouts(self) -> dict[str, dict[str, Any] | None]:
         """Read the rollouts. Returns the changed ones by model; None for a removed one."""
         now = {model: status.describe() for model, status in self._read_rollouts().items()}
         before, self._rollouts = self._rollouts, now
@@ -225,11 +225,11 @@ class Observation:
         rows = version.ring.rows() if version is not None and version.ring is not None else []
         return {"interval_s": RING_INTERVAL_S, "columns": COLUMNS, "rows": rows}
 
-    async def _pass(self, *, is_sample: bool) -> None:
+    async def _read_versions(self, *, is_sample: bool) -> None:
         """Read all versions: for the history, for the viewers, or for both."""
         async with self._opening:
-            gone = await self._renew()
-        self._rings = sum(version.ring is not None for version in self._versions.values())
+            gone = await self._follow_catalog()
+        self._ring_count = sum(version.ring is not None for version in self._versions.values())
         changed: list[dict[str, Any]] = []
         async for version in self._in_turns():
             if is_sample:
@@ -246,7 +246,7 @@ class Observation:
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
 
-    async def _renew(self) -> list[VersionKey]:
+    async def _follow_catalog(self) -> list[VersionKey]:
         """Follow the catalog, a few versions in each turn of the event loop. Returns the removed versions."""
         known: set[VersionKey] = set()
         for number, record in enumerate(list(self._registry.records()), 1):
@@ -277,10 +277,10 @@ class Observation:
         now = self._rates(version, version.sampled, counts)
         version.sampled = counts
         if version.ring is None:
-            if now is IDLE or self._rings >= _MAX_RINGS:
+            if now is IDLE or self._ring_count >= _MAX_RINGS:
                 return
             version.ring = Ring(self._sample, version.errors)
-            self._rings += 1
+            self._ring_count += 1
         elif now is IDLE and version.ring.is_forgotten(self._sample):
             version.ring = None
             return
@@ -301,7 +301,7 @@ class Observation:
         return True
 
     def _publish(self, changed: list[dict[str, Any]], gone: list[VersionKey]) -> None:
-        update = self._encode("models", self._frame(changed, gone, self._renew_rollouts()) | {"whole": False})
+        update = self._encode("models", self._frame(changed, gone, self._read_changed_rollouts()) | {"whole": False})
         details: dict[VersionKey, bytes] = {}
         for viewer in list(self._viewers):
             viewer.add(update)

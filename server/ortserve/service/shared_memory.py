@@ -79,7 +79,7 @@ class SharedMemory:
         self._open_on_device = open_on_device
         self.threads = ThreadPool(2, "shared-memory")
         """Threads for copies that would block the loop."""
-        self._max_regions = max_regions or _quarter_of_descriptors()
+        self._max_regions = max_regions or _default_max_regions()
         self._regions: dict[str, _Region] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -257,6 +257,6 @@ def _close(memories: Sequence[RegionMemory]) -> None:
             memory.close()
 
 
-def _quarter_of_descriptors() -> int:
+def _default_max_regions() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 16384 if limit == resource.RLIM_INFINITY else max(1, limit // 4)

@@ -78,7 +78,7 @@ class TraceSettings:
                 unsupported, for another file, mode or level. No setting is changed then.
         """
         self._check_model(model)
-        own = self._kept(model)
+        own = self._current(model)
         for key, value in changes.items():
             if key not in _SETTINGS:
                 raise invalid_input(f"unknown trace setting '{key}', expected one of {', '.join(_SETTINGS)}")
@@ -109,7 +109,7 @@ class TraceSettings:
             self._server.close()
             self._server = self._sampling(self._start | own)
             for name in list(self._models):
-                self._replace_model(name, self._kept(name))
+                self._replace_model(name, self._current(name))
 
     def _replace_model(self, model: str, own: dict[str, int]) -> None:
         known = self._models.pop(model, None)
@@ -121,7 +121,7 @@ class TraceSettings:
             follows = self._start | self._own[""] | {"trace_count": self._server.count}
             self._models[model] = self._sampling(follows | own)
 
-    def _kept(self, model: str) -> dict[str, int]:
+    def _current(self, model: str) -> dict[str, int]:
         """The changed settings of a model, or of the server, with the remaining count."""
         own = dict(self._own.get(model, {}))
         if "trace_count" in own:

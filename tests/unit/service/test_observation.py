@@ -60,7 +60,7 @@ class Stage:
         self.clock.advance(SECOND_NS)
         if is_sample:
             self.observation._sample += 1
-        await self.observation._pass(is_sample=is_sample)
+        await self.observation._read_versions(is_sample=is_sample)
 
     def answer(self, number: int = 0, times: int = 1) -> None:
         for _ in range(times):
