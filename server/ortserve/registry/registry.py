@@ -133,14 +133,16 @@ class Registry:
         """Models that a poll unloads when the loads that it began have ended."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after the state of a version has changed, and when initial loading is over."""
+        self.on_versions: Callable[[str], None] = lambda name: None
+        """Called with a model whose versions, configuration, labels or rollout may have changed."""
+
+        # Calls that one part of the registry answers alone: attributes, so that a request makes no additional call.
         self.find: Final = self._catalog.find
         self.wait_for: Final = on_demand.wait_for
         self.labels: Final = self._catalog.labels
         self.state_of: Final = self._labels.state_of
         self.rollout: Final = self._labels.rollout
         self.roll_out: Final = self._catalog.roll_out
-        self.on_versions: Callable[[str], None] = lambda name: None
-        """Called with a model whose versions, configuration, labels or rollout may have changed."""
         self.names_in_repositories: Final = self._reader.names
         self.knows: Final = self._catalog.knows
         self.names: Final = self._catalog.names
