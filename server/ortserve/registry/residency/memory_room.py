@@ -216,14 +216,14 @@ class MemoryRoom:
             yield _Budget("memory_budget_bytes", "", cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
         if self._gpu_budget_bytes is not None:
             for device, need in cost.on_devices.items():
-                used = sum(one.on_devices.get(device, 0) for one in residents)
+                used = sum(resident.on_devices.get(device, 0) for resident in residents)
                 yield _Budget("gpu_memory_budget_bytes", device, need, self._gpu_budget_bytes, used)
 
     def _is_exceeded(self) -> bool:
         """Whether draining models still hold memory that is reserved for the load under way."""
         if self._budget_bytes is not None and self._ledger.total_bytes > self._budget_bytes:
             return True
-        held = {one.device.name: one.ledger.total_bytes() for one in self._devices.opened()}
+        held = {opened.device.name: opened.ledger.total_bytes() for opened in self._devices.opened()}
         budget = self._gpu_budget_bytes
         return budget is not None and any(
             need + held.get(device, 0) > budget for device, need in self._loading_on_devices.items()
@@ -243,8 +243,12 @@ class MemoryRoom:
         leaving: dict[str, None] = {}
         until_ns = 0
         for budget in self._budgets(cost, residents):
-            freed = sum(budget.held_by(one) for one in residents if one.name in leaving)
-            staying = [replace(one, nbytes=budget.held_by(one)) for one in residents if one.name not in leaving]
+            freed = sum(budget.held_by(resident) for resident in residents if resident.name in leaving)
+            staying = [
+                replace(resident, nbytes=budget.held_by(resident))
+                for resident in residents
+                if resident.name not in leaving
+            ]
             plan = plan_room(budget.need, budget.nbytes, budget.used - freed, staying, now_ns)
             if plan.missing_bytes:
                 self._counts.count_refusal("budget")
@@ -300,22 +304,27 @@ class MemoryRoom:
         Those that do not fit evict each other until each has been measured: ``_check_members`` then refuses them. A
         reload, which needs room for both loads of its model, may evict them.
         """
-        if any(one.version == loading.version for one in self._catalog.ready(loading.model)):
+        if any(record.version == loading.version for record in self._catalog.ready(loading.model)):
             return residents
         kept: set[str] = set()
         for names in self._together:
             total = self._expect_together(names)
             if loading.model in names and not any(self._missing_together(total, names, residents)):
                 kept.update(names)
-        return [replace(one, is_kept=True) if one.name in kept and not one.members else one for one in residents]
+        return [
+            replace(resident, is_kept=True) if resident.name in kept and not resident.members else resident
+            for resident in residents
+        ]
 
     def _expect_together(self, names: Collection[str]) -> LoadCost:
         """What the known versions of models take together, without those that failed. Ensembles take nothing."""
         costs = [
-            self._expect(one.model, one.version, one.source)
+            self._expect(record.model, record.version, record.source)
             for name in names
-            for one in self._catalog.of(name).values()
-            if one.source is not None and one.state is not State.FAILED and not member_names(_options(one.source))
+            for record in self._catalog.of(name).values()
+            if record.source is not None
+            and record.state is not State.FAILED
+            and not member_names(_options(record.source))
         ]
         return LoadCost(
             sum(cost.nbytes for cost in costs),
@@ -328,9 +337,9 @@ class MemoryRoom:
         self, total: LoadCost, names: Collection[str], residents: Sequence[Resident]
     ) -> Iterator[tuple[_Budget, int, int]]:
         """The budgets that models exceed together with the pinned ones, what these hold, and what is missing."""
-        pinned = [one for one in residents if one.is_pinned and one.name not in names]
+        pinned = [resident for resident in residents if resident.is_pinned and resident.name not in names]
         for budget in self._budgets(total, residents):
-            held = sum(budget.held_by(one) for one in pinned)
+            held = sum(budget.held_by(resident) for resident in pinned)
             if (missing := budget.need + held - budget.nbytes) > 0:
                 yield budget, held, missing
 
@@ -341,7 +350,9 @@ class MemoryRoom:
         while pending:
             new = set(member_names(pending.pop())) - found
             found |= new
-            pending += [_options(one.source) for name in new for one in self._catalog.of(name).values() if one.source]
+            pending += [
+                _options(record.source) for name in new for record in self._catalog.of(name).values() if record.source
+            ]
         return found
 
     def _residents(self, loading: str) -> list[Resident]:
@@ -355,11 +366,13 @@ class MemoryRoom:
             sum(record.account.nbytes for record in records if record.account is not None),
             max(max(record.ready_ns, record.metrics.last_done_ns) for record in records),
             max(record.stays_until_ns for record in records),
-            is_kept=name == loading or self._must_stay(name) or any(one.has_sequences for one in served),
-            is_pinned=any(one.options.is_pinned for one in served),
-            is_busy=any(one.is_busy for one in served),
-            members=tuple({member.name for one in served if isinstance(one, ServedEnsemble) for member in one.members}),
-            on_devices=sum_bytes(one.device_bytes() for one in served),
+            is_kept=name == loading or self._must_stay(name) or any(version.has_sequences for version in served),
+            is_pinned=any(version.options.is_pinned for version in served),
+            is_busy=any(version.is_busy for version in served),
+            members=tuple(
+                {member.name for version in served if isinstance(version, ServedEnsemble) for member in version.members}
+            ),
+            on_devices=sum_bytes(version.device_bytes() for version in served),
         )
 
 

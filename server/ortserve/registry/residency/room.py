@@ -69,34 +69,35 @@ def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], 
         return RoomPlan()
     holders = _holders(residents)
     kept = _kept(residents)
-    may_leave = [one for one in residents if one.nbytes and one.name not in kept]
-    missing = excess - sum(one.nbytes for one in may_leave)
+    may_leave = [resident for resident in residents if resident.nbytes and resident.name not in kept]
+    missing = excess - sum(resident.nbytes for resident in may_leave)
     if missing > 0:
         return RoomPlan(missing_bytes=missing)
 
-    def groups(one: Resident) -> list[Resident]:
-        return [one, *holders[one.name]]
+    def evicted_with(resident: Resident) -> list[Resident]:
+        """The model, and the ensembles that must be evicted before it."""
+        return [resident, *holders[resident.name]]
 
-    def stays_until_ns(one: Resident) -> int:
-        return max(each.stays_until_ns for each in groups(one))
+    def stays_until_ns(resident: Resident) -> int:
+        return max(each.stays_until_ns for each in evicted_with(resident))
 
-    def order(one: Resident) -> tuple[int, bool, int]:
+    def order(resident: Resident) -> tuple[int, bool, int]:
         # First the models that have stayed long enough, then the others in the order in which they become evictable.
-        group = groups(one)
+        group = evicted_with(resident)
         return (
-            max(now_ns, stays_until_ns(one)),
+            max(now_ns, stays_until_ns(resident)),
             any(each.is_busy for each in group),
             max(each.used_ns for each in group),
         )
 
     leaving: dict[str, None] = {}
     freed = until_ns = 0
-    for one in sorted(may_leave, key=order):
+    for resident in sorted(may_leave, key=order):
         if freed >= excess:
             break
-        leaving.update((each.name, None) for each in groups(one))
-        freed += one.nbytes
-        until_ns = max(until_ns, stays_until_ns(one))
+        leaving.update((each.name, None) for each in evicted_with(resident))
+        freed += resident.nbytes
+        until_ns = max(until_ns, stays_until_ns(resident))
     if until_ns > now_ns:
         return RoomPlan(wait_until_ns=until_ns)
     return RoomPlan(tuple(sorted(leaving, key=lambda name: len(holders[name]))))
@@ -104,10 +105,10 @@ def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], 
 
 def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:
     """For each model, the ensembles that contain it at any depth."""
-    direct: dict[str, list[Resident]] = {one.name: [] for one in residents}
-    for one in residents:
-        for member in one.members:
-            direct.setdefault(member, []).append(one)
+    direct: dict[str, list[Resident]] = {resident.name: [] for resident in residents}
+    for resident in residents:
+        for member in resident.members:
+            direct.setdefault(member, []).append(resident)
     found: dict[str, list[Resident]] = {}
     for name in direct:
         above: dict[str, Resident] = {}
@@ -123,8 +124,8 @@ def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:
 
 def _kept(residents: Sequence[Resident]) -> set[str]:
     """The models that must not be evicted: kept and pinned ones, and the members of such ensembles."""
-    members = {one.name: one.members for one in residents}
-    kept = {one.name for one in residents if one.is_kept or one.is_pinned}
+    members = {resident.name: resident.members for resident in residents}
+    kept = {resident.name for resident in residents if resident.is_kept or resident.is_pinned}
     pending = list(kept)
     while pending:
         new = set(members.get(pending.pop(), ())) - kept
