@@ -4,15 +4,16 @@ ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of 
 From ``[0, 2]`` and ``[3, 2]`` along axis 1, it makes ``[3, 4]`` and writes only half of it. The rest is earlier content
 of the memory, such as inputs of other requests. An empty tensor is correct if it is empty along the axis of the Concat,
 as the past of a decoder is before the first token. ONNX Runtime does not write products over an axis of length 0,
-either, if they are quantized or of a vector. RoiAlign reads beyond an image without pixels. Attention without heads, or
-with heads of size 0, ends the process, and so do a few other operators on some empty axes. A Conv with an empty kernel
-does not return, and a ConvInteger does not write its output.
+either, if they are quantized, of a vector, or joined with a Transpose. RoiAlign reads beyond an image without pixels.
+Attention without heads, or with heads of size 0, ends the process, and so do a few other operators on some empty axes.
+A Conv with an empty kernel does not return, and a ConvInteger does not write its output.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ortserve.model_file.einsum import is_plain_product
 from ortserve.model_file.graph import Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
 
 _JOINS: Final = frozenset({"Concat", "ConcatFromSequence", "QLinearConcat"})
@@ -58,8 +59,10 @@ def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
     are not weights, or an operator that crashes. An input without a declared shape has no axes. A graph that is too
     large to be analysed is not followed.
     """
-    vectors = {declared.name for declared in model.graph.inputs if len(declared.dims or ()) == 1}
-    if not any(_may_fail_on_empty(node, model.graph.constants, vectors) for node in all_nodes(model)):
+    nodes = list(all_nodes(model))
+    special = {declared.name for declared in model.graph.inputs if len(declared.dims or ()) == 1}
+    special.update(name for node in nodes if node.op == "Transpose" for name in node.outputs)
+    if not any(_may_fail_on_empty(node, model.graph.constants, special) for node in nodes):
         return None
     paths = _Paths(model)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
@@ -81,6 +84,9 @@ class _Paths:
         self._weights: set[str] = set()
         """Names of tensors that are computed from constants only."""
         self._dequantized: set[str] = set()
+        self._transposed: set[str] = set()
+        self._joined: set[str] = set()
+        """Names of tensors that depend on a join, and are empty only if several inputs are."""
         self.wrong: set[_Axis] = set()
         """Axes along which an input must not be empty."""
         for declared in model.graph.inputs:
@@ -100,6 +106,8 @@ class _Paths:
                 self._weights.update(node.outputs)
             if node.op == "DequantizeLinear":
                 self._dequantized.add(node.outputs[0])
+            if node.op == "Transpose":
+                self._transposed.update(node.outputs)
             read = self._all_of(names_read(node))
             if not read:
                 continue
@@ -135,7 +143,12 @@ class _Paths:
         if isinstance(equation, str) and "->" in equation and "." not in equation:
             terms, _, kept = equation.replace(" ", "").partition("->")
             for name, term in zip(node.inputs, terms.split(","), strict=False):
-                yield from ((name, axis) for axis, letter in enumerate(term) if letter not in kept)
+                is_single = not (is_plain_product(equation) or len(node.inputs) == 1 or name in self._joined)
+                yield from ((name, axis) for axis, letter in enumerate(term) if is_single or letter not in kept)
+        if node.op == "FusedMatMul" or (node.op == "MatMul" and not self._transposed.isdisjoint(node.inputs)):
+            for name, turned, last in zip(node.inputs, ("transA", "transB"), (1, 2), strict=False):
+                summed = 3 - last if node.attributes.get(turned) else last  # counted from the end
+                yield name, self._ranks.get(name, 0) - summed
         for name in node.inputs[:3] if node.op in _WITH_PAST else ():
             yield name, _HEADS.get(self._ranks.get(name, 0), -1)
         if node.op in _OF_BOXES:
@@ -174,10 +187,13 @@ class _Paths:
             for right in columns:
                 merged |= right
             self._put(node, merged, self._ranks.get(names[0]))
+            self._joined.update(node.outputs)
 
     def _pass_on(self, node: Node, read: _Seeds, constants: Mapping[str, Tensor]) -> None:
         if node.op in _WITH_PAST:
             read = self._all_of(node.inputs[:3])
+        if not self._joined.isdisjoint(node.inputs):
+            self._joined.update(node.outputs)
         passed: _Seeds = dict.fromkeys(read)
         places, rank = self._moves(node, constants) or ({}, None)
         for seed, at in self._all_of(node.inputs[:1]).items():
@@ -225,12 +241,13 @@ class _Paths:
                     self._ranks[name] = rank
 
 
-def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor], vectors: Set[str]) -> bool:
+def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor], special: Set[str]) -> bool:
+    """Whether a node has a problem with empty tensors; ``special`` are vectors and outputs of Transpose."""
     if kernel := _kernel_of(node):
         return kernel not in constants
     if node.op == "MatMul":
-        return not vectors.isdisjoint(node.inputs)
-    failing = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
+        return not special.isdisjoint(node.inputs) and constants.keys().isdisjoint(node.inputs)
+    failing = {"FusedMatMul"} | _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
     return node.op in failing or _is_quantized(node) or _crashes_anywhere(node)
 
 

@@ -98,7 +98,17 @@ def test_quantized_products_of_two_computed_matrices_take_no_empty_ones(
 @pytest.mark.parametrize(
     ("inputs", "nodes", "axes"),
     [
-        (f"{_PAST}, {_NEW}", 'y = Einsum <equation = "bhpd,bhpe -> bhde"> (past, new)', {"past": {0}, "new": {0}}),
+        (f"{_PAST}, {_NEW}", 'y = Einsum <equation = "bhpd,bhpe -> bhde"> (past, new)', {"past": set(), "new": set()}),
+        (
+            f"{_PAST}, {_NEW}",
+            'k = Concat <axis = 2> (past, new) y = Einsum <equation = "bhpd,bhpe -> bhde"> (k, k)',
+            {"past": set(), "new": set()},
+        ),
+        (
+            f"{_PAST}, {_NEW}",
+            'k = Concat <axis = 2> (past, new) y = Einsum <equation = "bhpd,bhqd -> bhqp"> (k, k)',
+            {"past": {2}, "new": {2}},
+        ),
         ("float[batch,hidden] x", "y = MoE (x, x)", {"x": {0}}),
         ("float[batch,steps,hidden] x", "y, s = LinearAttention (x, x, x)", {"x": {0, 1}}),
         (
@@ -114,6 +124,14 @@ def test_quantized_products_of_two_computed_matrices_take_no_empty_ones(
         ("float[n,2,h,w] x, float[r,4] b, int64[r] at", "y = RoiAlign (x, b, at)", {"x": {0}, "b": {0}, "at": {0}}),
         ("float[k] x, float[n,k,m] z", "y = MatMul (x, z)", {"x": set(), "z": set()}),
         ("float[n,k] x, float[k,m] z", "y = MatMul (x, z)", None),
+        (
+            "float[n,m,k] x, float[n,j,k] z",
+            "t = Transpose <perm = [0, 2, 1]> (z) y = MatMul (x, t)",
+            {"x": {0, 1}, "z": {0, 1}},
+        ),
+        ("float[n,m,k] x", "t = Transpose <perm = [0, 2, 1]> (x) y = MatMul (t, kernel)", None),
+        ("float[n,m,k] x, float[n,j,k] z", "y = FusedMatMul <transB = 1> (x, z)", {"x": {0, 1}, "z": {0, 1}}),
+        ("float[n,k,m] x, float[n,k,j] z", "y = FusedMatMul <transA = 1> (x, z)", {"x": {0, 2}, "z": {0, 2}}),
         ("float[n,k] x, float[k,m] z", "y = MatMulIntegerToFloat (x, z, s, s)", {"x": set(), "z": set()}),
         ("float[n,k] x, float[k,m] z", "y = DynamicQuantizeMatMul (x, z, s)", {"x": set(), "z": set()}),
         ("float[n,m] x, float[n,k] z", "y = QLinearConcat <axis = 1> (s, o, x, s, o, z, s, o)", {"x": {1}, "z": {1}}),
