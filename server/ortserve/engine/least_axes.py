@@ -39,7 +39,7 @@ def least_axes(model: Model) -> Mapping[str, int]:
     """The least number of axes of tensors of the main graph that such an operator reads, directly or behind others."""
     least: dict[str, int] = {}
     for node in reversed(model.graph.nodes):
-        needed = list(_needed_by(node))
+        needed = list(axes_needed_by(node))
         if node.op in _KEEPING and not node.domain and node.outputs:
             needed = [least.get(node.outputs[0], 0)]
         for name, axes in zip(node.inputs, needed, strict=False):
@@ -47,7 +47,8 @@ def least_axes(model: Model) -> Mapping[str, int]:
     return least
 
 
-def _needed_by(node: Node) -> tuple[int, ...]:
+def axes_needed_by(node: Node) -> tuple[int, ...]:
+    """The least number of axes of each input that such an operator reads; no numbers for other operators."""
     equation = node.attributes.get("equation")
     if node.op == "Einsum" and isinstance(equation, str):
         terms = equation.partition("->")[0].split(",")

@@ -5,121 +5,82 @@ of such operators before a session is made, as ``divisions`` does: a Gather that
 wrong, so that the request fails with an error of ONNX Runtime. All other results stay as they are, bit by bit.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Final
 
-from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
-from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Dims, Model, Node
+from ortserve.engine.checked_node import Around, CheckedNode
+from ortserve.engine.empty_checks import EMPTY_CHECKS
+from ortserve.engine.empty_tensors import find_sizes
+from ortserve.engine.least_axes import axes_needed_by
+from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
+from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes
 
-_LEAST_OPSET: Final = 11
-"""Before it Gather takes no negative indices."""
+_LEAST_OPSET: Final = 9
+"""Before it there is no Where, and Less and Greater take no integers."""
+_SHAPES: Final = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
+"""Operators with the place of the list of sizes that they make a tensor of."""
 _LARGEST_BOX: Final = 2.0**24
 """Cells of the feature map in a box of RoiAlign, which takes about 48 bytes for each: 768 MiB."""
 
 
 def check_edits(model: Model) -> Edits:
-    """The edits that check the inputs of operators in the main graph."""
+    """The edits that check the inputs of operators, in the main graph and in the graphs of If, Loop and Scan."""
     if model.opsets.get("", _LEAST_OPSET) < _LEAST_OPSET:
         return {}
-    constants = model.graph.constants
-    scales = {node.outputs[1] for node in model.graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}
+    has_any_rank = _has_any_rank(model)
+    kinds = _CHECKS.keys() | EMPTY_CHECKS.keys()
+    if not has_any_rank and not any((node.domain, node.op) in kinds for node in all_nodes(model)):
+        return {}
     declared = {declared.name: declared.dims for declared in model.graph.inputs}
-    edits = {}
-    for node in model.graph.nodes:
-        check = _CHECKS.get((node.domain, node.op))
-        if check is not None and any(node.outputs[:1]) and not constants.keys() >= set(node.inputs) - {""}:
-            checked = _Checked(node, declared, constants.keys() | scales)
-            check(checked)
+    sizes = find_sizes(model)
+    edits: dict[tuple[int, str], bytes | Rewired] = {}
+    for scope, graph in _graphs(model.graph):
+        scales = {node.outputs[1] for node in graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}
+        makers = {name: node for node in graph.nodes for name in node.outputs}
+        around = Around(declared, graph.constants.keys() | scales, makers, sizes.get(scope, {}))
+        for node in graph.nodes:
+            if graph.constants.keys() >= set(node.inputs) - {""}:
+                continue
+            checked = CheckedNode(node, around)
+            for check in _checks_of(node, has_any_rank=has_any_rank):
+                check(checked)
             if checked.is_changed:
-                edits[GRAPH_NODE, node.outputs[0]] = checked.write()
+                edits[GRAPH_NODE, scope + first_output(node)] = checked.edit()
     return edits
 
 
-class _Checked:
-    """A node with the nodes around it."""
-
-    def __init__(self, node: Node, declared: Mapping[str, Dims | None], known: Set[str]) -> None:
-        """Begin with the node as it is.
-
-        Args:
-            node: The node.
-            declared: The inputs of the model with their shapes.
-            known: Constants, and the scales of DynamicQuantizeLinear, which are single numbers.
-        """
-        self.node = node
-        self.known = known
-        self._declared = declared
-        self._inputs = list(node.inputs)
-        self._output = node.outputs[0]
-        self._made: list[bytes] = []
-        self._after: list[bytes] = []
-
-    @property
-    def is_changed(self) -> bool:
-        return bool(self._made)
-
-    def has(self, place: int) -> bool:
-        return place < len(self.node.inputs) and bool(self.node.inputs[place])
-
-    def has_free_end(self, place: int) -> bool:
-        """Whether an input of the node is an input of the model whose last axis has a free size."""
-        dims = self.dims(place)
-        return (
-            place < len(self.node.inputs)
-            and self.node.inputs[place] in self._declared
-            and not (dims and isinstance(dims[-1], int))
-        )
-
-    def dims(self, place: int) -> Dims:
-        """The declared shape of an input of the model; empty if it is not known."""
-        return self._declared.get(self.node.inputs[place]) or () if place < len(self.node.inputs) else ()
-
-    def size(self, place: int, axis: int) -> str:
-        """The name of the size of an axis of an input."""
-        shape = self.add("Shape", self.node.inputs[place])
-        return self.add("Gather", shape, self.constant(INT64, axis))
-
-    def add(self, operator: str, *sources: str, name: str = "", **attributes: int) -> str:
-        """Add a node in front of the checked one, and return the name of its output."""
-        output = self._new_name()
-        self._made.append(write_node(operator, "", sources, output, attributes=attributes, name=name))
-        return output
-
-    def constant(self, dtype: int, *values: float, is_list: bool = False) -> str:
-        output = self._new_name()
-        self._made.append(write_constant(output, dtype, *values, is_list=is_list))
-        return output
-
-    def fail_if(self, is_wrong: str, place: int, expected: str) -> None:
-        """Fail before the node reads this input, if any element of ``is_wrong`` is true.
-
-        The error of ONNX Runtime contains the name of the node that failed, and so what the operator expects.
-        """
-        index = self.add("ReduceSum", self.add("Cast", is_wrong, to=INT64), keepdims=0)
-        name = f"{self._new_name()}: {self.node.op} expects {expected}"  # names of nodes must differ
-        nothing = self.add("Gather", self.constant(INT64, 0, is_list=True), index, name=name)
-        source = self.node.inputs[place]
-        # The node then depends on the Gather, and the input keeps its shape.
-        self._inputs[place] = self.add("Reshape", source, self.add("Add", self.add("Shape", source), nothing))
-
-    def replace_where(self, is_wrong: str, replacement: str) -> None:
-        """Replace the elements of the output for which ``is_wrong`` is true."""
-        written, self._output = self._output, f"{self._output}/written"
-        self._after = [write_node("Where", "", [is_wrong, replacement, self._output], written)]
-
-    def write(self) -> bytes:
-        node = self.node
-        outputs = self._output, *node.outputs[1:]
-        # The checked operators have no other attributes.
-        attributes = {name: value for name, value in node.attributes.items() if isinstance(value, int | float | str)}
-        itself = write_node(node.op, node.domain, self._inputs, *outputs, attributes=attributes)
-        return b"".join([*self._made, itself, *self._after])
-
-    def _new_name(self) -> str:
-        return f"{self.node.outputs[0]}/check_{len(self._made)}"
+def _has_any_rank(model: Model) -> bool:
+    """Whether a request may choose the number of axes of a tensor."""
+    inputs = model.graph.inputs
+    lists = {one.name for one in inputs if one.dims and len(one.dims) == 1 and not isinstance(one.dims[0], int)}
+    return any(declared.lacks_shape for declared in inputs) or any(
+        _chooses_axes(node, lists) for node in all_nodes(model)
+    )
 
 
-def _check_boxes(roi_align: _Checked) -> None:
+def _chooses_axes(node: Node, lists: Set[str]) -> bool:
+    if node.op == "Squeeze":  # of all axes of size 1
+        return len(node.inputs) == 1 and "axes" not in node.attributes
+    return not lists.isdisjoint(node.inputs[_SHAPES.get(node.op, len(node.inputs)) :])
+
+
+def _checks_of(node: Node, *, has_any_rank: bool) -> list[Callable[[CheckedNode], None]]:
+    if not first_output(node):
+        return []
+    kind = node.domain, node.op
+    return [table[kind] for table in (_CHECKS, EMPTY_CHECKS) if kind in table] + [_check_axes] * has_any_rank
+
+
+def _graphs(graph: Graph, scope: str = "") -> Iterator[tuple[str, Graph]]:
+    """Yield a graph and those of its nodes, each with its scope."""
+    yield scope, graph
+    for node in graph.nodes:
+        for name, value in node.attributes.items():
+            if isinstance(value, Graph):
+                yield from _graphs(value, inner_scope(scope, node, name))
+
+
+def _check_boxes(roi_align: CheckedNode) -> None:
     """RoiAlign takes samples in each cell of a box, if ``sampling_ratio`` is 0, and crashes if it cannot count them."""
     attributes = roi_align.node.attributes
     ratio, scale = attributes.get("sampling_ratio", 0), attributes.get("spatial_scale", 1.0)
@@ -140,7 +101,7 @@ def _check_boxes(roi_align: _Checked) -> None:
     roi_align.fail_if(is_large, 1, f"boxes of at most {_LARGEST_BOX:.0f} cells")
 
 
-def _check_frame(stft: _Checked) -> None:
+def _check_frame(stft: CheckedNode) -> None:
     """STFT divides by the length of a frame, which is a number or the length of a window."""
     zero = stft.constant(INT64, 0)
     if stft.has(3):
@@ -151,40 +112,41 @@ def _check_frame(stft: _Checked) -> None:
         stft.fail_if(stft.add("Equal", size, zero), 2, "a window that is not empty")
 
 
-def _check_square(inverse: _Checked) -> None:
+def _check_square(inverse: CheckedNode) -> None:
     """Inverse takes any matrix for a square one."""
     rows, columns = (inverse.size(0, axis) for axis in (-2, -1))
     inverse.fail_if(inverse.add("Not", inverse.add("Equal", rows, columns)), 0, "square matrices")
 
 
-def _check_words(embedding: _Checked) -> None:
+def _check_words(embedding: CheckedNode) -> None:
     """WordConvEmbedding does not write words without characters, which begin with 0 or less: they become zeros."""
     first = embedding.add("Gather", embedding.node.inputs[0], embedding.constant(INT32, 0, is_list=True), axis=-1)
     has_none = embedding.add("Not", embedding.add("Greater", first, embedding.constant(INT32, 0)))
     embedding.replace_where(has_none, embedding.constant(FLOAT, 0))
 
 
-def _check_values(attention: _Checked) -> None:
+def _check_values(attention: CheckedNode) -> None:
     """MultiHeadAttention takes the size of a past of other values for that of these, and reads beyond it."""
     if attention.has(7) and attention.has_free_end(2):
         keys, values = attention.size(1, -1), attention.size(2, -1)
         attention.fail_if(attention.add("Not", attention.add("Equal", keys, values)), 2, "keys and values of one size")
 
 
-def _check_pairs(embedding: _Checked) -> None:
+def _check_pairs(embedding: CheckedNode) -> None:
     """RotaryEmbedding rotates pairs, and does not write the last element of a head of odd size."""
     attributes = embedding.node.attributes
     if embedding.has_free_end(0) and not attributes.get("rotary_embedding_dim"):
         heads = attributes.get("num_heads", 0) if len(embedding.dims(0)) == 3 else 0
         pairs = embedding.constant(INT64, 2 * max(1, heads if isinstance(heads, int) else 0))
-        rest = embedding.add("Mod", embedding.size(0, -1), pairs)
+        size = embedding.size(0, -1)
+        rest = embedding.add("Sub", size, embedding.add("Mul", embedding.add("Div", size, pairs), pairs))
         embedding.fail_if(embedding.add("Cast", rest, to=BOOL), 0, "heads of an even size")
 
 
-def _check_scales(product: _Checked) -> None:
+def _check_scales(product: CheckedNode) -> None:
     """MatMulIntegerToFloat writes beyond the product if scales widen it."""
     for place in (2, 3):
-        if product.has(place) and product.node.inputs[place] not in product.known:
+        if product.has(place) and product.node.inputs[place] not in product.around.narrow:
             one, columns = product.constant(INT64, 1, is_list=True), product.size(1, -1)
             # The last axis, and 1 for a scalar.
             last = product.add("Concat", one, product.add("Shape", product.node.inputs[place]), axis=0)
@@ -195,13 +157,43 @@ def _check_scales(product: _Checked) -> None:
             product.fail_if(product.add("Not", is_right), place, "scales of one number, or one for each column")
 
 
-_CHECKS: Final[Mapping[tuple[str, str], Callable[[_Checked], None]]] = {
+def _check_axes(node: CheckedNode) -> None:
+    """Some operators read the sizes of more axes than a tensor has."""
+    for place, least in enumerate(axes_needed_by(node.node)):
+        if least and node.has(place) and node.sizes(place) is None:
+            axes = node.add("Size", node.add("Shape", node.node.inputs[place]))
+            expected = f"input {place} with at least {least} axes"
+            node.fail_if(node.add("Less", axes, node.constant(INT64, least)), place, expected)
+
+
+def _check_image(pool: CheckedNode) -> None:
+    """QLinearAveragePool divides by 0 if an image with channels on the last axis is smaller than the kernel."""
+    attributes = pool.node.attributes
+    kernel, pads = attributes.get("kernel_shape"), attributes.get("pads")
+    is_padded = str(attributes.get("auto_pad", "")).startswith("SAME")
+    if not attributes.get("channels_last") or not isinstance(kernel, tuple) or is_padded:
+        return
+    count = len(kernel)
+    added = (
+        [int(pads[axis]) + int(pads[axis + count]) for axis in range(count)] if isinstance(pads, tuple) else [0] * count
+    )
+    least = [int(size) - more for size, more in zip(kernel, added, strict=True)]
+    known = (pool.sizes(0) or ())[1:-1]
+    if not known or any((size or 1) < needed for size, needed in zip(known, least, strict=False)):
+        axes = pool.constant(INT64, *range(1, count + 1), is_list=True)
+        sizes = pool.add("Gather", pool.add("Shape", pool.node.inputs[0]), axes)
+        is_small = pool.add("Less", sizes, pool.constant(INT64, *least, is_list=True))
+        pool.fail_if(is_small, 0, f"images of at least {'x'.join(map(str, least))}")
+
+
+_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "RoiAlign"): _check_boxes,
     ("", "STFT"): _check_frame,
     ("", "RotaryEmbedding"): _check_pairs,
     ("com.microsoft", "Inverse"): _check_square,
     ("com.microsoft", "MatMulIntegerToFloat"): _check_scales,
     ("com.microsoft", "MultiHeadAttention"): _check_values,
+    ("com.microsoft", "QLinearAveragePool"): _check_image,
     ("com.microsoft", "RotaryEmbedding"): _check_pairs,
     ("com.microsoft", "WordConvEmbedding"): _check_words,
 }

@@ -5,11 +5,12 @@ The files of edited models do not change. Fields that are not replaced are copie
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from ortserve.model_file.graph import FLOAT, INT32, INT64
+from ortserve.model_file.graph import FLOAT, INT32, INT64, Node
 from ortserve.model_file.protobuf import (
     fields,
     mapped_file,
@@ -47,12 +48,14 @@ _ATTRIBUTE_FLOAT: Final = 2
 _ATTRIBUTE_INT: Final = 3
 _ATTRIBUTE_STRING: Final = 4
 _ATTRIBUTE_TENSOR: Final = 5
+_ATTRIBUTE_GRAPH: Final = 6
 _ATTRIBUTE_FLOATS: Final = 7
 _ATTRIBUTE_INTS: Final = 8
 _ATTRIBUTE_KIND: Final = 20
 _CONSTANT_DIMS: Final = 1
 _CONSTANT_TYPE: Final = 2
 _CONSTANT_DATA: Final = 9
+_SCOPE: Final = "\0"
 _FORMATS: Final = {FLOAT: "f", INT32: "i", INT64: "q"}
 _OPSET_DOMAIN: Final = 1
 _OPSET_VERSION: Final = 2
@@ -60,8 +63,37 @@ _OPSET_VERSION: Final = 2
 AttributeValue: TypeAlias = int | float | str | bytes | Sequence[int] | Sequence[float]
 """A value of an attribute: an INT64, FP32 or text, a serialized tensor, or a list of one type of numbers."""
 
-Edits: TypeAlias = Mapping[tuple[int, str], bytes]
-"""Replacements of fields of the graph, by field number and name. A node has the name of its first output here."""
+
+@dataclass(frozen=True, slots=True)
+class Rewired:
+    """A node that keeps its operator and attributes, but gets other names of its tensors.
+
+    Attributes:
+        inputs: The new names of its inputs.
+        outputs: The new names of its outputs.
+        before: Serialized nodes in front of the node.
+        after: Serialized nodes behind it.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    before: bytes = b""
+    after: bytes = b""
+
+
+Edits: TypeAlias = Mapping[tuple[int, str], bytes | Rewired]
+"""Replacements of fields of the graph, by field number and name. A node has the name of ``first_output``.
+The name begins with ``inner_scope`` in the graph of a node, such as a branch of If."""
+
+
+def inner_scope(scope: str, node: Node, attribute: str) -> str:
+    """The beginning of names in a graph that is an attribute of a node; ``scope`` is that of the node."""
+    return f"{scope}{first_output(node)}{_SCOPE}{attribute}{_SCOPE}"
+
+
+def first_output(node: Node) -> str:
+    """The name of the first output that is not left out; empty if there is none."""
+    return next(filter(None, node.outputs), "")
 
 
 def edited_model(path: Path, edits: Edits, opset: bytes = b"") -> bytes:
@@ -147,16 +179,59 @@ def _edit(model: memoryview, edits: Edits, opset: bytes) -> bytes:
     return b"".join((*parts, opset))
 
 
-def _edit_graph(model: memoryview, start: int, end: int, edits: Edits) -> Iterator[bytes | memoryview]:
+def _edit_graph(model: memoryview, start: int, end: int, edits: Edits, scope: str = "") -> Iterator[bytes | memoryview]:
+    scopes = {name[: name.rfind(_SCOPE) + 1] for _, name in edits}
     kept = start
     for number, _, span in fields(model, start, end):
-        replacement = edits.get((number, _name(model, span, number))) if number in _EDITABLE else None
-        yield model[kept : span[1]] if replacement is None else replacement
+        name = scope + _name(model, span, number) if number in _EDITABLE else ""
+        replacement = edits.get((number, name)) if number in _EDITABLE else None
+        is_around = number == GRAPH_NODE and any(inner.startswith(name + _SCOPE) for inner in scopes)
+        if isinstance(replacement, Rewired):
+            yield from (replacement.before, _edit_node(model, span, edits, name, replacement), replacement.after)
+        elif replacement is None and is_around:
+            yield _edit_node(model, span, edits, name)
+        else:
+            yield model[kept : span[1]] if replacement is None else replacement
         kept = span[1]
 
 
+def _edit_node(
+    model: memoryview, span: tuple[int, int], edits: Edits, scope: str, rewired: Rewired | None = None
+) -> bytes:
+    parts = []
+    if rewired is not None:
+        names = [(_NODE_INPUT, name) for name in rewired.inputs] + [(_NODE_OUTPUT, name) for name in rewired.outputs]
+        parts = [write_message(number, name.encode()) for number, name in names]
+    kept = span[0]
+    for number, _, field in fields(model, *span):
+        if number == _NODE_ATTRIBUTE:
+            parts.append(write_message(_NODE_ATTRIBUTE, _edit_attribute(model, field, edits, scope)))
+        elif rewired is None or number not in (_NODE_INPUT, _NODE_OUTPUT):
+            parts.append(bytes(model[kept : field[1]]))
+        kept = field[1]
+    return write_message(GRAPH_NODE, b"".join(parts))
+
+
+def _edit_attribute(model: memoryview, span: tuple[int, int], edits: Edits, scope: str) -> bytes:
+    named = [value for number, _, value in fields(model, *span) if number == _ATTRIBUTE_NAME]
+    inner = f"{scope}{_SCOPE}{_text(model, named[0]) if named else ''}{_SCOPE}"
+    parts = []
+    kept = span[0]
+    for number, _, field in fields(model, *span):
+        if number == _ATTRIBUTE_GRAPH:
+            parts.append(write_message(_ATTRIBUTE_GRAPH, b"".join(_edit_graph(model, *field, edits, inner))))
+        else:
+            parts.append(bytes(model[kept : field[1]]))
+        kept = field[1]
+    return b"".join(parts)
+
+
+def _text(model: memoryview, span: tuple[int, int]) -> str:
+    return bytes(model[slice(*span)]).decode("utf-8", "backslashreplace")
+
+
 def _name(model: memoryview, span: tuple[int, int], number: int) -> str:
-    """The name of the value that a field of a graph declares, or of a node's first output."""
+    """The name of the value that a field of a graph declares, or of a node's first output that is not left out."""
     wanted = _NODE_OUTPUT if number == GRAPH_NODE else _VALUE_NAME
-    names = (value for found, _, value in fields(model, *span) if found == wanted)
-    return next((bytes(model[slice(*name)]).decode("utf-8", "backslashreplace") for name in names), "")
+    names = (value for found, _, value in fields(model, *span) if found == wanted and value[0] < value[1])
+    return next((_text(model, name) for name in names), "")

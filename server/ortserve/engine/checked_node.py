@@ -1,0 +1,126 @@
+"""A node of a model with the nodes that check its inputs, for ``operator_checks`` and ``empty_checks``."""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ortserve.engine.known_sizes import Known, Sizes
+from ortserve.model_file.editing import Rewired, first_output, write_constant, write_node
+from ortserve.model_file.graph import INT64, Dims, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is known about the graph around a node.
+
+    Attributes:
+        declared: The inputs of the model with their shapes.
+        narrow: Constants, and the scales of DynamicQuantizeLinear, which are single numbers.
+        makers: The nodes that make tensors.
+        sizes: From ``empty_tensors``.
+    """
+
+    declared: Mapping[str, Dims | None]
+    narrow: Set[str]
+    makers: Mapping[str, Node]
+    sizes: Mapping[str, Known]
+
+
+class CheckedNode:
+    """A node with the nodes around it."""
+
+    def __init__(self, node: Node, around: Around) -> None:
+        """Begin with the node as it is."""
+        self.node = node
+        self.around = around
+        self._inputs = list(node.inputs)
+        self._outputs = list(node.outputs)
+        self._name = first_output(node)
+        self._made: list[bytes] = []
+        self._after: list[bytes] = []
+
+    @property
+    def is_changed(self) -> bool:
+        return bool(self._made or self._after)
+
+    def has(self, place: int) -> bool:
+        return place < len(self.node.inputs) and bool(self.node.inputs[place])
+
+    def has_free_end(self, place: int) -> bool:
+        """Whether an input of the node is an input of the model whose last axis has a free size."""
+        dims = self.dims(place)
+        return (
+            place < len(self.node.inputs)
+            and self.node.inputs[place] in self.around.declared
+            and not (dims and isinstance(dims[-1], int))
+        )
+
+    def dims(self, place: int) -> Dims:
+        """The declared shape of an input of the model; empty if it is not known."""
+        return self.around.declared.get(self.node.inputs[place]) or () if place < len(self.node.inputs) else ()
+
+    def sizes(self, place: int) -> Sizes | None:
+        """What is known about the sizes of an input; None if not even its number of axes is known."""
+        known = self.around.sizes.get(self.node.inputs[place]) if self.has(place) else None
+        return known.sizes if known is not None else None
+
+    def may_be_empty(self, place: int) -> bool:
+        """Whether an input may be empty although no input of the model is."""
+        known = self.around.sizes.get(self.node.inputs[place]) if self.has(place) else None
+        return known is not None and known.may_be_empty
+
+    def size(self, place: int, axis: int) -> str:
+        """The name of the size of an axis of an input."""
+        shape = self.add("Shape", self.node.inputs[place])
+        return self.add("Gather", shape, self.constant(INT64, axis))
+
+    def add(self, operator: str, *sources: str, name: str = "", **attributes: int) -> str:
+        """Add a node in front of the checked one, and return the name of its output."""
+        output = self._new_name()
+        self._made.append(write_node(operator, "", sources, output, attributes=attributes, name=name))
+        return output
+
+    def constant(self, dtype: int, *values: float, is_list: bool = False) -> str:
+        output = self._new_name()
+        self._made.append(write_constant(output, dtype, *values, is_list=is_list))
+        return output
+
+    def fail_if(self, is_wrong: str, place: int, expected: str) -> None:
+        """Fail before the node reads this input, if any element of ``is_wrong`` is true.
+
+        The error of ONNX Runtime contains the name of the node that failed, and so what the operator expects.
+        """
+        index = self.add("ReduceSum", self.add("Cast", is_wrong, to=INT64), keepdims=0)
+        self._inputs[place] = self._checked(self._inputs[place], index, expected)
+
+    def fail_if_not_whole(self, sources: Sequence[str], expected: str) -> None:
+        """Fail behind the node, if its first output has more elements than these tensors together."""
+        whole, checked = f"{self._name}/whole", self.node.outputs[0]
+        before, self._made = self._made, []
+        parts = [self.add("Size", source) for source in sources]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.add("Add", total, part)
+        self._checked(whole, self.add("Sub", self.add("Size", whole), total), expected, checked)
+        self._outputs[0] = whole
+        self._made, self._after = before, self._made
+
+    def replace_where(self, is_wrong: str, replacement: str) -> None:
+        """Replace the elements of the output for which ``is_wrong`` is true."""
+        self._outputs[0] = f"{self._name}/written"
+        self._after = [write_node("Where", "", [is_wrong, replacement, self._outputs[0]], self.node.outputs[0])]
+
+    def edit(self) -> Rewired:
+        return Rewired(tuple(self._inputs), tuple(self._outputs), b"".join(self._made), b"".join(self._after))
+
+    def _checked(self, source: str, index: str, expected: str, output: str = "") -> str:
+        """A tensor like ``source`` that cannot be read if ``index`` is not 0."""
+        name = f"{self._new_name()}: {self.node.op} expects {expected}"  # names of nodes must differ
+        nothing = self.add("Gather", self.constant(INT64, 0, is_list=True), index, name=name)
+        # What reads the result depends on the Gather, and the tensor keeps its shape.
+        shape = self.add("Add", self.add("Shape", source), nothing)
+        output = output or self._new_name()
+        self._made.append(write_node("Reshape", "", [source, shape], output))
+        return output
+
+    def _new_name(self) -> str:
+        return f"{self._name}/check_{len(self._made)}"

@@ -1,0 +1,199 @@
+"""Checks in front of operators that end the process on empty tensors, or do not write all of their output then.
+
+They are for tensors that become empty inside the main graph; ``registry.request_shapes`` rejects empty inputs of a
+model. ``tests/support/empty_tensors_scan.py`` found the operators in ONNX Runtime 1.31.1 on the CPU. A check is added
+only where ``empty_tensors`` does not show that the tensor has elements.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ortserve.engine.checked_node import CheckedNode
+from ortserve.model_file.einsum import is_plain_product
+from ortserve.model_file.graph import INT64, Attribute
+
+
+def _not_empty(*places: int) -> Callable[[CheckedNode], None]:
+    def check(node: CheckedNode) -> None:
+        for place in places:
+            if node.may_be_empty(place):
+                size = node.add("Size", node.node.inputs[place])
+                is_empty = node.add("Equal", size, node.constant(INT64, 0))
+                node.fail_if(is_empty, place, f"input {place} with at least 1 element, got 0")
+
+    return check
+
+
+def _fail_if_none_along(node: CheckedNode, place: int, *axes: int) -> None:
+    """Fail if an input has no elements along one of the axes."""
+    shape = node.add("Shape", node.node.inputs[place])
+    sizes = node.add("Gather", shape, node.constant(INT64, *axes, is_list=True))
+    along = " or ".join(map(str, axes))
+    is_empty = node.add("Equal", sizes, node.constant(INT64, 0))
+    node.fail_if(is_empty, place, f"input {place} with at least 1 element along axis {along}, got 0")
+
+
+def _check_summed(product: CheckedNode) -> None:
+    """Products over an axis of length 0 are not written if they are quantized or transposed."""
+    second = _SECOND_FACTOR.get(product.node.op, 1)
+    *_, summed, last = (None, *(product.sizes(second) or (None,)))
+    if len(product.sizes(second) or ()) == 1:
+        summed = last
+    if not summed and (product.may_be_empty(0) or product.may_be_empty(second)):
+        _fail_if_none_along(product, 0, -2 if product.node.attributes.get("transA") else -1)
+
+
+def _check_product(product: CheckedNode) -> None:
+    """Products of a vector are not written, nor those that ONNX Runtime quantizes or joins with a Transpose.
+
+    A product with a Transpose that moves the rows divides by the number of rows.
+    """
+    factors = product.node.inputs[:2]
+    makers = [product.around.makers[name] for name in factors if name in product.around.makers]
+    is_fused = any(maker.op in ("DequantizeLinear", "Transpose") for maker in makers)
+    if any(maker.op == "Transpose" and _moves_rows(maker.attributes.get("perm")) for maker in makers):
+        _not_empty(0, 1)(product)
+    elif is_fused or 1 in (len(product.sizes(0) or ()), len(product.sizes(1) or ())):
+        _check_summed(product)
+
+
+def _check_terms(einsum: CheckedNode) -> None:
+    """Einsum divides by 0 if it transposes an empty factor."""
+    equation = einsum.node.attributes.get("equation")
+    factors = range(len(einsum.node.inputs))
+    if len(factors) > 1 and not (isinstance(equation, str) and is_plain_product(equation)):
+        _not_empty(*factors)(einsum)
+
+
+def _moves_rows(order: Attribute) -> bool:
+    return isinstance(order, tuple) and len(order) > 2 and 0 in order[-2:]
+
+
+def _check_fused_product(product: CheckedNode) -> None:
+    attributes = product.node.attributes
+    if attributes.get("transBatchA") or attributes.get("transBatchB"):
+        _not_empty(0, 1)(product)
+    else:
+        _check_summed(product)
+
+
+def _check_join(concat: CheckedNode) -> None:
+    """Concat does not compare the shape of an empty tensor with the others, and writes only a part of its output."""
+    axis = concat.node.attributes.get("axis")
+    axis = axis if isinstance(axis, int) else 0
+    wrong = False
+    # A quantized tensor has a scale and a zero point behind it, and those of the output come first.
+    places = range(len(concat.node.inputs))[slice(2, None, 3) if concat.node.domain else slice(None)]
+    for place in places:
+        sizes = concat.sizes(place)
+        if sizes is not None and len(sizes) == 1:
+            return  # no other axis
+        if concat.may_be_empty(place):
+            others = [
+                size for at, size in enumerate(sizes or (None, None)) if at not in (axis, axis + len(sizes or ()))
+            ]
+            wrong |= not all(others)
+    if wrong:
+        concat.fail_if_not_whole(
+            [concat.node.inputs[place] for place in places], "tensors that differ only along its axis"
+        )
+
+
+def _check_pixels(roi_align: CheckedNode) -> None:
+    """RoiAlign reads beyond an image without pixels."""
+    if roi_align.may_be_empty(0):
+        _fail_if_none_along(roi_align, 0, 2, 3)
+
+
+def _check_heads(attention: CheckedNode) -> None:
+    """Attention divides by the number or the size of heads."""
+    axis = -1 if attention.node.domain or attention.node.attributes.get("q_num_heads") else 1
+    for place in range(3):
+        if attention.may_be_empty(place):
+            _fail_if_none_along(attention, place, axis)
+
+
+def _check_volume(transposed: CheckedNode) -> None:
+    """A transposed convolution of volumes reads unmapped memory."""
+    kernel = transposed.node.attributes.get("kernel_shape")
+    if not isinstance(kernel, tuple) or len(kernel) > 2:
+        _not_empty(0, 1)(transposed)
+
+
+def _check_blocks(quantize: CheckedNode) -> None:
+    if quantize.node.attributes.get("block_size"):
+        _not_empty(0)(quantize)
+
+
+def _check_slices(scan: CheckedNode) -> None:
+    """Scan divides by 0 if it reads or writes slices along another axis than 0 of an empty tensor."""
+    chosen = [scan.node.attributes.get(f"scan_{side}_axes") for side in ("input", "output")]
+    if any(isinstance(axes, tuple) and any(axes) for axes in chosen):
+        _not_empty(*range(len(scan.node.inputs)))(scan)
+
+
+def _check_skipped(normalization: CheckedNode) -> None:
+    """SkipLayerNormalization divides by the size of an empty tensor that it adds to others."""
+    if normalization.may_be_empty(1):
+        zero = normalization.constant(INT64, 0)
+        is_empty, is_added = (
+            normalization.add("Equal", normalization.add("Size", normalization.node.inputs[place]), zero)
+            for place in (0, 1)
+        )
+        wrong = normalization.add("And", is_added, normalization.add("Not", is_empty))
+        normalization.fail_if(wrong, 1, "input 1 with at least 1 element, got 0")
+
+
+def _check_features(vectorizer: CheckedNode) -> None:
+    if len(vectorizer.node.inputs) > 1:
+        _not_empty(*range(len(vectorizer.node.inputs)))(vectorizer)
+
+
+def _check_hidden(node: CheckedNode) -> None:
+    """MoE divides by the last size."""
+    if node.may_be_empty(0):
+        _fail_if_none_along(node, 0, -1)
+
+
+def _check_rows(unique: CheckedNode) -> None:
+    if "axis" in unique.node.attributes:
+        _not_empty(0)(unique)
+
+
+_SECOND_FACTOR: Final = {"QLinearMatMul": 3, "QGemm": 3}
+EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
+    ("", "Attention"): _check_heads,
+    ("", "Concat"): _check_join,
+    ("", "Conv"): _not_empty(1),
+    ("", "ConvInteger"): _not_empty(1),
+    ("", "ConvTranspose"): _check_volume,
+    ("", "Einsum"): _check_terms,
+    ("", "GRU"): _not_empty(0),
+    ("", "InstanceNormalization"): _not_empty(0),
+    ("", "LSTM"): _not_empty(0),
+    ("", "MatMul"): _check_product,
+    ("", "Gemm"): _check_product,
+    ("", "MatMulInteger"): _check_summed,
+    ("", "QLinearConv"): _not_empty(3),
+    ("", "QLinearMatMul"): _check_summed,
+    ("", "QuantizeLinear"): _check_blocks,
+    ("", "RoiAlign"): _check_pixels,
+    ("", "Scan"): _check_slices,
+    ("", "Unique"): _check_rows,
+    ("ai.onnx.ml", "FeatureVectorizer"): _check_features,
+    ("com.microsoft", "DynamicQuantizeLSTM"): _not_empty(0),
+    ("com.microsoft", "DynamicQuantizeMatMul"): _check_summed,
+    ("com.microsoft", "FusedConv"): _not_empty(1),
+    ("com.microsoft", "FusedMatMul"): _check_fused_product,
+    ("com.microsoft", "GroupQueryAttention"): _not_empty(0),
+    ("com.microsoft", "LinearAttention"): _check_heads,
+    ("com.microsoft", "MatMulIntegerToFloat"): _check_summed,
+    ("com.microsoft", "MoE"): _check_hidden,
+    ("com.microsoft", "MultiHeadAttention"): _check_heads,
+    ("com.microsoft", "QAttention"): _not_empty(0),
+    ("com.microsoft", "QGemm"): _check_summed,
+    ("com.microsoft", "QLinearConcat"): _check_join,
+    ("com.microsoft", "QMoE"): _check_hidden,
+    ("com.microsoft", "SkipLayerNormalization"): _check_skipped,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _check_skipped,
+}
