@@ -1,7 +1,7 @@
 """Checks in front of operators that end the process on empty tensors, or do not write all of their output then.
 
-They are for tensors that become empty inside the main graph; ``registry.request_shapes`` rejects empty inputs of a
-model. ``tests/support/empty_tensors_scan.py`` found the operators in ONNX Runtime 1.31.1 on the CPU. A check is added
+They are for tensors that become empty inside a model; ``registry.request_shapes`` rejects its empty
+inputs. ``tests/support/empty_operands.py`` finds such operators in ONNX Runtime 1.31.1 on the CPU. A check is added
 only where ``empty_tensors`` does not show that the tensor has elements.
 """
 
@@ -167,6 +167,7 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "Conv"): _not_empty(1),
     ("", "ConvInteger"): _not_empty(1),
     ("", "ConvTranspose"): _check_volume,
+    ("", "DFT"): _not_empty(2),
     ("", "Einsum"): _check_terms,
     ("", "GRU"): _not_empty(0),
     ("", "InstanceNormalization"): _not_empty(0),
@@ -179,6 +180,9 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "QuantizeLinear"): _check_blocks,
     ("", "RoiAlign"): _check_pixels,
     ("", "Scan"): _check_slices,
+    ("", "SequenceAt"): _not_empty(1),
+    ("", "SequenceErase"): _not_empty(1),
+    ("", "SequenceInsert"): _not_empty(2),
     ("", "Unique"): _check_rows,
     ("ai.onnx.ml", "FeatureVectorizer"): _check_features,
     ("com.microsoft", "DynamicQuantizeLSTM"): _not_empty(0),

@@ -337,6 +337,14 @@ EMPTY_INSIDE: Final = {
         ).replace("float[n,c] x", "float[n,c] x, float[n,c] z"),
         (2, 4),
     ),
+    "SequenceAt": (
+        cut(
+            "int64[k] x, float[n] z",
+            "float[n] y",
+            "at) s = SequenceConstruct (z, z) p = Sub (t, t) y = SequenceAt (s, p)",
+        ),
+        (1,),
+    ),
     "Einsum": (
         cut("float[n,m,k] x, float[n,j,k] z", "float[n,m,j] y", 'next) y = Einsum <equation = "bij,bkj->bik"> (t, z)'),
         (2, 3, 4),
