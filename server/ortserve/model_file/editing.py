@@ -180,15 +180,14 @@ def _edit(model: memoryview, edits: Edits, opset: bytes) -> bytes:
 
 
 def _edit_graph(model: memoryview, start: int, end: int, edits: Edits, scope: str = "") -> Iterator[bytes | memoryview]:
-    scopes = {name[: name.rfind(_SCOPE) + 1] for _, name in edits}
+    around = {name[:end] for _, name in edits for end, letter in enumerate(name) if letter == _SCOPE}
     kept = start
     for number, _, span in fields(model, start, end):
         name = scope + _name(model, span, number) if number in _EDITABLE else ""
         replacement = edits.get((number, name)) if number in _EDITABLE else None
-        is_around = number == GRAPH_NODE and any(inner.startswith(name + _SCOPE) for inner in scopes)
         if isinstance(replacement, Rewired):
             yield from (replacement.before, _edit_node(model, span, edits, name, replacement), replacement.after)
-        elif replacement is None and is_around:
+        elif replacement is None and number == GRAPH_NODE and name in around:
             yield _edit_node(model, span, edits, name)
         else:
             yield model[kept : span[1]] if replacement is None else replacement
