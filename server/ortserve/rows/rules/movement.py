@@ -135,7 +135,7 @@ def slice_(call: Call) -> Output:
             and isinstance(end, int)
             and (step > 0 or end < TO_THE_END)
         ):
-            elements = taken(value, axes[0], range(*slice(start, end, step).indices(length)))
+            elements = taken(value, axes[0], _positions(length, start, end, step))
     like = replace(value, outer=outer)
     return call.result(dims, like, value.axis, value.dtype, elements, replace(value.facts, columns=()))
 
@@ -162,13 +162,20 @@ def _cut_rows(call: Call, value: Value, length: Number, start: Number, end: Numb
     raise RowsMeetError("cuts the axis of the rows")
 
 
+def _positions(length: int, start: int, end: int, step: int) -> range:
+    """The positions of a slice. With a negative step, it begins at the first entry if ``start`` is before it."""
+    if step < 0:
+        start = max(start, -length)
+    return range(*slice(start, end, step).indices(length))
+
+
 def _cut_length(call: Call, length: Number, start: Number, end: Number, step: int) -> Number:
     """The length of an axis after a cut."""
     symbols = call.symbols
     if step < 0 and (not isinstance(end, int) or end >= TO_THE_END):  # ONNX Runtime may continue to the first entry
         return symbols.opaque("strided", length, start, end, step, lowest=0)
     if isinstance(length, int) and isinstance(start, int) and isinstance(end, int):
-        return len(range(*slice(start, end, step).indices(length)))
+        return len(_positions(length, start, end, step))
     if step != 1:
         return symbols.opaque("strided", length, start, end, step, lowest=0)
     if isinstance(start, int) and start < 0:

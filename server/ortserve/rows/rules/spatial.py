@@ -84,17 +84,22 @@ def _transposed_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Numb
     same = call.text("auto_pad", "NOTSET").startswith("SAME")
     lengths: list[Number] = []
     for i, length in enumerate(dims):
-        if same:
-            lengths.append(symbols.multiply(length, strides[i]))
-            continue
         reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
+        if same:  # nothing is cut off a result that is shorter than length * stride
+            missing = symbols.minimum(symbols.sum((reach, 1 + extra[i] - strides[i])), 0)
+            lengths.append(symbols.add(symbols.multiply(length, strides[i]), missing))
+            continue
         moved = symbols.multiply(symbols.subtract(length, 1), strides[i])
         lengths.append(length_of(call, symbols.sum((moved, reach, 1 + extra[i] - pads[i] - pads[i + rank]))))
     return lengths
 
 
 def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) -> list[Number]:
-    """The number of windows along each axis."""
+    """The number of windows along each axis.
+
+    In pooling, ONNX Runtime 1.31.1 rounds towards 0, so an axis that is shorter than its window may have a window; and
+    with ``auto_pad``, padding ignores dilations. A convolution rejects such an axis.
+    """
     symbols = call.symbols
     rank = len(dims)
     if len(sizes) != rank:
@@ -104,17 +109,21 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
     pads = call.integers("pads") or (0,) * (2 * rank)
     kind = call.text("auto_pad", "NOTSET")
     rounds_up = bool(call.integer("ceil_mode", 0))
+    is_pool = call.op.endswith("Pool")
     lengths: list[Number] = []
     for i, length in enumerate(dims):
         stride = Fraction(1, strides[i])
         if kind.startswith("SAME"):
-            lengths.append(symbols.ceil(symbols.multiply(length, stride)))
+            if is_pool and dilations[i] != 1:
+                lengths.append(symbols.opaque("windows", length, sizes[i], strides[i], dilations[i], kind, lowest=0))
+            else:
+                lengths.append(symbols.ceil(symbols.multiply(length, stride)))
             continue
         padding = 0 if kind == "VALID" else pads[i] + pads[i + rank]
         reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
         room = symbols.subtract(symbols.add(length, padding - 1), reach)
         moves = symbols.multiply(room, stride)
-        whole = symbols.floor(moves)
+        whole = symbols.truncate(moves) if is_pool else symbols.floor(moves)
         if rounds_up and whole != moves:  # unknown: a last window that starts in the padding does not count
             lengths.append(symbols.opaque("windows", length, sizes[i], strides[i], dilations[i], padding, lowest=0))
         else:
