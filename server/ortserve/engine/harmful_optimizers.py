@@ -25,6 +25,9 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
 
     And it joins products of quantized matrices with their scales (``MatMulIntegerToFloatFusion``), and writes beyond
     the product if the scales have more axes or rows.
+
+    Gather with a Range as indices becomes a Slice (``GatherToSliceFusion``). That leaves out entries beyond the end,
+    which Gather rejects, and returns others, usually none, for a Range that starts below 0.
     """
     nodes = list(all_nodes(model))
     found = []
@@ -35,6 +38,8 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
         found.append("NhwcTransformer")
     if "MatMulInteger" in operators and _has_wide_scales(model, nodes):
         found.append("MatMulIntegerToFloatFusion")
+    if {"Range", "Gather"} <= operators:
+        found.append("GatherToSliceFusion")
     return tuple(found)
 
 

@@ -131,3 +131,16 @@ def test_scales_that_widen_a_quantized_product(
     given = {"x": np.ones((1, 4), np.float32), "s": scales}
     (y,) = session.run(None, {arg.name: given[arg.name] for arg in session.get_inputs()})
     np.testing.assert_allclose(y, 10 * np.broadcast_to(scales, np.broadcast_shapes(shape, (1, 1))), rtol=1e-6)
+
+
+def test_a_gather_of_a_range(tmp_path: Path) -> None:
+    """As a slice, it would return fewer entries than indices."""
+    nodes = "r = Range (a, b, one) y = Gather <axis = 1> (x, r)"
+    path = write(tmp_path, "float[n,l] x, int64 a, int64 b", nodes, "int64 one = {1}")
+    assert harmful_optimizers(read_model(path)) == ("GatherToSliceFusion",)
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    x = np.array([[1, 2, 3]], np.float32)
+    (y,) = session.run(None, {"x": x, "a": np.array(-2), "b": np.array(1)})
+    np.testing.assert_array_equal(y, [[2, 3, 1]])
+    with pytest.raises(ORT_ERRORS):
+        session.run(None, {"x": x, "a": np.array(0), "b": np.array(4)})
