@@ -102,7 +102,7 @@ class Graph:
     """A graph. Each node comes after the nodes whose outputs it reads.
 
     Attributes:
-        inner_dims: The declared shapes of results of nodes, as far as they have a fixed size (``value_info``).
+        inner_dims: The declared shapes of results of nodes, as far as a size is fixed or has a name (``value_info``).
     """
 
     nodes: tuple[Node, ...] = ()

@@ -169,7 +169,7 @@ class _Reader:
                 outputs.append(self._declared(begin, after))
             elif number == 13:
                 inner = self._declared(begin, after)
-                if any(isinstance(size, int) for size in inner.dims or ()):
+                if any(size is not None for size in inner.dims or ()):
                     inner_dims[inner.name] = inner.dims or ()
             elif number == 15:  # a sparse tensor, of which only the dense shape is needed
                 name, tensor = self._tensors.sparse(begin, after)

@@ -26,9 +26,10 @@ class Atom:
         lowest: A lower bound; None if none is known.
         is_whole: Whether the number is certainly an integer.
         key: The expression that the atom represents; empty for a fresh atom.
+        is_free: Whether the number follows from free sizes of inputs, so that ONNX Runtime cannot know it at the load.
     """
 
-    __slots__ = ("is_whole", "key", "lowest", "serial", "terms")
+    __slots__ = ("is_free", "is_whole", "key", "lowest", "serial", "terms")
 
     def __init__(
         self,
@@ -37,12 +38,14 @@ class Atom:
         key: tuple[Hashable, ...] = (),
         terms: "tuple[Number, ...]" = (),
         is_whole: bool = True,
+        is_free: bool = False,
     ) -> None:
         self.serial = serial
         self.lowest = lowest
         self.key = key
         self.terms = terms
         self.is_whole = is_whole
+        self.is_free = is_free
 
     def __repr__(self) -> str:
         return f"a{self.serial}"
@@ -86,6 +89,15 @@ Number: TypeAlias = int | Fraction | Product | Dependent
 def contains_rows(number: Number) -> bool:
     """Whether a number depends on N."""
     return not isinstance(number, int) and ((isinstance(number, Product) and number.rows > 0) or number is DEPENDENT)
+
+
+def is_free(operand: object) -> bool:
+    """Whether a number, or one of several in a collection, follows from N or from free sizes of inputs."""
+    if isinstance(operand, (frozenset, tuple)):
+        return any(map(is_free, operand))
+    return operand is DEPENDENT or (
+        isinstance(operand, Product) and (operand.rows > 0 or any(atom.is_free for atom, _ in operand.atoms))
+    )
 
 
 def is_whole(number: Number) -> bool:

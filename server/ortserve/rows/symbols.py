@@ -21,6 +21,7 @@ from ortserve.rows.number import (
     exact_quotient,
     factor_of,
     is_fine,
+    is_free,
     is_nonnegative,
     is_whole,
     lowest,
@@ -52,22 +53,35 @@ class Symbols:
         self.has_uncertain_size = False
         """Whether some tensor may have other sizes than its claim (``rules.call.check_sizes``)."""
         self.names: dict[Atom, str] = {}
-        """The names of the atoms that are sizes of inputs."""
+        """The names of the atoms that are free sizes of inputs; empty for a size without a name."""
         self.fixed_sizes: dict[str, int] = {}
         """The assumed sizes of inputs, by name."""
+        self.declared: dict[str, Number] = {}
+        """The sizes that names in the file denote."""
+        self.ambiguous_name = ""
+        """A name that denotes several sizes; empty if there is none."""
+        self.has_replaced_size = False
+        """Whether a target shape has a computed size in place of another size of its operand (``rules.shapes``)."""
 
-    def fresh(self, lowest: Constant | None = None, name: str = "") -> Number:
-        """A new atom; with a name if it is the size of an input."""
+    def fresh(self, lowest: Constant | None = None, name: str | None = None) -> Number:
+        """A new atom; with a name, which may be empty, if it is a free size of an input."""
         self.made += 1
-        atom = Atom(self.made, lowest)
-        if name:
+        atom = Atom(self.made, lowest, is_free=name is not None)
+        if name is not None:
             self.names[atom] = name
         return single_atom(atom, 1)
+
+    def declare(self, name: str, size: Number) -> None:
+        """Record that the file calls a size by a name."""
+        if self.declared.setdefault(name, size) != size:
+            self.ambiguous_name = name
 
     def fix_size(self, atom: Atom, size: Number) -> bool:
         """Assume the size of an input. Returns False if the atom is no named size, or is assumed to be another."""
         name = self.names.get(atom)
-        return name is not None and isinstance(size, int) and self.fixed_sizes.setdefault(name, size) == size
+        if not name or not isinstance(size, int):
+            return False
+        return self.fixed_sizes.setdefault(name, size) == size
 
     def opaque(
         self, operation: str, *operands: Hashable, lowest: Constant | None = None, is_whole: bool = True
@@ -91,7 +105,7 @@ class Symbols:
         found = self._atoms.get(key)
         if found is None:
             self.made += 1
-            found = self._atoms[key] = Atom(self.made, lowest, key, terms, is_whole)
+            found = self._atoms[key] = Atom(self.made, lowest, key, terms, is_whole, is_free=any(map(is_free, key)))
         return found
 
     def multiply(self, one: Number, other: Number) -> Number:

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Declared, Model, constant
 from ortserve.model_file.reading import read_model
-from ortserve.rows.number import Number
+from ortserve.rows.number import N, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
 from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
@@ -177,6 +177,9 @@ class InitialClaims:
         lengths = tuple(
             1 if position == axis else self._length(size, known[position]) for position, size in enumerate(dims)
         )
+        for position, (name, length) in enumerate(zip(dims, lengths, strict=True)):
+            if isinstance(name, str):
+                self._symbols.declare(name, N if position == axis else length)
         if axis is None:
             given = request.values.get(declared.name)
             elements = None if given is None else tuple(constant(Fraction(value)) for value in given)
@@ -191,7 +194,7 @@ class InitialClaims:
             return known
         is_name = size is not None and _NAME.match(size) is not None  # some exporters write "?"
         if size is None or not is_name:
-            return self._symbols.fresh(1)
+            return self._symbols.fresh(1, "")
         if not self._believe_names or size in self._batch_names:
             return self._symbols.fresh(1, size)
         parts = sum_terms(size)
@@ -369,6 +372,8 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
     if all(axis is None for axis in output_axes.values()):
         first = next(iter(output_axes), "")  # the file may declare no outputs
         return RowVerdict(Outcome.MIXED, node=first, reason="no output has an axis with the rows")
+    if symbols.has_replaced_size and symbols.ambiguous_name:
+        return _unknown(f"a Reshape may take a wrong size, because several sizes are called '{symbols.ambiguous_name}'")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
     fixed_sizes = tuple(sorted(symbols.fixed_sizes.items()))
     return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes, fixed_sizes)

@@ -119,7 +119,7 @@ class _Scope:
             else:
                 results = self._results(node, operands, order, index)
                 for name, value in zip(node.outputs, results, strict=False):
-                    if name in declared and (wrong := _wrong_size(name, declared[name], value)):
+                    if name in declared and (wrong := self._wrong_size(name, declared[name], value)):
                         results = self._failed(node, Kind.UNKNOWN, order, index, f"gives {wrong}")
                         break
             names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
@@ -136,7 +136,7 @@ class _Scope:
         for name in graph.constants:
             names.pop(name, None)
         for given, value in zip(graph.inputs, arguments, strict=True):
-            if wrong := _wrong_size(given.name, given.dims or (), value):
+            if wrong := self._wrong_size(given.name, given.dims or (), value):
                 raise NotKnownError(f"passes {wrong}")
             names[given.name] = value
         inner = _Scope(self._walk, self._opsets, self._attributes, names, self._depth + 1)
@@ -172,6 +172,24 @@ class _Scope:
         except Exception as error:  # noqa: BLE001 - an error in a rule must not fail the load of the model
             reason = f"does not have the form that its rule expects: {type(error).__name__}"
             return self._failed(node, Kind.UNKNOWN, order, index, reason)
+
+    def _wrong_size(self, name: str, declared: Dims, value: Value) -> str:
+        """A tensor and its declared fixed size that does not follow from the graph; empty if there is none.
+
+        Also records the names of its sizes. ONNX Runtime believes declared sizes and names, and computes shapes from
+        them when it loads a model. They are often those of an export with one row, whose inputs were given a free axis
+        later.
+        """
+        if value.dims is None or value.cause is not None or not any(size is not None for size in declared):
+            return ""
+        if len(declared) != len(value.dims):
+            return f"'{name}', which is declared with {len(declared)} axes, but has {len(value.dims)}"
+        for axis, (size, length) in enumerate(zip(declared, value.dims, strict=True)):
+            if isinstance(size, str):
+                self._walk.symbols.declare(size, length)
+            elif size is not None and size != length:
+                return f"'{name}', whose declared size {size} on axis {axis} does not follow from the graph"
+        return ""
 
     def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
         cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")
@@ -265,22 +283,6 @@ class _Scope:
             elif value.name in self._attributes:
                 found[name] = self._attributes[value.name]
         return found
-
-
-def _wrong_size(name: str, declared: Dims, value: Value) -> str:
-    """A tensor and its declared fixed size that does not follow from the graph; empty if there is none.
-
-    ONNX Runtime believes declared sizes, and computes shapes from them when it loads a model. They are often those of
-    an export with one row, whose inputs were given a free axis later.
-    """
-    if value.dims is None or value.cause is not None or all(not isinstance(size, int) for size in declared):
-        return ""
-    if len(declared) != len(value.dims):
-        return f"'{name}', which is declared with {len(declared)} axes, but has {len(value.dims)}"
-    for axis, (size, length) in enumerate(zip(declared, value.dims, strict=True)):
-        if isinstance(size, int) and size != length:
-            return f"'{name}', whose declared size {size} on axis {axis} does not follow from the graph"
-    return ""
 
 
 def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:

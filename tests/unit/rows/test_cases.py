@@ -55,6 +55,18 @@ def test_every_claim_inside_is_true(case: Case) -> None:
         assert not check.findings
 
 
+def test_sizes_of_one_name_are_assumed_equal_where_one_may_be_copied_for_the_other() -> None:
+    trap = next(case for case in TRAPS if case.name.startswith("a size that is called like another"))
+    weights = trap.weights.removesuffix(", float[N,A,2] h")
+    body = trap.body.removeprefix("h = Relu(w) ")
+    case = Case("reshape: sizes of one name", "float[N,A,2] z, float[N,A,2] h", body, weights)
+    verdict = prove_model(parse_model(memoryview(case.model.SerializeToString())))
+    assert verdict.outcome is Outcome.PROVEN
+    assert verdict.equal_sizes == ("A",)
+    rows = [{"z": row["z"], "h": row["w"]} for row in trap.rows()]
+    assert rows_meet(observe(case.model, rows, case.axes, BATCHES, inside=False)), "the rows stay apart anyway"
+
+
 def test_a_size_that_a_reshape_needs_is_assumed() -> None:
     inferred = "n = Shape<start=1, end=2>(x) h = Concat<axis=0>(two, n) t = Reshape(x, h) y = Softmax<axis=0>(t)"
     case = Case("reshape: a size that ONNX Runtime infers", "float[M,N] x", inferred, "int64[1] two = {2}")

@@ -16,6 +16,7 @@ from ortserve.rows.number import (
     Product,
     atoms_of,
     contains_rows,
+    is_free,
     is_nonnegative,
     is_positive,
     single_atom,
@@ -179,6 +180,7 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
         return call.result(target, dtype=value.dtype)
     total = symbols.product(value.dims)
     is_certain = -1 in target or _has_several_computed(value.dims, target)
+    symbols.has_replaced_size |= _replaces_size(value.dims, target)
     if -1 in target:
         others = symbols.product(length for length in target if length != -1)
         target[target.index(-1)] = _inferred(call, total, others)
@@ -222,14 +224,27 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
 def _has_several_computed(dims: Sequence[Number], target: Sequence[Number]) -> bool:
     """Whether several sizes of a target shape are computed, so that ONNX Runtime infers none of them.
 
-    A size of the operand or of an input may be copied instead.
+    A size of the operand or of an input may be copied instead, and one that does not follow from the inputs' free sizes
+    may be a constant.
     """
     computed = 0
     for position, length in enumerate(target):
         is_size = length == N or any(length == single_atom(atom, 1) and not atom.key for atom in atoms_of(length))
         is_copied = is_size or length in dims[position : position + 1]
-        computed += not isinstance(length, int) and not is_copied
+        computed += is_free(length) and not is_copied
     return computed > 1
+
+
+def _replaces_size(dims: Sequence[Number], target: Sequence[Number]) -> bool:
+    """Whether a computed size takes the place of another one of the operand.
+
+    If it is read from the shape of a tensor whose sizes have the names of those of the operand, ONNX Runtime 1.31.1
+    copies the size of the operand, without a check that the two are equal.
+    """
+    return any(
+        wanted != length and not isinstance(wanted, int) and not isinstance(length, int)
+        for wanted, length in zip(target, dims, strict=False)
+    )
 
 
 def _solved(call: Call, total: Number, wanted: Number) -> tuple[Atom, Number] | None:
