@@ -7,10 +7,13 @@ from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
 
 _AVERAGES: Final = frozenset({"AveragePool", "QLinearAveragePool"})
 _QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinearConv"})
-_OF_ONE_OPERAND: Final = frozenset(
-    {"Abs", "Cast", "Exp", "Identity", "Neg", "Relu", "Sigmoid", "Softmax", "Sqrt", "Tanh"}
+_PRODUCTS: Final = frozenset({"FusedMatMul", "MatMul"})
+_KEEPS_AXES: Final = frozenset(
+    {"Abs", "Add", "Cast", "Clip", "Concat", "DequantizeLinear", "Div", "Dropout", "Erf", "Exp", "Expand", "Gelu"}
+    | {"Identity", "LayerNormalization", "Max", "Min", "Mul", "Neg", "Pad", "Pow", "QuantizeLinear", "Relu", "Sigmoid"}
+    | {"Slice", "Softmax", "Split", "Sqrt", "Sub", "Sum", "Tanh", "Tile", "Transpose", "Unsqueeze", "Where"}
 )
-"""Operators whose result has as many axes as their operand."""
+"""Operators whose results have at least as many axes as each of their operands."""
 
 
 def harmful_optimizers(model: Model) -> tuple[str, ...]:
@@ -18,7 +21,7 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
 
     From the level "extended" on, ONNX Runtime 1.31.1 fuses Transpose and MatMul, also where other optimizers have moved
     the Transpose. If the second operand is a vector, as in the attention pooling of texts, the product is wrong,
-    because it reads the matrix in its old order (``MatmulTransposeFusion``).
+    because it reads the matrix in its old order (``MatmulTransposeFusion``). Without the fusion, a Transpose copies.
 
     It also moves the channels of quantized images to the last axis (``NhwcTransformer``). In this layout, average
     pooling ends the process if an image is smaller than the kernel.
@@ -31,7 +34,7 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
     """
     nodes = list(all_nodes(model))
     found = []
-    if any(node.op == "Transpose" for node in nodes) and _has_product_by_vector(model, nodes):
+    if any(node.op == "Transpose" for node in nodes) and _may_multiply_by_vector(model, nodes):
         found.append("MatmulTransposeFusion")
     operators = {node.op for node in nodes}
     if not operators.isdisjoint(_AVERAGES) and not operators.isdisjoint(_QUANTIZED) and _takes_any_image(model):
@@ -43,23 +46,36 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _has_product_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
-    """Whether the second operand of a MatMul is a vector.
+def _may_multiply_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
+    """Whether the second operand of a product may be a vector.
 
-    A tensor counts as a vector if the file declares it as one (weight, constant or input), or if it is the result of
-    Squeeze, or of ``_OF_ONE_OPERAND`` on vectors.
+    It is none if the file declares it with several axes, or if an operator certainly gives it several.
     """
-    vectors: set[str] = set()
+    matrices: set[str] = set()
+    shapes: set[str] = set()  # vectors of several numbers
     for graph in all_graphs(model):
-        vectors.update(name for name, tensor in graph.constants.items() if _is_vector(tensor))
-        vectors.update(declared.name for declared in graph.inputs if len(declared.dims or ()) == 1)
+        declared = {each.name: each.dims for each in (*graph.inputs, *graph.outputs)} | {**graph.inner_dims}
+        declared |= {name: tensor.dims for name, tensor in graph.constants.items()}
+        matrices.update(name for name, dims in declared.items() if len(dims or ()) > 1)
+        shapes.update(name for name, tensor in graph.constants.items() if _is_shape(tensor))
+    for function in model.functions.values():
+        matrices.difference_update(function.inputs)
     for node in nodes:
-        value = node.attributes.get("value")
-        is_constant = node.op == "Constant" and (_is_vector(value) or "value_floats" in node.attributes)
-        if is_constant or node.op == "Squeeze" or (node.op in _OF_ONE_OPERAND and vectors.issuperset(node.inputs)):
-            vectors.update(node.outputs)
-        elif node.op == "MatMul" and not vectors.isdisjoint(node.inputs[1:]):
+        if node.op in _PRODUCTS and matrices.isdisjoint(node.inputs[1:2]):
             return True
+        value = node.attributes.get("value")
+        if _is_shape(value) or (node.op == "Concat" and len(node.inputs) > 1):
+            shapes.update(node.outputs)
+        order = node.attributes.get("perm")
+        if (
+            node.op in ("Flatten", "Gemm")
+            or (isinstance(value, Tensor) and len(value.dims or ()) > 1)
+            or (isinstance(order, tuple) and len(order) > 1)
+            or (node.op in _KEEPS_AXES and not matrices.isdisjoint(node.inputs))
+            or (node.op in _PRODUCTS and matrices.issuperset(node.inputs))
+            or (node.op in ("Expand", "Reshape") and not shapes.isdisjoint(node.inputs[1:]))
+        ):
+            matrices.update(node.outputs)
     return False
 
 
@@ -101,5 +117,5 @@ def _takes_any_image(model: Model) -> bool:
     return any(not isinstance(size, int) for declared in model.graph.inputs for size in (declared.dims or ())[2:])
 
 
-def _is_vector(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dims is not None and len(value.dims) == 1
+def _is_shape(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dims is not None and len(value.dims) == 1 and value.dims[0] > 1

@@ -39,6 +39,11 @@ def write(folder: Path, inputs: str, nodes: str, constants: str = "") -> Path:
             f"{_TURN} h = Mul (t, half) s = Add (h, h) y = MatMul (s, w)",
             "float half = {0.5}",
         ),
+        (
+            "float[n,4,d] x, float[4,1] v",
+            f"{_TURN} h = Mul(t, half) u = Concat <axis=1> (v, v) i = ReduceSum <keepdims=0> (u, o) y = MatMul (h, i)",
+            "float half = {0.5}, int64[1] o = {1}",
+        ),
     ],
     ids=[
         "an input",
@@ -49,6 +54,7 @@ def write(folder: Path, inputs: str, nodes: str, constants: str = "") -> Path:
         "a copy",
         "a column",
         "behind a moved Transpose",
+        "a sum of columns",
     ],
 )
 @pytest.mark.parametrize("entry", ["", "ConstantFolding"])
