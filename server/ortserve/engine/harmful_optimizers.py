@@ -7,6 +7,7 @@ from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
 
 _AVERAGES: Final = frozenset({"AveragePool", "QLinearAveragePool"})
 _QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinearConv"})
+_NEVER_NEGATIVE: Final = frozenset({"Abs", "Exp", "Relu", "Sigmoid", "Softmax", "Softplus"})
 _PRODUCTS: Final = frozenset({"FusedMatMul", "MatMul"})
 _KEEPS_AXES: Final = frozenset(
     {"Abs", "Add", "Cast", "Clip", "Concat", "DequantizeLinear", "Div", "Dropout", "Erf", "Exp", "Expand", "Gelu"}
@@ -31,6 +32,9 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
 
     Gather with a Range as indices becomes a Slice (``GatherToSliceFusion``). That leaves out entries beyond the end,
     which Gather rejects, and returns others, usually none, for a Range that starts below 0.
+
+    MaxPool takes over the padding of a Pad before it (``Pad_Fusion``), but ignores padding, instead of comparing the
+    entries with 0.
     """
     nodes = list(all_nodes(model))
     found = []
@@ -43,6 +47,8 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
         found.append("MatMulIntegerToFloatFusion")
     if {"Range", "Gather"} <= operators:
         found.append("GatherToSliceFusion")
+    if _compares_with_padding(nodes):
+        found.append("Pad_Fusion")
     return tuple(found)
 
 
@@ -76,6 +82,18 @@ def _may_multiply_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
             or (node.op in ("Expand", "Reshape") and not shapes.isdisjoint(node.inputs[1:]))
         ):
             matrices.update(node.outputs)
+    return False
+
+
+def _compares_with_padding(nodes: Sequence[Node]) -> bool:
+    """Whether a MaxPool may find that its padding, which an operator Pad adds, is larger than the entries beside it."""
+    makers = {name: node for node in nodes for name in node.outputs}
+    for node in nodes:
+        pad = makers.get(node.inputs[0]) if node.op == "MaxPool" and node.inputs else None
+        if pad is not None and pad.op == "Pad":
+            padded = makers.get(pad.inputs[0])
+            if padded is None or padded.op not in _NEVER_NEGATIVE:
+                return True
     return False
 
 

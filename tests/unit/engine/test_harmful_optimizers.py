@@ -150,3 +150,15 @@ def test_a_gather_of_a_range(tmp_path: Path) -> None:
     np.testing.assert_array_equal(y, [[2, 3, 1]])
     with pytest.raises(ORT_ERRORS):
         session.run(None, {"x": x, "a": np.array(0), "b": np.array(4)})
+
+
+@pytest.mark.parametrize(("before", "left_out"), [("Neg", ("Pad_Fusion",)), ("Relu", ())])
+def test_a_maximum_over_padding(tmp_path: Path, before: str, left_out: tuple[str, ...]) -> None:
+    """Padding of MaxPool itself is never the maximum, but the zeros of a Pad may be."""
+    nodes = f"a = {before} (x) p = Pad (a, pads) y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (p)"
+    path = write(tmp_path, "float[n,1,2,2] x", nodes, "int64[8] pads = {0, 0, 1, 1, 0, 0, 1, 1}")
+    assert harmful_optimizers(read_model(path)) == left_out
+    (y,) = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1)).run(
+        None, {"x": np.ones((1, 1, 2, 2), np.float32)}
+    )
+    np.testing.assert_array_equal(y, np.full((1, 1, 2, 2), 0 if left_out else 1))
