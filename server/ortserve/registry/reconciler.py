@@ -16,6 +16,7 @@ from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
+from ortserve.registry.load_retries import LoadRetries
 from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
@@ -24,10 +25,6 @@ logger: Final = logging.getLogger(__name__)
 
 _MOST_REASONS: Final = 16
 """Maximum number of options without effect that are logged one by one for a model."""
-
-_FIRST_RETRY_S: Final = 60.0
-_MAX_RETRY_S: Final = 3600.0
-"""Maximum wait between two retries. The wait doubles with each failure."""
 
 
 class Reconciler:
@@ -197,12 +194,32 @@ class Reconciler:
         for record in serving:
             record.reason = ""
         changes = self._changes(source)
-        if changes.load:
+        failures = await self._load(source, changes.load, is_awaited=is_awaited)
+        self._labels.follow(name)
+        self._on_versions(name)
+        if failures:
+            await self._reconnect(name)
+        else:
+            self._retire(name, changes.retire)
+            self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
+        if ready := self._catalog.ready(name):
+            self._served[name] = {record.version: record.source for record in ready if record.source}
+        if self._catalog.ready(name) != serving:
+            await self._follow(name, applied)
+        return failures
+
+    async def _load(self, source: ModelSource, versions: Collection[int], *, is_awaited: bool) -> list[str]:
+        """Load versions of a model, or those that served before if they fail. Returns version and reason of failures.
+
+        Requests that wait get the failure of an earlier load until its retry is due.
+        """
+        name = source.name
+        if versions:
             _report_options(source)
         failed = self._known_failures(source) if is_awaited else {}
         incoming = [
             self._versions.announce(name, version, source, is_awaited=is_awaited)
-            for version in changes.load
+            for version in versions
             if version not in failed
         ]
         failures = [f"version {version}: {reason}" for version, reason in failed.items()] + [
@@ -216,17 +233,6 @@ class Reconciler:
             self._retries.forget(name)
         if failures and not self._catalog.ready(name):
             await self._load_earlier(source, is_awaited=is_awaited)
-        self._labels.follow(name)
-        self._on_versions(name)
-        if failures:
-            await self._reconnect(name)
-        else:
-            self._retire(name, changes.retire)
-            self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
-        if ready := self._catalog.ready(name):
-            self._served[name] = {record.version: record.source for record in ready if record.source}
-        if self._catalog.ready(name) != serving:
-            await self._follow(name, applied)
         return failures
 
     def _known_failures(self, source: ModelSource) -> dict[int, str]:
@@ -370,29 +376,6 @@ class Reconciler:
         """What leads from the versions of a model that serve to those of a source."""
         serving = self._catalog.ready(source.name)
         return plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
-
-
-class LoadRetries:
-    """Schedules retries of failed loads whose files have not changed, because the cause may pass."""
-
-    def __init__(self) -> None:
-        self._due: dict[str, tuple[int, float]] = {}
-        """By model: when the next retry is due (clock of the registry, ns), and the wait before it (s)."""
-
-    def note_failure(self, name: str, now_ns: int) -> None:
-        """Schedule the next retry of a model."""
-        _, waited_s = self._due.get(name, (0, _FIRST_RETRY_S / 2))
-        wait_s = min(2 * waited_s, _MAX_RETRY_S)
-        self._due[name] = now_ns + round(wait_s * 1e9), wait_s
-
-    def forget(self, name: str) -> None:
-        """Cancel the retries of a model that serves, or that should not serve."""
-        self._due.pop(name, None)
-
-    def is_due(self, name: str, now_ns: int) -> bool:
-        """Whether a retry of the model is due."""
-        due = self._due.get(name)
-        return due is not None and now_ns >= due[0]
 
 
 def _report_options(source: ModelSource) -> None:
