@@ -283,7 +283,7 @@ def test_wrong_version_names_the_ready_ones_of_its_model(server: ServerProcess) 
 
 
 def test_server_without_a_scheme_is_told_how_to_write_one(server: ServerProcess) -> None:
-    status, line = fails(server.http, "--model", "digits")
+    status, line = fails(server.http)
     assert (status, line.endswith("found neither; the URL of a server begins with http:// or grpc://")) == (2, True)
 
 

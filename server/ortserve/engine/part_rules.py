@@ -63,7 +63,7 @@ def _slice(call: Call) -> Known:
         part = replace(given, sizes=(None,), axes_of=(given.axes_of[0], given.axes_of[1] + at) if at >= 0 else None)
         if ends.elements is not None and ends.elements[0] - at == 1:
             return replace(part, sizes=(1,), **size_of(given, at, call))
-        if given.sizes is None:
+        if given.sizes in (None, (None,)):
             return part
     if axes is None and not call.has(3):
         axes = tuple(range(len(starts.elements or ends.elements or ())))

@@ -1,5 +1,6 @@
 """Opens a model file as an ONNX Runtime session, with readable errors."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -24,9 +25,12 @@ from ortserve.engine.text_gathers import text_gather_edits
 from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
-from ortserve.model_file.editing import edited_model, write_opset
+from ortserve.model_file.editing import Edits, edited_model, write_opset
 from ortserve.model_file.graph import Graph, Model, all_nodes
 from ortserve.model_file.reading import read_model
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
 
 _NO_CPU: Final = "session.disable_cpu_ep_fallback"
 """The entry that makes nodes on the CPU an error. Then the CPU must not be among the providers."""
@@ -95,7 +99,6 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
             ONNX Runtime would not write an output of a Scan.
     """
     _check_settings(options)
-    make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
     model = read_model(path) if model is None else model
     if pointer := find_pointer(path, model):
         raise invalid_input(pointer)
@@ -103,9 +106,28 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     _check_scans(model)
     images = find_images(model)
     edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model), **text_gather_edits(model)}
+    checks = check_edits(model) if options.provider.name == CPU else {}
+    try:
+        session = _open(path, name, options, model, {**edits, **checks})
+    except ServeError as error:
+        if not checks:
+            raise
+        session = _open(path, name, options, model, edits)
+        message = "checks of operators are left out, because ONNX Runtime does not load the model with them"
+        log_event(logger, logging.WARNING, message, model=name, reason=error.message)
+    try:
+        check_providers(options.provider, session.get_providers())
+        check_placement(options.provider.name, read_placement(session))
+    except ServeError:
+        del session  # otherwise the traceback keeps it alive, longer than the streams that it uses
+        raise
+    return ImageSession(session, images, options.settings.max_image_pixels) if images else session
+
+
+def _open(path: Path, name: str, options: SessionOptions, model: Model, edits: Edits) -> ort.InferenceSession:
+    """Open an edited model. Raises ServeError: invalid_input, with ONNX Runtime's reason without paths."""
+    make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
     provider = options.provider
-    if provider.name == CPU:
-        edits |= check_edits(model)
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))
         if harmful := harmful_optimizers(model):
@@ -132,13 +154,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
             reason = f"{without_paths(damage)} ({reason})"
         error.__traceback__ = None  # its frames keep parts of the session alive, as below
         raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
-    try:
-        check_providers(provider, session.get_providers())
-        check_placement(provider.name, read_placement(session))
-    except ServeError:
-        del session  # otherwise the traceback keeps it alive, longer than the streams that it uses
-        raise
-    return ImageSession(session, images, options.settings.max_image_pixels) if images else session
+    return session
 
 
 def _missing_locale(reason: str) -> str:

@@ -63,14 +63,15 @@ def _shape(call: Call) -> Known:
     rank = None if given.sizes is None else len(given.sizes)
     start, end = call.integer("start", 0), call.integer("end", LARGE)
     if rank is None and (start < 0 or end < 0) and end - start != 1:
-        return Known(least=0 if given.may_be_empty else 1, has_no_zero=not given.may_be_empty)
+        return Known((None,), least=0 if given.may_be_empty else 1, has_no_zero=not given.may_be_empty)
     chosen = range(LARGE if rank is None else rank)[start:end]
+    count = None if rank is None else len(chosen)
     if given.may_be_empty or not chosen:
-        return Known(None if rank is None else (len(chosen),), not chosen, least=0)
+        return Known((count,), not chosen, least=0)
     sizes = None if given.sizes is None else tuple(given.sizes[axis] for axis in chosen)
     if sizes is not None and None not in sizes:
         return Known((len(sizes),), **listed(tuple(size for size in sizes if size is not None)))
-    found = Known(None if rank is None else (len(chosen),), least=1, has_no_zero=True, axes_of=(name, chosen.start))
+    found = Known((count,), least=1, has_no_zero=True, axes_of=(name, chosen.start))
     return replace(found, **size_of(found, 0, call)) if len(chosen) == 1 else found
 
 

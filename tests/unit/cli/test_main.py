@@ -152,10 +152,19 @@ def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("bench digits --protocol grpc", "--protocol: expected the URL of a server, got a model in this process"),
-        ("bench digits --key-file key", "--key-file: expected the URL of a server, got a model in this process"),
+        (
+            "bench digits --protocol grpc",
+            "--protocol: expected the URL of a server, which begins with http:// or grpc://, got a model",
+        ),
+        (
+            "bench digits --key-file key",
+            "--key-file: expected the URL of a server, which begins with http:// or grpc://, got a model",
+        ),
         ("bench http://host --model m --threads 2", "--threads: expected a model in this process, got a URL"),
-        ("profile digits --requests 9", "--requests: expected the URL of a server, got a model in this process"),
+        (
+            "profile digits --requests 9",
+            "--requests: expected the URL of a server, which begins with http:// or grpc://, got a model",
+        ),
         ("profile http://host m --runs 9", "--runs: expected a model in this process, got a URL"),
         ("profile http://host m --compare a b", "--compare: expected a model in this process, got a URL"),
     ],

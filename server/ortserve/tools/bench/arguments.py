@@ -31,7 +31,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     if kinds == {True}:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
     if kinds == {False}:
-        parser.refuse(given, _OF_SERVERS, "the URL of a server, got a model in this process")
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
     return given
 
 

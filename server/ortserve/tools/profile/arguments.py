@@ -28,7 +28,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     if given.target is not None and is_url(given.target) is (given.model is None):
         parser.error("expected the name of a MODEL after a URL, and none after a model")
     if given.model is None:
-        parser.refuse(given, _OF_SERVERS, "the URL of a server, got a model in this process")
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
     else:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
     return given

@@ -20,7 +20,7 @@ from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry import reconciler
+from ortserve.registry import load_retries
 from ortserve.registry.catalog import ON_DEMAND, State
 from ortserve.registry.registry import Registry
 from ortserve.service.models import ModelService
@@ -352,7 +352,7 @@ async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_memb
 async def test_poll_offers_a_model_on_demand_again_that_failed(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconciler, "_FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0.0)
     put(tmp_path, "m", options="load_policy: on_demand")
     file = tmp_path / "m" / "1" / "model.onnx"
     good, stat = file.read_bytes(), file.stat()
