@@ -14,7 +14,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.sequence_admission import SequenceLimits
-from ortserve.batching.sequence_table import Sequence, SequenceTable, Turn
+from ortserve.batching.sequence_table import Sequence, SequenceTable
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
@@ -223,11 +223,10 @@ async def test_a_rejected_request_can_be_sent_again_if_its_client_awaits_each_an
 async def test_a_request_that_cannot_run_for_lack_of_memory_leaves_no_sequence(stage: Stage) -> None:
     usual = stage.runs.strategy
 
-    class NoMemory(OldestRuns):
-        def run(self, turn: Turn) -> None:
-            raise MemoryError
+    def find_no_memory(request: InflightRequest, terms: Terms) -> None:
+        raise MemoryError
 
-    stage.runs.strategy = NoMemory(stage.runs, stage.enqueue)
+    stage.runs.strategy = OldestRuns(stage.runs, find_no_memory)
     first = stage.submit(1, flags="S")
     await asyncio.sleep(0)
     with pytest.raises(MemoryError):
@@ -236,7 +235,7 @@ async def test_a_request_that_cannot_run_for_lack_of_memory_leaves_no_sequence(s
     stage.runs.strategy = usual
     again = stage.submit(1, 5, flags="S")
     await stage.answer()
-    stage.runs.strategy = NoMemory(stage.runs, stage.enqueue)
+    stage.runs.strategy = OldestRuns(stage.runs, find_no_memory)
     stage.submit(1, 7)
     await asyncio.sleep(0)
     stage.runs.strategy = usual
