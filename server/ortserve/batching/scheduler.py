@@ -28,7 +28,7 @@ from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
 from ortserve.batching.timers import LoopTimer
 from ortserve.clock import Clock
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import InflightRequest, fail_in_turns, settle_in_turns
 from ortserve.errors import ErrorKind, ServeError
 
 _MIN_SWEEP_INTERVAL_NS: Final = 1_000_000
@@ -119,14 +119,13 @@ class Scheduler:
         return was_queued
 
     def fail_all(self, error: ServeError) -> None:
-        """Fail all waiting requests."""
+        """Fail all waiting requests, many of them over several turns of the loop."""
+        requests: list[InflightRequest] = []
         for shape_class in self._queue.waiting():
-            if shape_class.requests:  # the callback of a request that failed before may have cancelled them
-                for request in self._queue.take(shape_class, len(shape_class.requests)):
-                    request.fail(error)
+            requests += self._queue.take(shape_class, len(shape_class.requests))
         while self._again:
-            for request in self._again.popleft().requests:
-                request.fail(error)
+            requests += self._again.popleft().requests
+        fail_in_turns(requests, error)
 
     def close(self) -> None:
         """Stop the timer."""
@@ -185,9 +184,11 @@ class Scheduler:
             self._timer.set(int(fires_ns), now_ns)
 
     def _evict(self, shape_class: ShapeClass, evictions: Sequence[Eviction]) -> None:
-        self._queue.remove(shape_class, [eviction.request for eviction in evictions])
-        for eviction in evictions:
-            self._fail_late(eviction.request, eviction.reason)
+        """Remove late requests from the queue, and fail them, many of them over several turns of the loop."""
+        requests = [eviction.request for eviction in evictions]
+        self._queue.remove(shape_class, requests)
+        reasons = {eviction.request: eviction.reason for eviction in evictions}
+        settle_in_turns(requests, lambda request: self._fail_late(request, reasons[request]))
 
     def _fail_late(self, request: InflightRequest, reason: str) -> None:
         """Fail a late request that was removed from the queue. Its callback may enqueue or cancel others."""

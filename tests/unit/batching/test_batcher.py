@@ -1,7 +1,7 @@
 """The batcher in single situations; ``test_batcher_properties`` tests properties of all schedules."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -678,6 +678,40 @@ def test_request_whose_deadline_passes_in_the_queue_is_never_run() -> None:
         assert stage.batcher.learned().decisions.dropped_late == 1
 
     play(main)
+
+
+def test_many_late_requests_fail_over_several_turns_of_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        late = [stage.submit(rows_of(n), terms=stage.within(finish_ns=RUN_NS // 4)) for n in range(50)]
+        stage.clock.advance(RUN_NS // 2)
+        stage.batcher._runs._scheduler._sweep()
+        assert await failed_in_each_turn(late) == [16, 32, 48, 50]
+        assert stage.batcher.learned().decisions.dropped_late == 50
+
+    play(main)
+
+
+def test_many_requests_without_an_instance_fail_over_several_turns_of_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        waiting = [stage.submit(rows_of(n)) for n in range(50)]
+        stage.batcher._runs._on_abandoned_last("its run does not end")
+        assert await failed_in_each_turn(waiting) == [16, 32, 48, 50]
+        assert refusal_of(waiting[-1]).message == "Model 'slow' has no instance left: its run does not end"
+
+    play(main)
+
+
+async def failed_in_each_turn(requests: Sequence[Outcome]) -> list[int]:
+    """The different numbers of failed requests after the next turns of the loop."""
+    counts = set()
+    for _ in range(20):
+        counts.add(sum(request.done() for request in requests))
+        await asyncio.sleep(0)
+    return sorted(counts - {0})
 
 
 def test_late_request_behind_one_without_a_deadline_neither_runs_nor_makes_its_batch_smaller() -> None:
