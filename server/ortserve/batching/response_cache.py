@@ -17,7 +17,7 @@ import numpy as np
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest, settle_in_turns
+from ortserve.core.inflight import InflightRequest, fail_in_turns, settle_in_turns
 from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import is_absent
 from ortserve.core.terms import Terms
@@ -333,6 +333,7 @@ class SharedRun:
         by_ns, taken_ns = self._terms.finish_by_ns, self._child.timing.taken_ns
         if isinstance(error, RunTimeoutError) and (by_ns is None or self._runs.clock() < by_ns):
             kind = None
+        failed: list[InflightRequest] = []
         for one in waiting:
             has_more_time = by_ns is not None and one.terms.finish_by_ns != by_ns
             is_late = kind is ErrorKind.DEADLINE or (kind is ErrorKind.OVERLOADED and has_more_time)
@@ -342,7 +343,8 @@ class SharedRun:
                 if taken_ns and one.request is not self._first:  # a run was started, so they do not count as rejected
                     one.request.timing.queued_ns = one.joined_ns
                     one.request.timing.taken_ns = max(one.joined_ns, taken_ns)
-                one.request.fail(error)
+                failed.append(one.request)
+        fail_in_turns(failed, error)
 
 
 def _set_times(timing: Timing, now_ns: int) -> None:

@@ -212,6 +212,20 @@ def test_many_requests_that_wait_for_a_run_are_answered_over_several_turns_of_th
     run(test)
 
 
+def test_many_requests_that_wait_for_a_failed_run_fail_over_several_turns_of_the_loop() -> None:
+    async def test() -> None:
+        stage = Stage()
+        requests = [stage.submit() for _ in range(50)]
+        stage.queue.pop().fail(ServeError(ErrorKind.REJECTED_BY_MODEL, "no"))
+        counts = []
+        while not all(request.is_settled for request in requests):
+            counts.append(sum(request.is_settled for request in requests))
+            await asyncio.sleep(0)
+        assert counts == [16, 32, 48]
+
+    run(test)
+
+
 def test_errors_reach_all_waiting_requests_and_are_not_cached() -> None:
     async def test() -> None:
         stage = Stage()
