@@ -13,13 +13,26 @@ from ortserve.config.option_groups import HttpOptions
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.connection import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
-from ortserve.frontends.http.limits import http_limits
+from ortserve.frontends.http.limits import HttpLimits, http_limits
 from ortserve.frontends.http.protocol import HttpProtocol
 from ortserve.frontends.http.request_head import HeadCache
 from ortserve.service.access import Access, Group, Keyring, digest_of
 
 TURNS = 12
 """Iterations of the event loop that suffice for a response."""
+
+LIMITS = HttpLimits(
+    max_connections=10,
+    max_headers=10,
+    max_header_bytes=1000,
+    max_chunk_bytes=1000,
+    header_timeout_s=2,
+    body_timeout_s=4,
+    min_body_bytes_per_s=100,
+    send_timeout_s=6,
+    idle_timeout_s=8,
+)
+"""Small limits, all different, for tests of single decisions."""
 
 
 class SeenHeaders:

@@ -3,9 +3,9 @@
 import httptools
 import pytest
 
+from fakes.http import LIMITS
 from ortserve.errors import ErrorKind
 from ortserve.frontends.http.limits import (
-    HttpLimits,
     Stage,
     UnfinishedInput,
     announced_chunk_bytes,
@@ -13,18 +13,6 @@ from ortserve.frontends.http.limits import (
     parse_error,
 )
 from ortserve.frontends.http.responses import failure
-
-LIMITS = HttpLimits(
-    max_connections=10,
-    max_headers=10,
-    max_header_bytes=1000,
-    max_chunk_bytes=1000,
-    header_timeout_s=2,
-    body_timeout_s=4,
-    min_body_bytes_per_s=100,
-    send_timeout_s=6,
-    idle_timeout_s=8,
-)
 
 
 def test_each_limit_is_checked_four_times() -> None:

@@ -2,20 +2,10 @@
 
 import pytest
 
-from ortserve.frontends.http.limits import HttpLimits, Stage
+from fakes.http import LIMITS
+from ortserve.frontends.http.limits import Stage
 from ortserve.frontends.http.timeouts import Due, StageTimer
 
-LIMITS = HttpLimits(
-    max_connections=10,
-    max_headers=10,
-    max_header_bytes=1000,
-    max_chunk_bytes=1000,
-    header_timeout_s=2,
-    body_timeout_s=4,
-    min_body_bytes_per_s=100,
-    send_timeout_s=6,
-    idle_timeout_s=8,
-)
 REQUEST = object()
 
 
