@@ -18,7 +18,7 @@ class LatestVersions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    latest: int = Field(ge=1, le=2**32 - 1)
+    latest: int = Field(ge=1, le=2**32 - 1)  # Triton's messages hold no larger number here
 
 
 class AllVersions(BaseModel):
