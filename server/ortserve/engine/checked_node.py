@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ortserve.engine.known_sizes import Known, Sizes
+from ortserve.engine.empty_tensors.known import Known, Sizes
 from ortserve.model_file.editing import Rewired, first_output, write_constant, write_node
 from ortserve.model_file.graph import INT64, Dims, Node
 

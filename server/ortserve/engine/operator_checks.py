@@ -10,7 +10,7 @@ from typing import Final
 
 from ortserve.engine.checked_node import Around, CheckedNode
 from ortserve.engine.empty_checks import EMPTY_CHECKS
-from ortserve.engine.empty_tensors import find_sizes
+from ortserve.engine.empty_tensors.analysis import find_sizes
 from ortserve.engine.least_axes import axes_needed_by
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
 from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes

@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import parser
 
-from ortserve.engine.empty_tensors import find_sizes
-from ortserve.engine.known_sizes import Known
+from ortserve.engine.empty_tensors.analysis import find_sizes
+from ortserve.engine.empty_tensors.known import Known
 from ortserve.engine.operator_checks import check_edits
 from ortserve.model_file.reading import read_model
 from rows.exported import CORPUS

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Final, TypeAlias
 
-from ortserve.engine.known_sizes import ANYTHING, Known, least_of, of_constant
-from ortserve.engine.rule_call import Call
-from ortserve.engine.size_rules import ANY_SIZE, RULES, of_any
+from ortserve.engine.empty_tensors.call import Call
+from ortserve.engine.empty_tensors.known import ANYTHING, Known, least_of, of_constant
+from ortserve.engine.empty_tensors.rules import ANY_SIZE, RULES, of_any
 from ortserve.model_file.editing import inner_scope
 from ortserve.model_file.graph import Declared, Function, Graph, Model, Node, Tensor
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from ortserve.engine.known_sizes import Known, listed, sum_of
+from ortserve.engine.empty_tensors.known import Known, listed, sum_of
 from ortserve.model_file.graph import Attribute, Node
 
 LARGE: Final = 2**31 - 1

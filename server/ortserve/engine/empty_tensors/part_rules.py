@@ -1,11 +1,11 @@
-"""Rules of operators that take parts of tensors, or windows of images, for ``empty_tensors``."""
+"""Rules of operators that take parts of tensors, or windows of images, for ``analysis``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.engine.known_sizes import ANYTHING, Known, Sizes, listed
-from ortserve.engine.rule_call import LARGE, Call, size_of
+from ortserve.engine.empty_tensors.call import LARGE, Call, size_of
+from ortserve.engine.empty_tensors.known import ANYTHING, Known, Sizes, listed
 from ortserve.model_file.graph import Constant
 
 

@@ -1,11 +1,12 @@
-"""How operators change the sizes of tensors, for ``empty_tensors``."""
+"""How operators change the sizes of tensors, for ``analysis``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from ortserve.engine.known_sizes import (
+from ortserve.engine.empty_tensors.call import LARGE, Call, copy_of, size_of
+from ortserve.engine.empty_tensors.known import (
     ANYTHING,
     Known,
     broadcast,
@@ -15,8 +16,7 @@ from ortserve.engine.known_sizes import (
     of_constant,
     sum_of,
 )
-from ortserve.engine.part_rules import PART_RULES
-from ortserve.engine.rule_call import LARGE, Call, copy_of, size_of
+from ortserve.engine.empty_tensors.part_rules import PART_RULES
 from ortserve.model_file.graph import Constant, Tensor
 
 
