@@ -71,7 +71,8 @@ async def check_speed(
         log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
         return
     progress.begin(f"comparing its speed with version {serving.version}")
-    worker = WorkerRuns(loaded.instances[0], RunBounds(options.warmup_run_timeout_s, options.run_grace_s))
+    bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s, progress)
+    worker = WorkerRuns(loaded.instances[0], bounds)
     own = partial(_time_own, worker, found.inputs, threads)
     slowdown = await find_slowdown(
         sizes, own, partial(_time_served, serving, before.inputs, clock), options.max_slowdown, clock

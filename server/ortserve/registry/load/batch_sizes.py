@@ -4,13 +4,14 @@ import math
 import statistics
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
-from ortserve.errors import RunTimeoutError
-from ortserve.registry.load.coordination import Progress
+from ortserve.errors import DeviceLostError, RunTimeoutError
+from ortserve.registry.load.coordination import LoadCancelledError, Progress
 from ortserve.registry.load.inputs import InputGenerator
 
 MAX_SWEPT_ROWS: Final = 64
@@ -33,12 +34,23 @@ _MAX_FUTILE: Final = 2
 """Consecutive sizes without gain that end the sweep. One is not enough: an operator may be slow at a single size."""
 
 
+ENDS_LOAD: Final = (DeviceLostError, LoadCancelledError, RunTimeoutError)
+"""Errors of runs after which a load must not try anything else."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunBounds:
-    """Limits of one run in warm-up: its duration, and the time in which it must end after it was terminated."""
+    """Limits of one run in warm-up.
+
+    Attributes:
+        timeout_s: Maximum duration.
+        grace_s: Time in which a run must end after it was terminated.
+        progress: The load whose cancellation terminates a run; None if nothing can cancel it.
+    """
 
     timeout_s: float = 600.0
     grace_s: float = 5.0
+    progress: Progress | None = None
 
 
 DEFAULT_BOUNDS: Final = RunBounds()
@@ -61,21 +73,27 @@ class WorkerRuns:
 
         Raises:
             RunTimeoutError: The run exceeded its time limit.
+            LoadCancelledError: The load was cancelled before the run ended.
             Exception: The error of the run.
         """
-        finished = threading.Event()
+        finished, awoken = threading.Event(), threading.Event()
         outcomes: list[BatchResult | Exception] = []
 
         def done(outcome: BatchResult | Exception) -> None:
             outcomes.append(outcome)
             finished.set()
+            awoken.set()
 
         self._runner.start(batch, done)
         bounds = self._bounds
-        if not finished.wait(bounds.timeout_s):
+        with nullcontext() if bounds.progress is None else bounds.progress.interruptible(awoken.set):
+            awoken.wait(bounds.timeout_s)
+        if not finished.is_set():
             self._runner.terminate(batch)
             if not finished.wait(bounds.grace_s):
                 self._runner.abandon()
+            if bounds.progress is not None:
+                bounds.progress.check()
             raise RunTimeoutError(
                 f"a run in warm-up was terminated after warmup_run_timeout_s {bounds.timeout_s:g} s, with a batch of "
                 f"{batch.rows} rows"

@@ -191,17 +191,38 @@ class Progress:
         self._part = ""
         self._step = _Step(WAITING, clock())
         self._cancelled_because = ""
+        self._interrupts: list[Callable[[], object]] = []
         self.begin_warming: Final = on_warming
         """Called by the load when the model is open and warm-up begins."""
 
     def cancel(self, because: str) -> None:
-        """End the load at its next step. Any thread."""
+        """End the load at its next step, and a step that can be interrupted at once. Any thread."""
         self._cancelled_because = because
+        for interrupt in tuple(self._interrupts):
+            interrupt()
+
+    @contextmanager
+    def interruptible(self, interrupt: Callable[[], object]) -> Iterator[None]:
+        """Call ``interrupt`` if the load is cancelled in the block or was cancelled before, at least once.
+
+        It is called on the thread that cancels, and must not block. The block ends normally; ``check`` raises.
+        """
+        self._interrupts.append(interrupt)
+        try:
+            if self._cancelled_because:
+                interrupt()
+            yield
+        finally:
+            self._interrupts.remove(interrupt)
+
+    def check(self) -> None:
+        """Raise LoadCancelledError after ``cancel``."""
+        if self._cancelled_because:
+            raise LoadCancelledError(self._cancelled_because)
 
     def begin(self, step: str) -> None:
         """Begin a step. ``describe`` appends a text like ``, for 5 s``. Raises LoadCancelledError after ``cancel``."""
-        if self._cancelled_because:
-            raise LoadCancelledError(self._cancelled_because)
+        self.check()
         self.show(step)
 
     def show(self, step: str) -> None:

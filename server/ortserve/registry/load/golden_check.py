@@ -19,10 +19,10 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import as_numbers, is_absent
 from ortserve.core.terms import Alone
 from ortserve.engine.provider_options import GPU_PROVIDERS
-from ortserve.errors import DeviceLostError, RunTimeoutError, ServeError, invalid_input
+from ortserve.errors import ServeError, invalid_input
 from ortserve.paths import is_folder
 from ortserve.registry.load.analysed_model import AnalysedModel
-from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
+from ortserve.registry.load.batch_sizes import ENDS_LOAD, RunBounds, WorkerRuns
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.golden_samples import (
     GOLDEN_MISSING,
@@ -104,7 +104,7 @@ def check_samples(
 def _compare(samples: Sequence[GoldenSample], how: str, run: RunTogether, compared: "_Compared") -> None:
     try:
         found = run(samples)
-    except (DeviceLostError, RunTimeoutError):
+    except ENDS_LOAD:
         raise
     except ServeError as error:
         which = samples[0].place if len(samples) == 1 else f"{samples[0].place} to {samples[-1].place}"

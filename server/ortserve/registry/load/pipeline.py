@@ -158,7 +158,7 @@ class _Load:
         self.labels = class_names | read_labels(options, model.folder)
         self.opener = SessionOpener(model, runtime, trials, clock, progress)
         self.settings = ProviderSettings(model, runtime)
-        self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
+        self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s, progress)
         self.spent_s = 0.0
         self.failures: list[str] = []
         """Why execution providers did not run the model."""

@@ -15,9 +15,16 @@ from ortserve.engine.process_limits import cpu_budget, intra_op_threads
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, most_rows
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, affinities_key, open_session
-from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
+from ortserve.errors import OutOfMemoryError, ServeError
 from ortserve.registry.load.analysed_model import AnalysedModel
-from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, RunBounds, SizeLatency, WorkerRuns, as_batch
+from ortserve.registry.load.batch_sizes import (
+    DEFAULT_BOUNDS,
+    ENDS_LOAD,
+    RunBounds,
+    SizeLatency,
+    WorkerRuns,
+    as_batch,
+)
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
 
@@ -135,7 +142,7 @@ def run_until_accepted(runner: Runner, rows: Iterable[Arrays], bounds: RunBounds
     for row in rows:
         try:
             worker.run(as_batch(row, 1))
-        except (DeviceLostError, RunTimeoutError):
+        except ENDS_LOAD:
             raise
         except OutOfMemoryError:
             continue

@@ -10,8 +10,8 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import TOLERANCES, agree, as_float64
-from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
-from ortserve.registry.load.batch_sizes import WorkerRuns, as_batch
+from ortserve.errors import OutOfMemoryError, ServeError
+from ortserve.registry.load.batch_sizes import ENDS_LOAD, WorkerRuns, as_batch
 from ortserve.registry.load.inputs import USUAL, ZEROS, InputGenerator, Sample, Spread
 
 LEAST_ROWS: Final = 3
@@ -192,7 +192,7 @@ class RowTrial:
     def _run(self, inputs: Arrays, rows: int) -> Arrays:
         try:
             return self.worker.run(as_batch(inputs, rows)).outputs
-        except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
+        except (*ENDS_LOAD, OutOfMemoryError):
             raise
         except ServeError as error:
             raise _RejectedError(error.kind, error.message) from None

@@ -10,10 +10,11 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Batch, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError, invalid_input
+from ortserve.errors import OutOfMemoryError, ServeError, invalid_input
 from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import (
     DEFAULT_BOUNDS,
+    ENDS_LOAD,
     MAX_SWEPT_ROWS,
     RunBounds,
     SizeLatency,
@@ -26,7 +27,7 @@ from ortserve.registry.load.batch_sizes import (
     warming_step,
     worthwhile_rows,
 )
-from ortserve.registry.load.coordination import LoadCancelledError, Progress
+from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import FREE_DIM, InputGenerator, Sample
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
@@ -177,7 +178,7 @@ def warm_up(
             inputs=inputs,
             spent_ns=clock() - began_ns,
         )
-    except (DeviceLostError, LoadCancelledError, OutOfMemoryError, RunTimeoutError):
+    except (*ENDS_LOAD, OutOfMemoryError):
         raise
     except ServeError as error:
         return replace(unknown, rejection=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
@@ -217,7 +218,7 @@ def _choose_inputs(
         progress.begin("warming up: looking for inputs that the model accepts")
         try:
             outputs = worker.run(generate_batch(variant, 1, 0)).outputs
-        except (DeviceLostError, RunTimeoutError):
+        except ENDS_LOAD:
             raise
         except ServeError:
             continue
@@ -330,7 +331,7 @@ def run_samples(
         try:
             for _ in range(sample.count):
                 worker.run(batch)
-        except (DeviceLostError, RunTimeoutError):
+        except ENDS_LOAD:
             raise
         except ServeError as error:
             raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None

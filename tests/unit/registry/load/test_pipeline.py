@@ -32,7 +32,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 from ortserve.model_file.graph import Model
 from ortserve.registry.load import providers as providers_module
 from ortserve.registry.load.assembly import _policy
-from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.coordination import LoadCancelledError, Progress
 from ortserve.registry.load.loaded_model import (
     LoadedModel,
     describe_properties,
@@ -766,6 +766,20 @@ def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"a run in warm-up was terminated after warmup_run_timeout_s 0.2 s") as caught:
         load(builders.repeats(tmp_path / "m.onnx", steps=2**62), options)
     assert caught.value.kind is ErrorKind.DEADLINE
+    assert not workers()
+
+
+def test_cancelled_load_ends_an_endless_run_at_once(tmp_path: Path) -> None:
+    class Warming(Progress):
+        def begin(self, step: str) -> None:
+            super().begin(step)
+            if step.startswith("warming up"):
+                threading.Timer(0.2, self.cancel, ("the model is unloaded",)).start()
+
+    path = builders.repeats(tmp_path / "m.onnx", steps=2**62)
+    progress = Warming(time.monotonic_ns)
+    with pytest.raises(LoadCancelledError, match="its load was cancelled: the model is unloaded"):
+        load_model(path, "m/1", ModelOptions(), time.monotonic_ns, progress=progress)
     assert not workers()
 
 

@@ -1,6 +1,7 @@
 """The order in which waiting loads start, and loads that are not needed any more."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -67,3 +68,16 @@ def test_cancelled_load_ends_at_its_next_step_and_not_while_it_waits() -> None:
     assert progress.describe() == "waiting for other loads, for 0 s"
     with pytest.raises(LoadCancelledError, match="its load was cancelled: the model is unloaded"):
         progress.begin("warming up")
+
+
+def test_cancellation_interrupts_a_step_that_runs_or_follows() -> None:
+    progress, interrupted = Progress(lambda: 0), threading.Event()
+    with progress.interruptible(interrupted.set):
+        progress.cancel("the model is unloaded")
+    assert interrupted.is_set()
+    interrupted.clear()
+    with progress.interruptible(interrupted.set):
+        assert interrupted.is_set()
+    interrupted.clear()
+    progress.cancel("the server stops")
+    assert not interrupted.is_set()  # the step has ended
