@@ -2,6 +2,7 @@
 
 __all__ = [
     "bounded_time",
+    "child_process",
     "distributions",
     "encoded_images",
     "instance",

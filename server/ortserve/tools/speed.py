@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.child_process import ObjectApart
 from ortserve.engine.process_memory import give_back_freed
 from ortserve.errors import invalid_input
-from ortserve.tools.apart import ObjectApart
 from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.console import progress
 from ortserve.tools.ensemble import Opened, open_ensemble

@@ -4,8 +4,8 @@ import os
 import numpy as np
 import pytest
 
+from ortserve.engine.child_process import ObjectApart, call_apart
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError, invalid_input
-from ortserve.tools.apart import ObjectApart, call_apart
 from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.speed import _Block, _speed, _Trial
 

@@ -13,9 +13,9 @@ from ortserve.core.agreement import Agreement, AgreementMeter
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import as_numbers
+from ortserve.engine.child_process import call_apart
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.apart import call_apart
 from ortserve.tools.compare.arguments import BATCH, SECONDS
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress

@@ -21,6 +21,7 @@ from ortserve.config.rollout import why_without_effect
 from ortserve.config.session import provider_parts
 from ortserve.core.version_names import STABLE
 from ortserve.device.devices import DeviceRuntime
+from ortserve.engine.child_process import Failure, run_side_by_side
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.catalog import Catalog
@@ -35,7 +36,6 @@ from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import unread_metrics
-from ortserve.tools.apart import Failure, run_side_by_side
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import ModelCheck
 from ortserve.tools.report import bytes_text

@@ -15,6 +15,7 @@ from ortserve import __version__
 from ortserve.config.session import SessionSettings
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.device.nvml import Gpu, open_library, visible_gpus
+from ortserve.engine.child_process import Failure, run_apart
 from ortserve.engine.distributions import installed_runtimes
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import AZURE, CUDA, TENSORRT
@@ -23,7 +24,6 @@ from ortserve.engine.runtime import loader_problem, plugin_names
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError, invalid_input
 from ortserve.model_file.reading import read_model
-from ortserve.tools.apart import Failure, run_apart
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import GpuFacts, ProviderTrial, RuntimeFacts
 

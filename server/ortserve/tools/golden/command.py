@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ortserve.core.agreement import ErrorBound, parse_bound
+from ortserve.engine.child_process import call_apart
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MOST_SAMPLES, golden_folder
 from ortserve.tools.address import address_of, is_url
-from ortserve.tools.apart import call_apart
 from ortserve.tools.command import Outcome, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import psutil
 
+from ortserve.engine.child_process import call_apart
 from ortserve.engine.process_memory import give_back_freed
-from ortserve.tools.apart import call_apart
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.inspect.result import BatchMemory, Memory
 from ortserve.tools.opening import open_model

@@ -12,8 +12,8 @@ import onnx
 import onnxruntime as ort
 
 from ortserve.core.agreement import parse_bound
+from ortserve.engine.child_process import call_apart
 from ortserve.errors import ServeError, invalid_input
-from ortserve.tools.apart import call_apart
 from ortserve.tools.command import Outcome, run_tool
 from ortserve.tools.compare.measure import compare_models
 from ortserve.tools.compare.result import CompareResult

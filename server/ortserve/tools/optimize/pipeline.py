@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ortserve.core.agreement import ErrorBound
+from ortserve.engine.child_process import call_apart
 from ortserve.engine.ort_errors import without_paths
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.graph import all_nodes
 from ortserve.model_file.reading import read_model
 from ortserve.registry.recording import write_arrays
-from ortserve.tools.apart import call_apart
 from ortserve.tools.console import Step as Progress
 from ortserve.tools.optimize.checking import Checked, Kind, Look, check
 from ortserve.tools.optimize.files import nbytes_of

@@ -17,13 +17,13 @@ from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.core.version_names import MOST_VERSION, version_of
+from ortserve.engine.child_process import call_apart
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.golden_samples import GOLDEN_FOLDER, GOLDEN_MISSING
 from ortserve.registry.repository.model_files import OPTIONS_FILE
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
 from ortserve.registry.repository.source import choose_versions
-from ortserve.tools.apart import call_apart
 from ortserve.tools.console import Step, progress
 from ortserve.tools.doctor.loading import without_files
 from ortserve.tools.golden.recording import check_version

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.core.agreement import ErrorBound, parse_bound
+from ortserve.engine.child_process import ObjectApart
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
-from ortserve.tools.apart import ObjectApart
 from ortserve.tools.command import FAILED, OK, Outcome, run_tool
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE
 from ortserve.tools.console import progress

@@ -15,12 +15,12 @@ from ortserve import __version__
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.core.agreement import parse_bound
 from ortserve.core.version_names import version_of
+from ortserve.engine.child_process import call_apart
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
-from ortserve.tools.apart import call_apart
 from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.command import Outcome, run_tool
 from ortserve.tools.console import progress

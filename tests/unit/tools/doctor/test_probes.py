@@ -22,9 +22,9 @@ from models import builders
 from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.core.timing import PHASES, Timing
+from ortserve.engine.child_process import Failure, run_apart, run_side_by_side
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.repository.source import ModelSource, VersionSource
-from ortserve.tools.apart import Failure, run_apart, run_side_by_side
 from ortserve.tools.doctor import loading, request_path, runtime, steadiness
 from ortserve.tools.doctor.loading import LoadItem, check_models, load_one, without_files
 from ortserve.tools.doctor.result import ModelCheck, ProviderTrial

@@ -1,6 +1,6 @@
 """Runs work that may crash or hang, or whose memory is measured, in a process of its own.
 
-``python -m ortserve.tools.apart FD`` is that process. It reads pickled work from the connection ``FD``.
+``python -m ortserve.engine.child_process FD`` is that process. It reads pickled work from the connection ``FD``.
 """
 
 import os
@@ -200,7 +200,7 @@ def _run_child(
     errors = os.memfd_create("errors")  # receives the output of libraries, which a Failure quotes
     ours, theirs = Pipe()
     child = subprocess.Popen(  # noqa: S603 - this interpreter and module
-        [sys.executable, "-m", "ortserve.tools.apart", str(theirs.fileno())],
+        [sys.executable, "-m", "ortserve.engine.child_process", str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,
