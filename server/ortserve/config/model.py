@@ -115,6 +115,11 @@ class LoadOptions(BaseModel):
     version is reloaded. The version is not ready while it has no instance."""
     warmup_run_timeout_s: float = Field(default=600.0, gt=0, le=86400)
     """Time limit of one run in warm-up; then the load fails. Such a run may include the build of TensorRT engines."""
+    trial_load: bool = False
+    """Load each version in another process first, with all its checks, and into the server only if that succeeds. A
+    version that crashes ONNX Runtime or hangs there does not load, and the server goes on. A load then takes more than
+    twice its time; the other process has ended, and its memory is free, before the server loads the version. A version
+    that has passed is tried again when its files or options change. No effect on ensembles."""
     load_policy: Literal["start", "on_demand", "pinned"] = "start"
     """When a model is in memory. ``start``: from the start on; under ``memory_budget_bytes`` it may be evicted for
     another model, and the next request loads it again. ``on_demand``: from the first request for it on; it may be

@@ -1,8 +1,10 @@
 """Runs work that may crash or hang, or whose memory is measured, in a process of its own.
 
-``python -m ortserve.engine.child_process FD`` is that process. It reads pickled work from the connection ``FD``.
+``python -m ortserve.engine.child_process FD PARENT`` is that process. It reads pickled work from the connection ``FD``,
+and ends with the process ``PARENT``.
 """
 
+import ctypes
 import os
 import queue
 import signal
@@ -20,6 +22,9 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+
+_PR_SET_PDEATHSIG: Final = 1
+"""A constant of Linux: the signal that a process receives when the thread that started it has ended."""
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -200,7 +205,7 @@ def _run_child(
     errors = os.memfd_create("errors")  # receives the output of libraries, which a Failure quotes
     ours, theirs = Pipe()
     child = subprocess.Popen(  # noqa: S603 - this interpreter and module
-        [sys.executable, "-m", "ortserve.engine.child_process", str(theirs.fileno())],
+        [sys.executable, "-m", "ortserve.engine.child_process", str(theirs.fileno()), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,
@@ -231,8 +236,17 @@ def _run_child(
         child.wait()
 
 
-def main(connection: Connection) -> None:
-    """Do the received work, until the parent kills this process."""
+def _end_with(parent: int) -> None:
+    """End this process as soon as its parent has ended, also in the middle of its work. On Linux."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it had ended before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(connection: Connection, parent: int) -> None:
+    """Do the received work, until the parent kills this process or ends."""
+    _end_with(parent)
     kept: list[Any] = []
     while True:
         work, item = connection.recv()
@@ -248,4 +262,4 @@ def main(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]))

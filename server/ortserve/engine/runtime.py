@@ -116,6 +116,7 @@ class Runtime:
         Raises:
             ServeError: invalid_input: a library cannot be used.
         """
+        self.libraries: Final = tuple(libraries)
         self._registered: set[Path] = set()
         """The resolved paths of registered libraries."""
         for library in libraries:

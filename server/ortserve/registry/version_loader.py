@@ -24,6 +24,7 @@ from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, LoadSlots, Progress
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.trial_load import TrialLoad, try_load
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostLedger
@@ -76,6 +77,8 @@ class VersionLoader:
         self._limiter = LoadLimiter(processors)
         self._threads = ThreadPool(max_loads, "load", set_slice, (LONGEST_SLICE_NS,))
         self._progress_log_interval_s = progress_log_interval_s
+        self._tried: dict[str, dict[int, VersionSource]] = {}
+        """The versions of each model that passed a trial load."""
 
     async def load(
         self, record: VersionRecord, source: VersionSource, on_lost: Callable[[str], None], events: RunEvents
@@ -113,6 +116,8 @@ class VersionLoader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load_model(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
+        if source.configuration.options.trial_load:
+            await self._try_first(record, source, progress)
         loaded = await self._loop.run_in_executor(self._threads, self._load_measured, record, source, progress)
         options, before = source.configuration.options, self._serving(record)
         try:
@@ -121,6 +126,33 @@ class VersionLoader:
             await _close(loaded)
             raise
         return loaded
+
+    async def _try_first(self, record: VersionRecord, source: VersionSource, progress: Progress) -> None:
+        """Load a version in another process, unless it has passed that already. Raises as ``try_load`` does."""
+        known, tried = self._catalog.of(record.model), self._tried.get(record.model, {})
+        if tried.get(record.version) == source:
+            return
+        runtime = self._runtime
+        trial = TrialLoad(
+            source.path,
+            f"{record.model}/{record.version}",
+            source.configuration.options,
+            source.folder,
+            runtime.libraries,
+            runtime.has_global_threads,
+        )
+        began_ns = self._clock()
+        await self._loop.run_in_executor(self._threads, self._try_load, trial, progress)
+        seconds = round((self._clock() - began_ns) / 1e9, 2)
+        log_event(
+            logger, logging.INFO, "trial load passed", model=record.model, version=record.version, seconds=seconds
+        )
+        tried = {version: one for version, one in tried.items() if version in known}
+        self._tried[record.model] = {**tried, record.version: source}
+
+    def _try_load(self, trial: TrialLoad, progress: Progress) -> None:
+        with self._limiter.permit(partial(progress.show, "waiting for other loads")):
+            try_load(trial, progress)
 
     def _load_measured(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
         """Load a model on a thread, and measure the memory that the load takes."""

@@ -14,4 +14,5 @@ __all__ = [
     "row_axes",
     "row_trial",
     "speed_gate",
+    "trial_load",
 ]

@@ -9,16 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Final
 
 import psutil
 
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
-from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.config.model import LoadOptions
 from ortserve.config.options import ServerOptions
 from ortserve.config.rollout import why_without_effect
-from ortserve.config.session import provider_parts
 from ortserve.core.version_names import STABLE
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.child_process import Failure, run_side_by_side
@@ -30,6 +28,7 @@ from ortserve.registry.draining import Draining
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.repository.source import ModelSource, VersionSource, read_sources
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import MemoryRoom
@@ -39,9 +38,6 @@ from ortserve.telemetry.metrics import unread_metrics
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import ModelCheck
 from ortserve.tools.report import bytes_text
-
-_WRITING_ENTRIES: Final = ("ep.context_", "session.collect_node_memory_stats_to_file", "session.optimized_model_")
-_WRITING_OPTIONS: Final = ("cache", "dump", "context", "build_log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +125,6 @@ def _failed(check: ModelCheck, failure: Failure) -> ModelCheck:
     return replace(check, skipped=reason) if failure.is_late else replace(check, problem=reason)
 
 
-def without_files(options: ModelOptions) -> ModelOptions:
-    """Remove settings that make ONNX Runtime or an execution provider write files. Pure."""
-    session = options.session
-    entries = {key: value for key, value in session.entries.items() if not key.startswith(_WRITING_ENTRIES)}
-    providers = []
-    for wish in options.execution_providers:
-        name, given = provider_parts(wish)
-        kept = {key: value for key, value in given.items() if not any(word in key for word in _WRITING_OPTIONS)}
-        providers.append({name: kept} if kept else name)
-    session = session.model_copy(update={"entries": entries, "optimized_model_file": None})
-    return options.model_copy(update={"session": session, "execution_providers": tuple(providers)})
-
-
 class _Events(logging.Handler):
     """Collects the warnings of a load."""
 
@@ -164,7 +147,7 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
     handler, process = _Events(), psutil.Process()
     logging.getLogger("ortserve").addHandler(handler)
     began_ns, before_bytes = monotonic_ns(), process.memory_info().rss
-    options, runtime = without_files(version.configuration.options), _device_runtime(libraries, global_threads)
+    options, runtime = trial_options(version.configuration.options), _device_runtime(libraries, global_threads)
     loaded: LoadedModel | None = None
     try:
         if options.ensemble is not None:
@@ -213,7 +196,7 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
     try:
         for source in (*item.members, item.source):
             for number, version in source.versions.items():
-                configuration = replace(version.configuration, options=without_files(version.configuration.options))
+                configuration = replace(version.configuration, options=trial_options(version.configuration.options))
                 record = versions.announce(source.name, number, source)
                 reason = await versions.load(record, replace(version, configuration=configuration))
                 if reason and source is not item.source:

@@ -31,10 +31,10 @@ from ortserve.registry.load.golden_samples import (
 )
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.recording import UnrecordableError, encode_texts, write_arrays
 from ortserve.tools.bench.encoding import decode_grpc, decode_rest, encode_grpc, encode_rest, tensors_of
 from ortserve.tools.control import Control
-from ortserve.tools.doctor.loading import without_files
 from ortserve.tools.inputs import FileInputs, Inputs, SyntheticInputs, make_inputs, read_inputs
 from ortserve.tools.subject import Subject
 
@@ -116,7 +116,7 @@ def check_version(subject: Subject) -> str:
 @contextmanager
 def loaded_runs(subject: Subject) -> Iterator[tuple[LoadedModel, InstanceRuns]]:
     """A model loaded as the server loads it, on the CPU if none of its execution providers can be used here."""
-    options = without_files(subject.options)
+    options = trial_options(subject.options)
     try:
         choose_provider(options.execution_providers)
     except ServeError:

@@ -21,11 +21,11 @@ from ortserve.engine.child_process import call_apart
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.golden_samples import GOLDEN_FOLDER, GOLDEN_MISSING
+from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.repository.model_files import OPTIONS_FILE
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
 from ortserve.registry.repository.source import choose_versions
 from ortserve.tools.console import Step, progress
-from ortserve.tools.doctor.loading import without_files
 from ortserve.tools.golden.recording import check_version
 from ortserve.tools.opening import OpenModel, open_model, read_graph
 from ortserve.tools.provenance import Provenance, write_provenance
@@ -113,7 +113,7 @@ def _publish(
         version = staging / "version"
         path = _stage_version(model, version, place, provenance, step, keeps_golden=keeps_golden)
         step(0, "opening the model in another process")
-        subject = Subject(place.name, path, place.folder, without_files(place.options))
+        subject = Subject(place.name, path, place.folder, trial_options(place.options))
         try:
             differences, notes = call_apart(_LIMIT_S, _check, subject, place.newest())
         except ServeError as error:
@@ -188,7 +188,7 @@ def _check(subject: Subject, served: Subject | None) -> tuple[list[str], list[st
     if served is None:
         return [], notes
     try:
-        before = _open(replace(served, options=without_files(served.options)), [])
+        before = _open(replace(served, options=trial_options(served.options)), [])
     except ServeError as error:
         return [], [*notes, f"version {served.version} does not open, so its interface was not compared: {error}"]
     if dependence and not before.rows.known_dependence:

@@ -23,10 +23,11 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.core.timing import PHASES, Timing
 from ortserve.engine.child_process import Failure, run_apart, run_side_by_side
+from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.tools.doctor import loading, request_path, runtime, steadiness
-from ortserve.tools.doctor.loading import LoadItem, check_models, load_one, without_files
+from ortserve.tools.doctor.loading import LoadItem, check_models, load_one
 from ortserve.tools.doctor.result import ModelCheck, ProviderTrial
 from ortserve.tools.doctor.server import sum_metrics
 from servers import add_model
@@ -257,7 +258,7 @@ def test_settings_that_write_files_are_removed() -> None:
         }
     )
 
-    changed = without_files(options)
+    changed = trial_options(options)
 
     assert changed.execution_providers == ({"tensorrt": {"trt_fp16_enable": "1"}}, "cpu")
     assert changed.session.optimized_model_file is None
