@@ -3,8 +3,10 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -71,6 +73,7 @@ class SessionOptions:
         has_global_threads: Whether runs use the process's threads instead of the session's own.
         profile_prefix: Path prefix of the trace of all runs until ``end_profiling``; None for no trace. The folder must
             exist. Each node of each run takes about 2.4 KB of memory and 5 µs.
+        interruptible: Takes a function that ends the opening, and returns a context in which any thread may call it.
     """
 
     provider: ProviderChoice
@@ -79,6 +82,7 @@ class SessionOptions:
     operator_libraries: tuple[Path, ...] = ()
     has_global_threads: bool = False
     profile_prefix: Path | None = None
+    interruptible: Callable[[Callable[[], object]], AbstractContextManager[object]] = nullcontext
 
 
 def open_session(path: Path, name: str, options: SessionOptions, model: Model | None = None) -> ort.InferenceSession:
@@ -137,12 +141,14 @@ def _open(path: Path, name: str, options: SessionOptions, model: Model, edits: E
         edited = edited_model(path, edits, b"" if "" in model.opsets else write_opset("", _OPSET)) if edits else None
         if edited is not None and _WEIGHTS_FOLDER not in options.settings.entries:
             native.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
-        session = make_session(
-            edited or str(path),
-            sess_options=native,
-            providers=attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu),
-            enable_fallback=0,  # otherwise the wrapper retries on the CPU after any failure
-        )
+        attached = attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu)
+        with options.interruptible(partial(native.set_load_cancellation_flag, True)):
+            session = make_session(
+                edited or str(path),
+                sess_options=native,
+                providers=attached,
+                enable_fallback=0,  # otherwise the wrapper retries on the CPU after any failure
+            )
         if edited is not None:
             session._model_bytes = None  # only the wrapper's own fallback, which is off, would read it again
     except ORT_ERRORS as error:

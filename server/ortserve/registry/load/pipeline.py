@@ -198,6 +198,7 @@ class _Load:
             opened.abandon()
             if not isinstance(error, ServeError):
                 raise
+            self.progress.check()
             rejection = _ModelError(error.kind, error.message)
         raise rejection  # A new error: the traceback of the original one would keep the session alive.
 

@@ -337,8 +337,13 @@ class SessionOpener:
 
     def _open_file(self, options: SessionOptions) -> Session:
         nice = self._options.thread_nice
+        options = replace(options, interruptible=self._progress.interruptible)
         opening = partial(open_session, self._model.path, self._name, options, self._model.content)
-        return opening() if nice is None else call_with_nice(nice, opening)
+        try:
+            return opening() if nice is None else call_with_nice(nice, opening)
+        except ServeError:
+            self._progress.check()
+            raise
 
     def _known_obstacle(
         self, choice: ProviderChoice, operators: Mapping[str, frozenset[str]], provider: DeviceProvider

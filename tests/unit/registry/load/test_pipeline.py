@@ -769,6 +769,22 @@ def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
     assert not workers()
 
 
+def test_cancelled_load_ends_the_opening_of_its_session(tmp_path: Path) -> None:
+    steps: list[str] = []
+
+    class Opening(Progress):
+        def begin(self, step: str) -> None:
+            steps.append(step)
+            super().begin(step)
+            if step.startswith("opening"):
+                self.cancel("the model is unloaded")
+
+    path = builders.mlp(tmp_path / "m.onnx")
+    with pytest.raises(LoadCancelledError, match="its load was cancelled: the model is unloaded"):
+        load_model(path, "m/1", ModelOptions(), time.monotonic_ns, progress=Opening(time.monotonic_ns))
+    assert steps[-1].startswith("opening")
+
+
 def test_cancelled_load_ends_an_endless_run_at_once(tmp_path: Path) -> None:
     class Warming(Progress):
         def begin(self, step: str) -> None:
