@@ -64,10 +64,15 @@ class ModelFiles:
         file = found.with_name(options.model_file)
         if is_folder(file):  # Triton allows this for models with external weights beside the model file.
             file /= MODEL_FILE
-        if not is_file(file):
-            present = _list_names(entry.name for entry in found.parent.iterdir())
-            raise invalid_input(f"version folder {version} has no file {options.model_file}: it has {present}")
-        return file
+        if is_file(file):
+            return file
+        name = file.relative_to(found.parent)
+        if file.is_symlink() and not exists(file):
+            raise invalid_input(f"version folder {version}: {name} is a link to a file that does not exist")
+        if exists(file):
+            raise invalid_input(f"version folder {version}: {name}: expected a file, got something else")
+        present = _list_names(entry.name for entry in found.parent.iterdir())
+        raise invalid_input(f"version folder {version} has no file {name}: it has {present}")
 
 
 def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:

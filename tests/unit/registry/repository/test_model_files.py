@@ -122,7 +122,7 @@ def test_unrelated_files_are_ignored(tmp_path: Path, file: str) -> None:
 
 @pytest.mark.parametrize(
     ("files", "there"),
-    [(["m/1/"], "nothing"), (["m/1/b.onnx", "m/1/a"], "a, b.onnx"), (["m/1/model.onnx/"], "model.onnx")],
+    [(["m/1/"], "nothing"), (["m/1/b.onnx", "m/1/a"], "a, b.onnx")],
 )
 def test_version_without_its_file_does_not_block_others(tmp_path: Path, files: list[str], there: str) -> None:
     touch(tmp_path, *files, "m/2/model.onnx")
@@ -132,6 +132,22 @@ def test_version_without_its_file_does_not_block_others(tmp_path: Path, files: l
     with pytest.raises(ServeError) as caught:
         model.file(1, ModelOptions())
     assert caught.value.message == f"version folder 1 has no file model.onnx: it has {there}"
+
+
+def test_model_file_that_is_no_file_is_described(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx/", "m/2/", "m/3/")
+    (tmp_path / "m/2/model.onnx").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "m/3/model.onnx")
+    model = read_one(tmp_path)
+    messages = (
+        "version folder 1 has no file model.onnx/model.onnx: it has model.onnx",
+        "version folder 2: model.onnx is a link to a file that does not exist",
+        "version folder 3: model.onnx: expected a file, got something else",
+    )
+    for version, message in enumerate(messages, 1):
+        with pytest.raises(ServeError) as caught:
+            model.file(version, ModelOptions())
+        assert caught.value.message == message
 
 
 def test_model_folder_given_as_a_repository_is_recognized(tmp_path: Path) -> None:
