@@ -20,7 +20,7 @@ def draw_age_s(max_age_s: float) -> float:
     return max_age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)  # noqa: S311 - not a secret
 
 
-def open_listener(option: str, host: str, port: int) -> socket.socket:
+def open_listener(option: str, host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Open a listening socket. Blocks while a host name is looked up.
 
     Args:
@@ -28,6 +28,7 @@ def open_listener(option: str, host: str, port: int) -> socket.socket:
         host: An address, where ``::`` means all addresses of both families; or a name, whose first IPv4 address is
             used, or its first address if it has none.
         port: 0 for any free port.
+        reuse_port: Whether other processes may listen on the port, too, if they also set this.
 
     Raises:
         ServeError: conflict, naming the option, if the host is unknown or the address cannot be listened on.
@@ -38,6 +39,8 @@ def open_listener(option: str, host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # independent of the system's default
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)  # connections inherit it

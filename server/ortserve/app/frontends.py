@@ -107,6 +107,7 @@ class Frontends:
             context,
             host=options.host,
             port=options.http_port,
+            reuse_port=options.reuse_port,
             tls=self._tls_port("http", options.http_max_connections),
         )
 
@@ -127,6 +128,7 @@ class Frontends:
                 options,
                 host=options.host,
                 port=options.grpc_port,
+                reuse_port=options.reuse_port,
                 max_body_bytes=options.max_body_bytes,
                 credentials=self.certificate.grpc_credentials() if self.certificate else None,
                 handshake_timeout_s=options.tls_handshake_timeout_s if self.certificate else None,
@@ -139,6 +141,7 @@ class Frontends:
             connection_limits(options, max_message_bytes=options.max_body_bytes),
             host=options.host,
             port=options.grpc_port,
+            reuse_port=options.reuse_port,
             clock=monotonic_ns,
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,

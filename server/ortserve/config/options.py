@@ -110,6 +110,9 @@ class ServerOptions(
     """Port of the gRPC protocol. 0: any free port."""
     metrics_port: int = Field(default=8002, ge=0, le=65535)
     """Port that serves ``/metrics`` for Prometheus. 0: any free port."""
+    reuse_port: bool = False
+    """Share the ports of REST and gRPC with other servers of this machine that set this, too: the kernel gives each new
+    connection to one of them. Each server needs a ``metrics_port`` of its own. Off: a port in use is an error."""
     # gRPC keeps message sizes in a signed 32-bit integer; one limit holds for both protocols.
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=2**31 - 1)
     """Maximum size of a request body; larger ones are rejected as ``too_large`` before they are stored."""

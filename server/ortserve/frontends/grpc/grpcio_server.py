@@ -57,6 +57,7 @@ class GrpcioServer:
         *,
         host: str,
         port: int,
+        reuse_port: bool = False,
         max_body_bytes: int,
         credentials: grpc.ServerCredentials | None = None,
         handshake_timeout_s: float | None = None,
@@ -69,6 +70,7 @@ class GrpcioServer:
             options: Limits of connections, and the compression of answers.
             host: Name or address to bind; an IPv6 address without brackets.
             port: Port to bind; 0 lets the system choose.
+            reuse_port: Whether other processes may bind the port, too, if they also set this.
             max_body_bytes: Maximum size of a request message; grpc ends calls over it with RESOURCE_EXHAUSTED.
             credentials: TLS credentials; None for plain text.
             handshake_timeout_s: Time in which a connection must send the HTTP/2 preface; None for the bound of grpc.
@@ -78,6 +80,7 @@ class GrpcioServer:
         self._options = options
         self._host = host
         self._port = port
+        self._reuse_port = reuse_port
         self._max_body_bytes = max_body_bytes
         self._credentials = credentials
         self._handshake_timeout_s = handshake_timeout_s
@@ -93,7 +96,10 @@ class GrpcioServer:
             ServeError: conflict if the address cannot be bound; the message names the option.
         """
         arguments = channel_arguments(
-            self._options, max_body_bytes=self._max_body_bytes, handshake_timeout_s=self._handshake_timeout_s
+            self._options,
+            max_body_bytes=self._max_body_bytes,
+            handshake_timeout_s=self._handshake_timeout_s,
+            reuse_port=self._reuse_port,
         )
         server = _Server(self._router, arguments, _COMPRESSIONS[self._options.grpc_response_compression])
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -123,7 +129,7 @@ class GrpcioServer:
 
 
 def channel_arguments(
-    options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None
+    options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None, reuse_port: bool = False
 ) -> tuple[tuple[str, int], ...]:
     """Return the options of the port under grpc's names, with times in milliseconds. Omits bounds that are None."""
     bounds = {
@@ -145,8 +151,8 @@ def channel_arguments(
         # 1,000. The loop starts all of them in its next turn, and then the queues of the models limit them.
         ("grpc.server.max_pending_requests", _MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-        # Otherwise two servers can share a port by accident, and each gets some of the connections.
-        ("grpc.so_reuseport", 0),
+        # On by default: two servers would share a port by accident, and each would get some of the connections.
+        ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_allowed_incoming_connections", options.grpc_max_connections),
         ("grpc.keepalive_time_ms", _ms(options.grpc_keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _ms(options.grpc_keepalive_timeout_s)),

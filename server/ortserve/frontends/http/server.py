@@ -38,6 +38,7 @@ class HttpServer:
         *,
         host: str,
         port: int,
+        reuse_port: bool = False,
         tls: TlsPort | None = None,
     ) -> None:
         """Create the server, which opens no socket before ``start``.
@@ -48,6 +49,7 @@ class HttpServer:
             context: Shared state of the connections.
             host: Address to listen on.
             port: Port to listen on; 0 for any free port.
+            reuse_port: As in ``open_listener``.
             tls: Shared state of the TLS sessions; None for plain text.
         """
         self._infer = infer
@@ -55,6 +57,7 @@ class HttpServer:
         self._context = context
         self._host = host
         self._port = port
+        self._reuse_port = reuse_port
         self._tls = tls
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -73,7 +76,7 @@ class HttpServer:
         Raises:
             ServeError: conflict if the server cannot listen on the address; the message names the option.
         """
-        listener = open_listener("http_port", self._host, self._port)
+        listener = open_listener("http_port", self._host, self._port, reuse_port=self._reuse_port)
         make_protocol = self._tls.wrap(self._make_protocol) if self._tls else self._make_protocol
         config = uvicorn.Config(
             self._asgi.app,

@@ -36,6 +36,7 @@ class NativeGrpcServer:
         *,
         host: str,
         port: int,
+        reuse_port: bool = False,
         clock: Clock,
         on_cut_answer: Callable[[str], None],
         on_connection_error: Callable[[str], None],
@@ -53,6 +54,7 @@ class NativeGrpcServer:
             limits: Limits of the port and each connection.
             host: Name or address to bind.
             port: Port to bind; 0 lets the system choose.
+            reuse_port: As in ``open_listener``.
             clock: Monotonic nanoseconds.
             on_cut_answer: As in ``Sending``.
             on_connection_error: As ``on_error`` in ``ConnectionErrors``.
@@ -68,6 +70,7 @@ class NativeGrpcServer:
         self._limits = limits
         self._host = host
         self._port = port
+        self._reuse_port = reuse_port
         self._clock = clock
         self._on_cut_answer = on_cut_answer
         self._errors = ConnectionErrors(clock, on_connection_error)
@@ -101,7 +104,7 @@ class NativeGrpcServer:
             guards=self._guards,
         )
         factory = self._tls.wrap(self._connect) if self._tls else self._connect
-        listener = open_listener("grpc_port", self._host, self._port)
+        listener = open_listener("grpc_port", self._host, self._port, reuse_port=self._reuse_port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(factory, sock=listener, backlog=_BACKLOG)
         return int(listener.getsockname()[1])
