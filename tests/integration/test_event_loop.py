@@ -12,6 +12,7 @@ from typing import Any, Final
 import hpack
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
@@ -27,6 +28,7 @@ from servers import (
     freezing,
     json_input,
     read_metrics,
+    rest_url,
     serving,
     starting,
     triton_clients,
@@ -48,6 +50,19 @@ def test_stall_is_logged_and_counted(tmp_path: Path, way: str, step: str) -> Non
         samples = read_metrics(server)
         assert samples.value("ortserve_event_loop_stalls_total") >= 1
         assert samples.value("ortserve_event_loop_stall_seconds_total") > 1
+
+
+def test_processor_time_of_the_loop_is_counted(tmp_path: Path) -> None:
+    """Without threads for other work, nearly all processor time of a server that answers small requests."""
+    add_model(tmp_path, "m", builders.identity)
+    with serving(tmp_path, *SHORT_WARMUP) as server, httpx.Client(timeout=LONG_S) as client:
+        name, process = "ortserve_event_loop_cpu_seconds_total", psutil.Process(server.pid)
+        before, loop_before = sum(process.cpu_times()[:2]), wait_for_sample(server, name, lambda value: value > 0)
+        document = {"inputs": [json_input("x", ROW)]}
+        while sum(process.cpu_times()[:2]) < before + 0.3:
+            client.post(rest_url(server, "m"), json=document).raise_for_status()
+        loop_cpu_s = wait_for_sample(server, name, lambda value: value > loop_before + 0.15) - loop_before
+        assert loop_cpu_s <= sum(process.cpu_times()[:2]) - before + 0.1
 
 
 def test_stall_is_reported_while_it_lasts(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.readings import LoopActivity, StallReading
+from ortserve.telemetry.readings import LoopActivity, LoopReading
 
 logger: Final = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._answered = threading.Event()
         self._answered_ns = 0
+        self._cpu_ns = 0
         self._stalls = 0
         self._stalled_ns = 0  # of finished stalls
         self._since_ns = 0  # beginning of the current stall; 0 if there is none
@@ -56,10 +58,11 @@ class Watchdog:
         """Stop reporting; the thread ends within a second."""
         self._closed.set()
 
-    def reading(self) -> StallReading:
-        """The stalls so far, a current one included. From any thread."""
+    def reading(self) -> LoopReading:
+        """The stalls so far, a current one included, and the processor time, up to 0.25 s old. From any thread."""
         since_ns = self._since_ns
-        return StallReading(self._stalls, self._stalled_ns + (self._clock() - since_ns if since_ns else 0))
+        stalled_ns = self._stalled_ns + (self._clock() - since_ns if since_ns else 0)
+        return LoopReading(self._stalls, stalled_ns, self._cpu_ns)
 
     def _watch(self) -> None:
         while True:
@@ -92,6 +95,7 @@ class Watchdog:
     def _answer(self) -> None:
         """Runs on the loop thread."""
         self._answered_ns = self._clock()
+        self._cpu_ns = time.thread_time_ns()
         self._answered.set()
 
     def _log_begin(self, asked_ns: int) -> bool:

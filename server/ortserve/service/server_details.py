@@ -16,7 +16,7 @@ from ortserve.config.shown_values import show_value
 from ortserve.service.access import Group
 from ortserve.service.model_details import NOT_SET, Setting
 from ortserve.service.models import ModelService
-from ortserve.telemetry.readings import DeviceReading, MemoryUse, StallReading
+from ortserve.telemetry.readings import DeviceReading, LoopReading, MemoryUse
 
 _STATM: Final = Path("/proc/self/statm")
 
@@ -34,7 +34,7 @@ class ServerDetails:
         runtime_version: str,
         processors: int,
         memory_limit_bytes: int,
-        stalls: Callable[[], StallReading],
+        stalls: Callable[[], LoopReading],
         read_devices: Callable[[], Sequence[DeviceReading]],
         read_memory: Callable[[], MemoryUse],
     ) -> None:

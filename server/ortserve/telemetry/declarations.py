@@ -77,7 +77,8 @@ SATURATION: Final = Declaration(
     "Rows offered per second, including rejected rows, divided by the rows per second that the version's instances can "
     "compute in full batches without other load. Above 1 the version needs more servers. The rate is averaged over "
     "about 5 seconds; the time of a full batch is the learned time for the latest shape. For models on one device, add "
-    "their values. The event loop's time per request is not included: for tiny models see process_cpu_seconds_total.",
+    "their values. The event loop's time per request is not included: for tiny models see "
+    "ortserve_event_loop_cpu_seconds_total.",
 )
 BATCHING_DECISIONS: Final = Declaration(
     "ortserve_batching_decisions_total",
@@ -389,6 +390,13 @@ DEVICE_TIMED_COPY_BYTES: Final = Declaration(
     ("model", "version", "direction"),
     "Bytes of the copies that were timed.",
 )
+LOOP_CPU_SECONDS: Final = Declaration(
+    "ortserve_event_loop_cpu_seconds_total",
+    "counter",
+    (),
+    "Processor time of the event loop, which reads and answers all requests. At nearly 1 per second the server needs "
+    "help by another one, whatever the saturation of its models is.",
+)
 LOOP_STALLS: Final = Declaration(
     "ortserve_event_loop_stalls_total",
     "counter",
@@ -518,6 +526,7 @@ DECLARATIONS: Final = (
     DEVICE_COPIED,
     DEVICE_TIMED_COPY,
     DEVICE_TIMED_COPY_BYTES,
+    LOOP_CPU_SECONDS,
     LOOP_STALLS,
     LOOP_STALL_SECONDS,
     BUSY_POLL_SECONDS,

@@ -30,10 +30,10 @@ from ortserve.telemetry.readings import (
     CacheReading,
     DeviceReading,
     DeviceRuns,
+    LoopReading,
     PollReading,
     ResidencyCounts,
     RolloutReading,
-    StallReading,
     StoresReading,
 )
 from ortserve.telemetry.series import HistogramSeries, ModelMetrics, observe_failure
@@ -76,7 +76,7 @@ class Metrics(Collector):
         self._tracing: Tracing | None = None
         self._devices: Callable[[], Sequence[DeviceReading]] = tuple
         self._stores: Callable[[], StoresReading] | None = None
-        self._stalls: Callable[[], StallReading] = StallReading
+        self._loop: Callable[[], LoopReading] = LoopReading
         self._polls: Callable[[], PollReading] = PollReading
         self.cache: Callable[[], CacheReading] = CacheReading
         self._rollouts: Callable[[], Sequence[RolloutReading]] = tuple
@@ -160,9 +160,9 @@ class Metrics(Collector):
         """Call ``source`` at each scrape, on the scraping thread."""
         self._devices = source
 
-    def set_loop_sources(self, stalls: Callable[[], StallReading], polls: Callable[[], PollReading]) -> None:
+    def set_loop_sources(self, loop: Callable[[], LoopReading], polls: Callable[[], PollReading]) -> None:
         """Call both at each scrape, on the scraping thread: they must only read."""
-        self._stalls, self._polls = stalls, polls
+        self._loop, self._polls = loop, polls
 
     def set_rollouts_source(self, source: Callable[[], Sequence[RolloutReading]]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
@@ -266,7 +266,7 @@ class Metrics(Collector):
         yield Family(declared.MODEL_STATE, states)
         runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
         yield from _devices(self._devices(), runs)
-        yield from _event_loop(self._stalls(), self._polls())
+        yield from _event_loop(self._loop(), self._polls())
         if self._stores is not None:
             yield from _stores(self._stores())
         yield Family(declared.GRPC_STREAMS, {(): self._streams()})
@@ -389,8 +389,9 @@ def _by_version(declaration: Declaration, known: Iterable[tuple[Labels, Mapping[
     return Family(declaration, {(*labels, name): value for labels, values in known for name, value in values.items()})
 
 
-def _event_loop(stalls: StallReading, polls: PollReading) -> Iterator[Family]:
-    yield Family(declared.LOOP_STALLS, {(): stalls.stalls})
-    yield Family(declared.LOOP_STALL_SECONDS, {(): stalls.stalled_ns / _NS_PER_S})
+def _event_loop(loop: LoopReading, polls: PollReading) -> Iterator[Family]:
+    yield Family(declared.LOOP_CPU_SECONDS, {(): loop.cpu_ns / _NS_PER_S})
+    yield Family(declared.LOOP_STALLS, {(): loop.stalls})
+    yield Family(declared.LOOP_STALL_SECONDS, {(): loop.stalled_ns / _NS_PER_S})
     yield Family(declared.BUSY_POLL_SECONDS, {(): polls.polled_ns / _NS_PER_S})
     yield Family(declared.BUSY_POLLS, {("hit",): polls.hits, ("miss",): polls.misses})

@@ -136,11 +136,18 @@ class StoresReading:
 
 
 @dataclass(frozen=True, slots=True)
-class StallReading:
-    """Number and total time of the event loop's stalls that the watchdog detected, including a current stall."""
+class LoopReading:
+    """The event loop so far.
+
+    Attributes:
+        stalls: Number of stalls that the watchdog detected, including a current one.
+        stalled_ns: Their total time.
+        cpu_ns: Processor time of the loop's thread.
+    """
 
     stalls: int = 0
     stalled_ns: int = 0
+    cpu_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
