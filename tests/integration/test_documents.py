@@ -61,7 +61,9 @@ def test_requests_are_found() -> None:
     assert sum('"data":[2]' in command.output for command in REQUESTS) >= 1
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "quickstart.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "migrate.md"], ids=lambda page: page.name
+)
 def test_snippet_prints_the_documented_output(example_server: ServerProcess, page: Path) -> None:
     (snippet,) = blocks("python", page.read_text())
     (shown,) = blocks("text", page.read_text())

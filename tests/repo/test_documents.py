@@ -75,6 +75,8 @@ def test_links_have_existing_targets(page: Path) -> None:
 @of_each_page
 def test_options_and_metrics_are_declared(page: Path) -> None:
     text = page.read_text()
+    if page == DOCS / "migrate.md":  # the first column of its tables has the options of other servers
+        text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE)
     flags = {
         match for span in spans(text) for match in re.findall(r"(?:^|\s)(--[a-z][a-z-]*[a-z])(?![\w-]*…)(?!\w)", span)
     }
