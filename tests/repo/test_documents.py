@@ -1,4 +1,7 @@
-"""The documents name only existing things: links, options, variables, metrics, paths, tests, programs, log lines."""
+"""The documents name only existing things: links, options, variables, metrics, paths, tests, programs, log lines.
+
+The pages of the rooms list every module, and name only members that exist.
+"""
 
 import ast
 import re
@@ -106,12 +109,46 @@ def test_paths_and_tests_exist(page: Path) -> None:
             assert span in TESTS, span
 
 
+PACKAGE: Final = ROOT / "server" / "ortserve"
+of_each_room = pytest.mark.parametrize("page", sorted(PACKAGE.rglob("README.md")), ids=name_of)
+
+
+@of_each_room
+def test_page_of_a_room_lists_every_module(page: Path) -> None:
+    known = set(re.findall(r"\w+", page.read_text()))
+    # The page about the tools has one row for each command, whose folder has no page.
+    modules = page.parent.glob("*.py") if page.parent.name == "tools" else page.parent.rglob("*.py")
+    for module in modules:
+        inner = next(folder for folder in module.parents if (folder / "README.md").exists())
+        assert inner != page.parent or module.stem.startswith("__") or module.stem in known, module
+
+
+@cache
+def sources_of_classes() -> dict[str, str]:
+    """The source of each class of the server, by name."""
+    sources: dict[str, str] = {}
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+                sources[node.name] = "\n".join([sources.get(node.name, ""), *lines])
+    return sources
+
+
+@of_each_room
+def test_members_named_on_the_page_of_a_room_exist(page: Path) -> None:
+    for name, member in re.findall(r"\b([A-Z]\w+)\.(_?[a-z]\w+)", page.read_text()):
+        if name in sources_of_classes():
+            assert re.search(rf"\b{member}\b", sources_of_classes()[name]), f"{name}.{member}"
+
+
 @cache
 def texts_of_the_package() -> str:
     """All strings of the server, one per line."""
     return "\n".join(
         " ".join(node.value.split())
-        for path in (ROOT / "server" / "ortserve").rglob("*.py")
+        for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
