@@ -64,7 +64,7 @@ class VersionRecord:
         """Why the load failed, ``UNLOADED`` or ``ON_DEMAND``; in the state READY, why the last reload failed."""
         self.progress: Progress | None = None
         """Progress of the load; None before the load begins."""
-        self.metrics = metrics or ModelMetrics(model, self.label)
+        self.metrics = metrics or ModelMetrics(model, self.shown_version)
         if source is not None:
             self.metrics.tags = source.configuration.options.metric_labels
         self.metrics.set_state(self.state.name.lower())
@@ -90,7 +90,7 @@ class VersionRecord:
         """Why the load got no room in memory; None if it got room."""
 
     @property
-    def label(self) -> str:
+    def shown_version(self) -> str:
         """The version as clients see it; empty for version 0."""
         return str(self.version) if self.version else ""
 
@@ -267,7 +267,7 @@ class Catalog:
             text = f"Request for unknown model: '{name}' version {number}"
             if label in labels:
                 text += f", which is labelled '{label}',"
-            record = next((record for record in records.values() if record.label == number), None)
+            record = next((record for record in records.values() if record.shown_version == number), None)
             if record is None:
                 return ServeError(ErrorKind.NOT_FOUND, f"{text} is not found")
             candidates = [record]

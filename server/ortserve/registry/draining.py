@@ -99,7 +99,7 @@ class Draining:
         await self._free(record)
         record.advance(State.GONE, record.reason)
         if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
-            self._metrics.forget(record.model, record.label)
+            self._metrics.forget(record.model, record.shown_version)
 
     async def _free(self, record: VersionRecord) -> None:
         assert record.served is not None

@@ -175,7 +175,7 @@ class Versions:
             return await self._refuse(record, error)
         except Exception as error:  # noqa: BLE001 - its message is no answer to a caller
             if not isinstance(error, ServeError):
-                log_fault(logger, "a load failed unexpectedly", error, model=record.model, version=record.label)
+                log_fault(logger, "a load failed unexpectedly", error, model=record.model, version=record.shown_version)
             return await self._fail(record, error)
         record.metrics.load_ns = self._clock() - began_ns
         record.advance(State.READY)
@@ -244,7 +244,7 @@ class Versions:
         for record in list(records):
             self._catalog.drop(record)
             self._room.forget(record)
-            self._metrics.forget(record.model, record.label)
+            self._metrics.forget(record.model, record.shown_version)
         self._on_change()
 
     def is_loading(self, name: str) -> bool:
@@ -278,7 +278,7 @@ class Versions:
             if record.is_on_demand:
                 record.reason = UNLOADED
                 if record.state is State.GONE:
-                    self._metrics.forget(name, record.label)
+                    self._metrics.forget(name, record.shown_version)
         self._on_change()
 
     def drain_all(self, name: str) -> None:
@@ -312,7 +312,9 @@ class Versions:
             record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
         if record.cancelled_because:
-            log_event(logger, logging.INFO, "load cancelled", model=record.model, version=record.label, reason=reason)
+            log_event(
+                logger, logging.INFO, "load cancelled", model=record.model, version=record.shown_version, reason=reason
+            )
             return reason
         self._metrics.loaded(record.model, is_ok=False)
         shown = self._catalog.of(record.model).get(record.version, record)
@@ -368,4 +370,4 @@ def _continues_metrics(record: VersionRecord) -> bool:
 
 
 def _log_failure(event: str, record: VersionRecord, reason: str) -> None:
-    log_event(logger, logging.ERROR, event, model=record.model, version=record.label, reason=reason)
+    log_event(logger, logging.ERROR, event, model=record.model, version=record.shown_version, reason=reason)

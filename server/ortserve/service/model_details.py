@@ -36,7 +36,7 @@ def describe_row(record: VersionRecord, now: Rates, registry: Registry) -> dict[
     properties: Mapping[str, str] = served.properties if served is not None else {}
     return {
         "name": record.model,
-        "version": record.label,
+        "version": record.shown_version,
         "labels": sorted(name for name, number in registry.labels(record.model).items() if number == record.version),
         "state": state,
         "why": why[:_MOST_TEXT],
@@ -74,7 +74,7 @@ def describe_live(record: VersionRecord) -> dict[str, Any]:
     sizes = sorted(metrics.batches.items(), key=lambda known: -known[1].count)[:_MOST_SIZES]
     document: dict[str, Any] = {
         "name": record.model,
-        "version": record.label,
+        "version": record.shown_version,
         # The time of a batch as the latency model counts it: staging, computation and the return to the event loop.
         "sizes": sorted(
             (rows, series.count, (series.stage_ns + series.compute_ns + series.return_ns) / 1e6 / max(1, series.count))
@@ -120,7 +120,7 @@ class ModelDetails:
         Raises:
             ServeError: not_found.
         """
-        record = next((one for one in self._registry.records_of(name) if one.label == version), None)
+        record = next((one for one in self._registry.records_of(name) if one.shown_version == version), None)
         if record is None:
             raise ServeError(ErrorKind.NOT_FOUND, f"model '{name}' has no version '{version}'")
         served = record.served if record.state in (State.READY, State.DRAINING) else None

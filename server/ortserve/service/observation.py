@@ -250,7 +250,7 @@ class Observation:
         """Follow the catalog, a few versions in each turn of the event loop. Returns the removed versions."""
         known: set[VersionKey] = set()
         for number, record in enumerate(list(self._registry.records()), 1):
-            key = (record.model, record.label)
+            key = (record.model, record.shown_version)
             known.add(key)
             version = self._versions.get(key)
             if version is None:

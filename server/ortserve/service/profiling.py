@@ -162,7 +162,7 @@ class _Profile:
     ) -> None:
         assert record.source is not None, "the version serves"
         self.served = served
-        self._source, self._label, self._loaded = record.source, record.label, served.loaded
+        self._source, self._version, self._loaded = record.source, record.shown_version, served.loaded
         self._wanted_requests = requests
         self._has_global_threads = options.global_threads
         self._clock = clock
@@ -245,7 +245,7 @@ class _Profile:
                 times.plain_ns, times.plain_cpu_ns = self._run(batches, batch)
         settings = self._source.configuration.options.session
         return ServerProfile(
-            version=self._label,
+            version=self._version,
             execution_provider=self._loaded.execution_provider,
             intra_op_threads=self._loaded.intra_op_threads,
             settings={key: str(value) for key, value in settings.model_dump(exclude_defaults=True).items()},

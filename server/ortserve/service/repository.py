@@ -162,7 +162,7 @@ class RepositoryService:
 
 
 def _entry(record: VersionRecord) -> IndexEntry:
-    return IndexEntry(record.model, record.label, _PROTOCOL_STATES[record.state], record.explanation)
+    return IndexEntry(record.model, record.shown_version, _PROTOCOL_STATES[record.state], record.explanation)
 
 
 def _report_fault(changes: "asyncio.Task[None]") -> None:

@@ -74,4 +74,4 @@ def _find(name: str, model: str, version: int, catalog: Catalog) -> ServedVersio
 
 
 def _describe(record: VersionRecord) -> str:
-    return f"version {record.label or '-'} is at UNAVAILABLE state: {record.explanation};"
+    return f"version {record.shown_version or '-'} is at UNAVAILABLE state: {record.explanation};"
