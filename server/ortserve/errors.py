@@ -7,6 +7,10 @@ _MAX_MESSAGE: Final = 4096
 """Maximum number of characters. A message may quote large values of the request; gRPC sends it in a header."""
 
 
+STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+"""Triton's text for a request to a version that is being closed; its kind is NOT_READY."""
+
+
 class ErrorKind(StrEnum):
     """The kind of an error, for callers and operators; also the labels ``outcome`` and ``reason`` of metrics."""
 
@@ -35,8 +39,7 @@ class ErrorKind(StrEnum):
     UNSUPPORTED = "unsupported"
     """The protocol defines it, but this server does not support it."""
     NOT_READY = "not_ready"
-    """The model or the server is loading, draining or failed; or the model rejected a batch, and the rejected request
-    could not be identified. A later retry may succeed."""
+    """The model or the server is loading, draining or failed, or its device is lost. A later retry may succeed."""
     DEADLINE = "deadline"
     """The deadline passed or cannot be met; the message names the phase."""
     REJECTED_BY_MODEL = "rejected_by_model"

@@ -18,9 +18,7 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchTap
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.terms import NO_TERMS, Terms
-from ortserve.errors import ErrorKind, ServeError
-
-_STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+from ortserve.errors import STOPPING, ErrorKind, ServeError
 
 _RATE_INTERVAL_NS: Final = 1e9
 _RATE_MEMORY_NS: Final = 5e9
@@ -130,7 +128,7 @@ class Batcher:
 
     async def close(self) -> None:
         """Reject new requests, and return when every admitted one is settled."""
-        self._runs.begin_close(_STOPPING)
+        self._runs.begin_close(STOPPING)
         if self._divided:
             self._no_divided = self._no_divided or asyncio.Event()
             await self._no_divided.wait()

@@ -32,13 +32,12 @@ from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest, fail_in_turns
 from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors, arrays_bytes
 from ortserve.core.terms import Terms
-from ortserve.errors import ErrorKind, SequenceError, ServeError
+from ortserve.errors import STOPPING, ErrorKind, SequenceError, ServeError
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import SequenceReading
 
 logger: Final = logging.getLogger(__name__)
 
-_STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
 
 
@@ -246,7 +245,7 @@ class SequenceRuns:
         if not part.is_start:
             raise self._admission.not_started(part.id)
         if self._is_draining:
-            raise SequenceError(ErrorKind.NOT_READY, _STOPPING, retry_after_s=1)
+            raise SequenceError(ErrorKind.NOT_READY, STOPPING, retry_after_s=1)
         tensors = self.tensors
         self._admission.check_room(len(self._table))
         sequence = Sequence(part.id, tensors.id_array(part.id), tensors.first_states, tensors.initial_bytes)

@@ -16,7 +16,7 @@ from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
-from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
+from ortserve.errors import STOPPING, ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import Plan
 from ortserve.registry.ensemble.route import EnsembleTerms, Route, make_route
@@ -29,7 +29,6 @@ from ortserve.telemetry.series import ModelMetrics
 
 _MAX_ROUTES: Final = 256
 """Maximum number of lists of outputs whose routes are cached."""
-_STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 
 class ServedEnsemble(ServedVersion):
@@ -198,7 +197,7 @@ class ServedEnsemble(ServedVersion):
                 f"inference request batch-size must be <= {self._most_rows} for '{self.name}', got {request.rows}"
             )
         if self._is_closed:
-            raise ServeError(ErrorKind.NOT_READY, _STOPPING, retry_after_s=1)
+            raise ServeError(ErrorKind.NOT_READY, STOPPING, retry_after_s=1)
 
     def _run(self, terms: EnsembleTerms, part: SequencePart | None, request: InflightRequest) -> None:
         outputs = terms.outputs
