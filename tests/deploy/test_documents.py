@@ -2,7 +2,11 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +16,8 @@ import yaml
 
 from manifests import DEPLOY, ROOT, installation, overlays, rendered
 from ortserve import __version__
+from ortserve.cli.serve import build_parser
+from ortserve.config.options import read_options, variable_name
 from pages import DOCS, KUBERNETES, RUNBOOK, blocks, commands, own_overlay, yaml_block
 from servers import LONG_S, SHORT_WARMUP, serving
 
@@ -169,6 +175,29 @@ def test_runbook_lists_exactly_the_alerts() -> None:
     rules = yaml.safe_load((DEPLOY / "monitoring" / "rules" / "ortserve.yaml").read_text())
     alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
     assert alerts == set(re.findall(r"\*\*(Ortserve\w+)\*\*", RUNBOOK))
+
+
+def test_documented_unit_starts_the_server_and_waits_for_its_drain(tmp_path: Path) -> None:
+    (text,) = blocks("ini", (DOCS / "operations" / "index.md").read_text())
+    unit = ConfigParser(interpolation=None)
+    unit.read_string(text)
+    service = unit["Service"]
+    program, command, *arguments = shlex.split(service["ExecStart"])
+    assert command == "serve"
+    given = vars(build_parser().parse_intermixed_args([str(tmp_path), *arguments[1:]]))
+    options = read_options({name: value for name, value in given.items() if not name.endswith("_file")}, None)
+    longest_s = options.drain_delay_s + options.drain_timeout_s + options.otlp_flush_timeout_s
+    assert longest_s < float(service["TimeoutStopSec"])
+    assert options.http_max_connections + options.grpc_max_connections < int(service["LimitNOFILE"])
+    variable, _, folder = service["Environment"].partition("=")
+    assert variable == variable_name("state_dir")
+    assert Path(folder) == Path("/var/lib") / service["StateDirectory"]
+    if shutil.which("systemd-analyze") is not None:
+        file = tmp_path / "ortserve.service"
+        file.write_text(text.replace(program, sys.executable))
+        verify = ["systemd-analyze", "verify", str(file)]
+        done = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_questions_of_the_runbook_are_answered() -> None:
