@@ -182,7 +182,7 @@ def test_commands_use_existing_programs_targets_extras_and_options(command: Comm
 
 
 def test_samples_of_options_are_valid(tmp_path: Path) -> None:
-    of_model, of_recording, of_server = blocks("yaml", (DOCS / "models.md").read_text())
+    of_model, of_server, of_recording = blocks("yaml", (DOCS / "models.md").read_text())
     assert ModelOptions.model_validate(yaml.safe_load(of_model)).max_rows == 64
     assert ModelOptions.model_validate(yaml.safe_load(of_recording)).record.share == 0.01
     (tmp_path / "options.yaml").write_text(of_server)
