@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
-_LEAST_RUNS: Final = 3
+_MIN_RUNS: Final = 3
 """Minimum number of runs per block, except that of several sizes or sessions a single run of each suffices."""
 _WARM_UP_S: Final = 0.02
 """Warm-up before each block: after a wait, a process is slower for its first milliseconds."""
@@ -250,7 +250,7 @@ class _Measured:
             self._timed_run()
             warm_up += 1
         estimate_s = (time.perf_counter() - began_s) / warm_up
-        times = max(1 if len(self._runs) > 1 else _LEAST_RUNS, round(seconds / estimate_s))
+        times = max(1 if len(self._runs) > 1 else _MIN_RUNS, round(seconds / estimate_s))
         began_s, cpu_s = time.perf_counter(), time.process_time()
         if self._arm.callers > 1:
             list(self._callers.map(self._timed_run, range(times * self._arm.callers)))

@@ -37,7 +37,7 @@ from models.builders import heavy  # noqa: E402
 
 HTTP, GRPC, METRICS = 18000, 18001, 18002
 DEFAULT_STEPS = 60
-LEAST_MS = 20.5
+MIN_MS = 20.5
 
 
 def make_model(file: Path) -> ort.InferenceSession:
@@ -46,8 +46,8 @@ def make_model(file: Path) -> ort.InferenceSession:
     settings.intra_op_num_threads = 1
     session = ort.InferenceSession(str(heavy(file)), settings, providers=["CPUExecutionProvider"])
     short_ms = run_ms(session)
-    if short_ms < LEAST_MS:
-        deeper = heavy(file, steps=math.ceil(DEFAULT_STEPS * LEAST_MS / short_ms))
+    if short_ms < MIN_MS:
+        deeper = heavy(file, steps=math.ceil(DEFAULT_STEPS * MIN_MS / short_ms))
         session = ort.InferenceSession(str(deeper), settings, providers=["CPUExecutionProvider"])
     return session
 

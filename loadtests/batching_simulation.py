@@ -59,15 +59,15 @@ LOADS: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 DELAYS_MS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 SEED: Final = 1
 
-MOST_OF_BOUND: Final = 1.10
+MAX_OF_BOUND: Final = 1.10
 BOUND_UP_TO: Final = 0.8
-MOST_OF_BEST_DELAY: Final = 1.03
+MAX_OF_BEST_DELAY: Final = 1.03
 
 OVERLOADS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0)
 JUDGED_OVERLOADS: Final = (1.2, 2.0)
 SLO_RUNS: Final = 5
 """Length of the deadline, in full batches."""
-LEAST_GOODPUT: Final = 0.95
+MIN_GOODPUT: Final = 0.95
 QUEUE_ROWS: Final = 4096
 """The server's default ``max_queue_rows``."""
 
@@ -75,7 +75,7 @@ CLIENTS: Final = (4, 8, 16)
 THINK_NS: Final = 200_000.0
 
 SHARING: Final = (Machine("1 ms", 0, 1_000_000, 16), Machine("20 ms", 0, 20_000_000, 16))
-MOST_UNFAIR: Final = 0.02
+MAX_UNFAIR: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def report_latency(latencies: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> l
                 f"{bound_ns / 1e6:.3f}",
                 f"{of_bound:.3f} ± {ours.mean_error_ns / bound_ns:.3f}",
                 f"{ours.rows_a_batch:.1f}",
-                verdict(of_bound <= MOST_OF_BOUND) if cell.load <= BOUND_UP_TO else "not judged",
+                verdict(of_bound <= MAX_OF_BOUND) if cell.load <= BOUND_UP_TO else "not judged",
             ]
         )
         best = best_delay(arms)
@@ -181,17 +181,17 @@ def report_latency(latencies: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> l
                 f"{arms['ours, no closed-loop wait'].mean_ns / 1e6:.3f}",
                 *(f"{arms[f'{delay_ms:g} ms'].mean_ns / 1e6:.3f}" for delay_ms in DELAYS_MS),
                 f"{ratio:.3f} ± {ratio_error(ours, arms[best]):.3f}",
-                verdict(ratio <= MOST_OF_BEST_DELAY),
+                verdict(ratio <= MAX_OF_BEST_DELAY),
             ]
         )
     return [
         (
-            f"## 1. Mean latency against the bound\n\nAt most {MOST_OF_BOUND:.2f} times the bound up to {BOUND_UP_TO} "
+            f"## 1. Mean latency against the bound\n\nAt most {MAX_OF_BOUND:.2f} times the bound up to {BOUND_UP_TO} "
             "of capacity. The bound assumes no largest batch, so the latency may exceed it above that load."
         ),
         table(["machine", "load", "mean ms", "bound ms", "of the bound", "rows a batch", ""], bounds),
         (
-            f"## 2. Mean latency against fixed delays\n\nMilliseconds; at most {MOST_OF_BEST_DELAY:.2f} times that "
+            f"## 2. Mean latency against fixed delays\n\nMilliseconds; at most {MAX_OF_BEST_DELAY:.2f} times that "
             "of the best delay.\n\n![mean latency by load](batching_simulation_latency.png)"
         ),
         table(
@@ -232,7 +232,7 @@ def report_goodput(goodputs: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> li
         for arm, outcome in arms.items() if cell.load in JUDGED_OVERLOADS else ():
             goodput = outcome.goodput_per_s(slo_ns) / cell.machine.capacity_per_s
             p99 = outcome.quantile_ns(0.99) / slo_ns
-            is_kept = goodput >= LEAST_GOODPUT and p99 <= 1
+            is_kept = goodput >= MIN_GOODPUT and p99 <= 1
             rows.append(
                 [
                     cell.machine.name,
@@ -249,7 +249,7 @@ def report_goodput(goodputs: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> li
     return [
         (
             f"## 3. Overload\n\nThe deadline of each request is {SLO_RUNS} full batches. Goals: at least "
-            f"{LEAST_GOODPUT} of the capacity answered in time, and a p99 of the answers within the deadline. 40,000 "
+            f"{MIN_GOODPUT} of the capacity answered in time, and a p99 of the answers within the deadline. 40,000 "
             "requests are offered; some 300 of those dropped at 2 times the capacity come from the first 8 batches, "
             "in which no prediction rejects requests. With 30 % noise one run in twenty takes 1.6 times its mean. A "
             "reserve for such runs costs some of the capacity, so these rows have no verdict. Without known "
@@ -331,13 +331,13 @@ def report_loops(closed: Sequence[tuple[tuple[Machine, int, str], LoopArms]]) ->
 def report_sharing() -> list[str]:
     shared = share_device(SHARING, seconds=40.0)
     rows = [
-        [machine.name, f"{share:.3f}", str(batches), verdict(abs(share - 1 / len(SHARING)) <= MOST_UNFAIR)]
+        [machine.name, f"{share:.3f}", str(batches), verdict(abs(share - 1 / len(SHARING)) <= MAX_UNFAIR)]
         for machine, share, batches in zip(SHARING, shared.shares, shared.batches, strict=True)
     ]
     return [
         (
             "## 5. Two models on one device thread\n\nBoth always have full batches waiting. Half of the device's time "
-            f"each, to within {MOST_UNFAIR}; 40 s."
+            f"each, to within {MAX_UNFAIR}; 40 s."
         ),
         table(["a batch takes", "share of time", "batches", ""], rows),
     ]
@@ -372,7 +372,7 @@ def plot_goodput(goodputs: Sequence[tuple[Cell, Mapping[str, Outcome]]], file: P
         for arm in of_machine[0][1]:
             in_time = [arms[arm].goodput_per_s(slo_ns) / machine.capacity_per_s for _, arms in of_machine]
             axis.plot([cell.load for cell, _ in of_machine], in_time, ".-", linewidth=1, label=arm)
-        axis.axhline(LEAST_GOODPUT, color="grey", linestyle=":", linewidth=1)
+        axis.axhline(MIN_GOODPUT, color="grey", linestyle=":", linewidth=1)
         axis.set(
             title=machine.name, xlabel="offered, of capacity", ylabel="answered in time, of capacity", ylim=(0, 1.1)
         )

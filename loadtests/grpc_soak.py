@@ -36,7 +36,7 @@ from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 PORT = 18120
 BULK_CALLS = 20_000
 METHOD = "/inference.GRPCInferenceService/"
-MOST_GROWTH_MIB = 5.0
+MAX_GROWTH_MIB = 5.0
 
 
 def infer_request(model: str, value: float) -> pb.ModelInferRequest:
@@ -164,7 +164,7 @@ def main() -> None:
             circumstances(),
             f"{seen[-1][1]:,} calls in {seen[-1][0] / 60:.1f} minutes: "
             + ", ".join(f"{count:,} {outcome}" for outcome, count in soak.outcomes.items())
-            + f". The last third of the run added {grown:.1f} MiB (expected: less than {MOST_GROWTH_MIB:g}); "
+            + f". The last third of the run added {grown:.1f} MiB (expected: less than {MAX_GROWTH_MIB:g}); "
             f"{left_files} file descriptors more than at the beginning are open.",
             table(["seconds", "calls", "MiB"], [[f"{s:.0f}", f"{n:,}", f"{mib:.1f}"] for s, n, mib in points]),
         ]

@@ -43,8 +43,8 @@ from small_requests import PATIENCE_S, PROTOCOLS, RATE, Row, Stretch, probe, sma
 PORT: Final = 18400
 INFLIGHT_BYTES: Final = 1024 * MIB
 """The server's limit for requests; fixed, because the default depends on the machine's memory."""
-MOST_MS: Final = 3.0
-MOST_RATIO: Final = 3.0
+MAX_MS: Final = 3.0
+MAX_RATIO: Final = 3.0
 STALL_MS: Final = 5.0
 """The report names longer stalls of the machine as a reason for a missed goal."""
 SILENCE_S: Final = PATIENCE_S + SLOWEST_S
@@ -69,11 +69,11 @@ class Found:
         for protocol in PROTOCOLS:
             alone, beside = pooled(self.alone[protocol]), pooled(self.beside[protocol])
             p99, ratio = beside.quantile_ms(0.99), beside.quantile_ms(0.99) / alone.quantile_ms(0.99)
-            if not p99 <= MOST_MS:
-                busy = ", as alone: the machine is busy" if not alone.quantile_ms(0.99) <= MOST_MS else ""
+            if not p99 <= MAX_MS:
+                busy = ", as alone: the machine is busy" if not alone.quantile_ms(0.99) <= MAX_MS else ""
                 stalled = ", the machine stalled" if max(self.stalls_ms, default=0) > STALL_MS else ""
                 missed.append(f"{protocol} p99 {p99:.1f} ms{busy or stalled}")
-            if not ratio <= MOST_RATIO:
+            if not ratio <= MAX_RATIO:
                 missed.append(f"{protocol} {ratio:.1f} times alone")
             missed += [
                 f"{protocol}: {each.lost} lost, {len(each.wrong)} wrong {each.wrong[:1]}"
@@ -256,8 +256,8 @@ def report(found: Mapping[tuple[str, str], Found], misses: Mapping[tuple[str, st
         seconds=options.seconds,
         inflight=INFLIGHT_BYTES // MIB,
         load=allowed("load") // MIB,
-        most=MOST_MS,
-        ratio=MOST_RATIO,
+        most=MAX_MS,
+        ratio=MAX_RATIO,
     )
     return "\n\n".join(["# Small requests beside noisy neighbours", circumstances(), setting, table(header, rows)])
 

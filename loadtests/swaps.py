@@ -38,8 +38,8 @@ from small_requests import PATIENCE_S, PROTOCOLS, Stretch, probe, small_row  # n
 PORT: Final = 18500
 SETTLED: Final = 100
 """Number of swaps after which descriptors, threads and memory must stay constant."""
-MOST_RATIO: Final = 1.5
-MOST_GROWTH: Final = 1.01
+MAX_RATIO: Final = 1.5
+MAX_GROWTH: Final = 1.01
 FLAGS: Final = ("--model-control-mode=explicit", "--warmup-s=0.1")
 
 
@@ -195,7 +195,7 @@ def report(found: Found, swaps: Swaps) -> str:
     )
     growth = {name: kept[-1][1][name] / kept[0][1][name] for name in kept[0][1]}
     missed = [f"p99 of {one} {ratio}" for one, ratio in _slow(found)]
-    missed += [f"{name} grew to {ratio:.3f}" for name, ratio in growth.items() if ratio > MOST_GROWTH]
+    missed += [f"{name} grew to {ratio:.3f}" for name, ratio in growth.items() if ratio > MAX_GROWTH]
     return "\n\n".join(
         [
             "# Swaps of versions under load",
@@ -215,7 +215,7 @@ def report(found: Found, swaps: Swaps) -> str:
 def _slow(found: Found) -> list[tuple[str, str]]:
     """The protocols whose median ratio of p99 exceeds the bound."""
     ratios = {protocol: sorted(found.ratios(protocol, 0.99)) for protocol in PROTOCOLS}
-    return [(one, spread(each)) for one, each in ratios.items() if each[len(each) // 2] > MOST_RATIO]
+    return [(one, spread(each)) for one, each in ratios.items() if each[len(each) // 2] > MAX_RATIO]
 
 
 def _pooled(stretches: list[Stretch], share: float) -> str:

@@ -27,11 +27,11 @@ from raw_grpc import end_of_call
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, rest_url, serving, starting
 
 MIB: Final = 2**20
-MOST_WAIT_S: Final = 0.15
+MAX_WAIT_S: Final = 0.15
 """Maximum wait for liveness during any message."""
-MOST_CPU_S: Final = 0.5
+MAX_CPU_S: Final = 0.5
 """Maximum CPU time of the server to reject a message; inflating 60 MB takes a third of it."""
-MOST_JSON_CPU_S: Final = 6.0
+MAX_JSON_CPU_S: Final = 6.0
 """Maximum CPU time of the low-priority process that reads large JSON; it must parse a document to find an error."""
 JSON_COPIES: Final = 36
 """Allowed memory for JSON in sizes of the body: the server's estimate for decoding, and the body itself."""
@@ -73,8 +73,8 @@ class Case:
     names: str
     outcomes: Sequence[int | str] = REFUSED
     copies: int = 4
-    cpu_s: float = MOST_CPU_S
-    wait_s: float = MOST_WAIT_S
+    cpu_s: float = MAX_CPU_S
+    wait_s: float = MAX_WAIT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,7 @@ def test_grpcio_keeps_the_bounds_except_for_its_copies(plain_server: ServerProce
 
 
 def hold_rest_to_bounds(server: ServerProcess, liveness: LivenessCaller, case: Case) -> None:
-    case = replace(case, copies=JSON_COPIES, cpu_s=MOST_JSON_CPU_S)
+    case = replace(case, copies=JSON_COPIES, cpu_s=MAX_JSON_CPU_S)
     message = case.make()
     url = f"{server.url}{case.model}" if case.model.startswith("/") else rest_url(server, case.model)
 

@@ -13,7 +13,7 @@ import pytest
 from ortserve.service.observation import MAX_VIEWERS
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
-MOST_BYTES: Final = 150 * 1024
+MAX_BYTES: Final = 150 * 1024
 STREAM: Final = "/v2/console/stream"
 
 
@@ -60,7 +60,7 @@ def test_files_have_a_strict_policy_and_are_not_sent_twice(server: ServerProcess
 
 def test_page_is_small_and_names_no_other_host(server: ServerProcess) -> None:
     texts = [httpx.get(f"{server.url}{path}", timeout=LONG_S).text for path in page_files()]
-    assert sum(len(text.encode()) for text in texts) < MOST_BYTES
+    assert sum(len(text.encode()) for text in texts) < MAX_BYTES
     for text in texts:
         assert "innerHTML" not in text
         assert "eval(" not in text

@@ -19,7 +19,7 @@ from servers import ServerProcess
 CASES: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_CASES", "3000"))
 SEED: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_SEED", "1"))
 
-MOST_S: Final = 5.0
+MAX_S: Final = 5.0
 """Maximum time of one case, on a machine with other load."""
 
 LONG_ENOUGH: Final = pytest.mark.timeout(120 * max(1.0, CASES / 10_000))

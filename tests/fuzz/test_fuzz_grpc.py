@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2
 
 from encodings_of_requests import grpc_raw
-from fuzz.bounds import CASES, LONG_ENOUGH, MOST_S, SEED, watching_memory
+from fuzz.bounds import CASES, LONG_ENOUGH, MAX_S, SEED, watching_memory
 from fuzz.messages import good_infer, mutate
 from fuzz.mutations import INTERNAL_BY_PROTOCOL, MODELS, flip
 from servers import SHORT_WARMUP, ServerProcess, read_metrics, serving
@@ -85,7 +85,7 @@ def check_status(described: str, code: grpc.StatusCode, details: str, took_s: fl
     """Check the status of a call with bad input: an internal error is valid only if the protocol requires it."""
     if not any(text in details for text in INTERNAL_BY_PROTOCOL):
         assert code not in CODES_OF_OURS, f"{described}: {code} {details}"
-    assert code is not grpc.StatusCode.DEADLINE_EXCEEDED or took_s < MOST_S, f"{described} hangs"
+    assert code is not grpc.StatusCode.DEADLINE_EXCEEDED or took_s < MAX_S, f"{described} hangs"
     is_silent = code not in (grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED) and not details
     assert not is_silent, f"{described}: {code} says nothing"
 
@@ -106,7 +106,7 @@ def test_bad_calls_get_statuses_in_time_and_good_calls_succeed(server: ServerPro
             call = case(random.Random(f"{SEED}/{number}"))
             began = time.monotonic()
             try:
-                calls[call.path](call.data, timeout=MOST_S, compression=call.compression)
+                calls[call.path](call.data, timeout=MAX_S, compression=call.compression)
                 code, details = grpc.StatusCode.OK, ""
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or ""

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from tritonclient.grpc import service_pb2
 
-from fuzz.bounds import CASES, LONG_ENOUGH, MOST_S, SEED, watching_memory
+from fuzz.bounds import CASES, LONG_ENOUGH, MAX_S, SEED, watching_memory
 from fuzz.messages import good_infer, mutate
 from fuzz.mutations import flip
 from fuzz.test_fuzz_grpc import MODEL_INFER, REQUESTS, almost_good, check_health, check_status
@@ -96,7 +96,7 @@ def message(rng: random.Random, path: str) -> bytes:
 def talk(channel: grpc.Channel, case: Conversation) -> tuple[grpc.StatusCode, str, list[bytes]]:
     """Send all messages and read until either side ends the stream. The status is CANCELLED if the client ends it."""
     begin: Callable[..., Any] = channel.stream_stream(case.path)
-    call = begin(iter(case.messages), timeout=MOST_S, metadata=case.metadata)
+    call = begin(iter(case.messages), timeout=MAX_S, metadata=case.metadata)
     answers: list[bytes] = []
     try:
         while case.most_answers is None or len(answers) < case.most_answers:
@@ -135,7 +135,7 @@ def test_bad_streams_end_in_time_and_good_calls_succeed(server: ServerProcess) -
             check_status(described, code, details, time.monotonic() - began)
             errors += check_answers(described, case, code, answers)
             codes[case.path, code] = codes.get((case.path, code), 0) + 1
-            answer = service_pb2.ModelInferResponse.FromString(infer(good, timeout=MOST_S))
+            answer = service_pb2.ModelInferResponse.FromString(infer(good, timeout=MAX_S))
             assert len(answer.raw_output_contents) == 1, described
             memory.after(f"{SEED}/stream/{number}")
     # The cases must be varied: by the client's choice, some errors are answers and others are the status.

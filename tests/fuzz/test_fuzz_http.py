@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from encodings_of_requests import rest_json
-from fuzz.bounds import CASES, LONG_ENOUGH, MOST_S, SEED, watching_memory
+from fuzz.bounds import CASES, LONG_ENOUGH, MAX_S, SEED, watching_memory
 from fuzz.mutations import INTERNAL_BY_PROTOCOL, ROUTES, HttpCase, broken_http, http_case
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, read_metrics, serving
 from unit.frontends.test_access import ROUTES as SERVED
@@ -45,7 +45,7 @@ class Connection:
         for _ in range(2):
             is_new = self._socket is None
             if self._socket is None:
-                self._socket = socket.create_connection(self._address, timeout=MOST_S)
+                self._socket = socket.create_connection(self._address, timeout=MAX_S)
             try:
                 self._socket.sendall(request)
                 return self._read(method)
@@ -118,7 +118,7 @@ def test_bad_requests_get_answers_in_time_and_good_requests_succeed(
             took_s = time.monotonic() - began
             statuses[status] = statuses.get(status, 0) + 1
             assert is_fine(status, body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_shown(case)}"
-            assert took_s < MOST_S, f"case {SEED}/{number} took {took_s:.1f} s: {_shown(case)}"
+            assert took_s < MAX_S, f"case {SEED}/{number} took {took_s:.1f} s: {_shown(case)}"
             if status >= 400 and case.method != "HEAD":
                 assert _is_error(body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_shown(case)}"
             memory.after(f"{SEED}/{number}")
@@ -134,7 +134,7 @@ def test_malformed_http_is_rejected_or_closed_and_good_requests_succeed(server: 
         for number in range(CASES // 10):
             request = broken_http(random.Random(f"{SEED}/broken/{number}"))
             came = b""
-            with socket.create_connection((host, int(port)), timeout=MOST_S) as connection:
+            with socket.create_connection((host, int(port)), timeout=MAX_S) as connection:
                 try:
                     connection.sendall(request)
                     connection.shutdown(socket.SHUT_WR)

@@ -22,8 +22,8 @@ pytestmark = LONG_ENOUGH
 
 CONNECTIONS: Final = CASES // 10
 """Number of connections, each with a few calls."""
-MOST_S: Final = 20.0
-MOST_GROWTH: Final = 100 * 2**20
+MAX_S: Final = 20.0
+MAX_GROWTH: Final = 100 * 2**20
 
 PATHS: Final = ("ModelInfer", "ModelStreamInfer", "ServerLive", "ModelConfig", "Nothing")
 INFER: Final = good_infer().SerializeToString()
@@ -101,7 +101,7 @@ def exchange(server: ServerProcess, rng: random.Random) -> bytes:
     host, port = server.grpc.split(":")
     data = connection(rng)
     received = bytearray()
-    with socket.create_connection((host, int(port)), timeout=MOST_S) as peer:
+    with socket.create_connection((host, int(port)), timeout=MAX_S) as peer:
         try:
             if rng.random() < 0.1:
                 for begin in range(0, min(len(data), 2000), 50):
@@ -128,7 +128,7 @@ def test_bad_connections_end_in_time_and_release_everything(server: ServerProces
     files = process.num_fds()
     codes: dict[int, int] = {}
     answered = 0
-    with watching_memory(server, most_growth=MOST_GROWTH) as memory:
+    with watching_memory(server, most_growth=MAX_GROWTH) as memory:
         for number in range(CONNECTIONS):
             received = exchange(server, random.Random(f"{SEED}/{number}"))
             answered += b"grpc-status" in received

@@ -32,7 +32,7 @@ pytestmark = LONG_ENOUGH
 
 LOADS: Final = CASES // 20
 """Number of loads; a valid load opens sessions."""
-MOST_S: Final = 10.0
+MAX_S: Final = 10.0
 
 LOAD: Final = "/inference.GRPCInferenceService/RepositoryModelLoad"
 UNLOAD: Final = "/inference.GRPCInferenceService/RepositoryModelUnload"
@@ -189,7 +189,7 @@ def by_grpc(channel: grpc.Channel, load: Load, rng: random.Random) -> tuple[bool
         data = flip(rng, data)
     try:
         call: Callable[..., bytes] = channel.unary_unary(LOAD if load.is_load else UNLOAD)
-        call(data, timeout=MOST_S)
+        call(data, timeout=MAX_S)
     except grpc.RpcError as error:
         code, text = error.code(), error.details() or ""
         assert code is not grpc.StatusCode.DEADLINE_EXCEEDED, "it hangs"
@@ -217,7 +217,7 @@ def test_bad_loads_are_rejected_in_time_and_good_models_serve(server: ServerProc
     with (
         watching_memory(server, most_peak=128 * 2**20, most_growth=300 * 2**20) as memory,
         grpc.insecure_channel(server.grpc) as channel,
-        httpx.Client(base_url=server.url, timeout=MOST_S) as client,
+        httpx.Client(base_url=server.url, timeout=MAX_S) as client,
     ):
         for number in range(LOADS):
             rng = random.Random(f"{SEED}/load/{number}")
@@ -229,7 +229,7 @@ def test_bad_loads_are_rejected_in_time_and_good_models_serve(server: ServerProc
             except (httpx.HTTPError, ValueError, AssertionError) as error:
                 raise AssertionError(f"{described}: {error!r}") from error
             took_s = time.monotonic() - began
-            assert took_s < MOST_S, f"{described} took {took_s:.1f} s"
+            assert took_s < MAX_S, f"{described} took {took_s:.1f} s"
             is_wanted = any(known in text for known in INTERNAL_BY_PROTOCOL)
             assert is_wanted or not blames_us, f"{described}: {text}"
             assert not any(fault in text for fault in FAULTS), f"{described}: {text}"

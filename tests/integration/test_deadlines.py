@@ -39,7 +39,7 @@ ONE_AT_A_TIME: Final = "max_rows: 1\nintra_op_threads: 1\n"
 
 
 def add_slow(repository: Path, name: str, options: str = "") -> None:
-    """Add a model that runs one row at a time in about 100 ms; fourteen runs take longer than ``LEAST_DUE_NS``."""
+    """Add a model that runs one row at a time in about 100 ms; fourteen runs take longer than ``MIN_DUE_NS``."""
     (add_model(repository, name, builders.slow) / "model.yaml").write_text(ONE_AT_A_TIME + options)
 
 

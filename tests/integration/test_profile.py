@@ -265,7 +265,7 @@ def test_configured_files_are_not_written(tmp_path: Path, capsys: pytest.Capture
 def test_runs_are_bounded_by_what_the_profiler_keeps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "MOST_EVENTS", 10_000)
+    monkeypatch.setattr(measure, "MAX_EVENTS", 10_000)
     many, endless = (builders.repeats(tmp_path / f"{steps}.onnx", steps=steps) for steps in (500, 5_000))
     profile = profiled(capsys, many, "--runs", "1000")["profile"]
 

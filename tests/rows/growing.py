@@ -25,7 +25,7 @@ RUNS: Final = [*((row,) for row in range(ROWS)), *BATCHES[1:]]
 Runs: TypeAlias = list[np.ndarray | None]
 """A tensor in each of ``RUNS``; None if ONNX Runtime rejected it."""
 
-_MOST_SESSIONS: Final = 3000
+_MAX_SESSIONS: Final = 3000
 _SIZED: Final = frozenset({"ConstantOfShape", "Expand", "Pad", "Range", "Reshape", "Resize", "Tile"})
 _LARGEST: Final = 1e5
 """Upper bound of numbers, so that differences are not caused by rounding."""
@@ -217,7 +217,7 @@ def _session(node: onnx.NodeProto, dtypes: Mapping[str, np.dtype], opset: int) -
     outputs = [onnx.ValueInfoProto(name=name) for name in renamed.output]
     content = _model(helper.make_graph([renamed], "node", inputs, outputs), opset).SerializeToString()
     if content not in _sessions:
-        if len(_sessions) >= _MOST_SESSIONS:
+        if len(_sessions) >= _MAX_SESSIONS:
             _sessions.clear()
         options = ort.SessionOptions()
         options.log_severity_level = 4

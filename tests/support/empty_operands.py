@@ -28,7 +28,7 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 _PATTERNS: Final = (0x55, 0x2B)
 _M_PERTURB: Final = -6
 """The number of the option of glibc's mallopt that fills memory."""
-_MOST_SECONDS: Final = 10
+_MAX_SECONDS: Final = 10
 _RANDOM: Final = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
 
 
@@ -84,7 +84,7 @@ def _outcome(model: bytes, feeds: Arrays) -> str:
     if not child:
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(_MOST_SECONDS)
+            signal.alarm(_MAX_SECONDS)
             os.write(writer, pickle.dumps(_is_written(model, feeds)))
         finally:
             os._exit(0)

@@ -22,7 +22,7 @@ from typing import Final, TextIO
 from unittest.mock import Mock
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_MOST_BYTES: Final = 2**20
+_MAX_BYTES: Final = 2**20
 """Maximum size of the arguments and the environment of one server."""
 
 
@@ -76,7 +76,7 @@ class _Template:
             raise OSError(ctypes.get_errno(), "prctl")
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._orders, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
         self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
         theirs.close()
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ def _serve_orders(orders: socket.socket) -> None:
     # Forking is safe here, because only numpy has a thread, and numpy restarts it in the child.
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
     while True:
-        order, files, _, _ = socket.recv_fds(orders, _MOST_BYTES, 1)
+        order, files, _, _ = socket.recv_fds(orders, _MAX_BYTES, 1)
         if not order:
             return
         output = files[0]

@@ -14,7 +14,7 @@ _BINS: Final = 8
 _GAIN: Final = 0.1
 _MAX_SHARE: Final = 0.5
 """Maximum wait, as a share of the time of a batch of one row."""
-_LEAST_ROWS: Final = 0.5
+_MIN_ROWS: Final = 0.5
 """Minimum number of expected rows for a wait."""
 _SURE: Final = 1.05
 """Minimum ratio of the predicted throughput with a wait to that of starting at once."""
@@ -91,7 +91,7 @@ class ClosedLoopWait:
         for index, usual in enumerate(self._usual):
             end_ns = (index + 1) / _BINS * self._window_ns
             more = min(usual - self._sum, max_rows - waiting_rows)
-            if end_ns <= after_ns or more < _LEAST_ROWS:
+            if end_ns <= after_ns or more < _MIN_ROWS:
                 continue
             rows = waiting_rows + more
             rate = rows / (line.b_ns + line.a_ns * rows + end_ns - after_ns)

@@ -10,11 +10,11 @@ MIN_OBSERVATIONS: Final = 8
 """A prediction rejects no request before this many batches of its shape class have run."""
 
 _GAIN: Final = 0.1
-_MOST: Final = 2.0
+_MAX_BATCH_RATIO: Final = 2.0
 """An observation counts as at most twice and at least half of the prediction, so that one batch that was interrupted
 for milliseconds does not mislead the next hundred."""
-_LEAST_NS: Final = 1.0
-_MOST_NS: Final = 2.0**63
+_MIN_NS: Final = 1.0
+_MAX_NS: Final = 2.0**63
 """Limits of the times that are learned, so that predictions are positive and finite. No real run exceeds them."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
@@ -25,7 +25,7 @@ _DEVIATIONS: Final = 2
 """Two mean deviations are 1.6 standard deviations of a normal distribution: 19 of 20 batches are answered faster."""
 _ANSWER_INTERVAL_NS: Final = 2_000_000
 """Minimum time between two measured batches, because a measurement takes a turn of the event loop."""
-_MAX_RATIO: Final = 10
+_MAX_ANSWER_RATIO: Final = 10
 """An observation counts as at most this multiple of the mean, so that one long pause does not reject the next hundred
 requests."""
 
@@ -46,26 +46,26 @@ class LatencyModel:
     observed minus the predicted time.
     """
 
-    def __init__(self, known: Iterable[tuple[int, float]] = (), *, most: float = _MOST) -> None:
+    def __init__(self, known: Iterable[tuple[int, float]] = (), *, max_ratio: float = _MAX_BATCH_RATIO) -> None:
         """Begin with known times.
 
         Args:
             known: Rows and nanoseconds that were measured before, such as in warm-up. Times outside the limits, such
                 as 0, are ignored.
-            most: An observation counts as at most this multiple of its prediction, and at least the inverse.
+            max_ratio: An observation counts as at most this multiple of its prediction, and at least the inverse.
         """
-        self._most = most
+        self._max_ratio = max_ratio
         self._sizes: list[int] = []
         self._knots: dict[int, float] = {}
         self.observations = 0
         self.residual_ns = 0.0
         for rows, ns in known:
-            if _LEAST_NS <= ns < _MOST_NS:
+            if _MIN_NS <= ns < _MAX_NS:
                 self._set_knot(rows, ns)
 
     def observe(self, rows: int, ns: float) -> None:
         """Learn from a batch. A time outside the limits, such as 0, is ignored."""
-        if not _LEAST_NS <= ns < _MOST_NS:
+        if not _MIN_NS <= ns < _MAX_NS:
             return
         self.observations += 1
         size = 1 << (rows - 1).bit_length()
@@ -82,7 +82,7 @@ class LatencyModel:
             self.residual_ns += step * _QUANTILE
         else:
             self.residual_ns = max(0.0, self.residual_ns - step * (1 - _QUANTILE))
-        ratio = min(max(ns / predicted, 1 / self._most), self._most) - 1
+        ratio = min(max(ns / predicted, 1 / self._max_ratio), self._max_ratio) - 1
         if size == rows:
             self._knots[rows] *= 1 + _GAIN * ratio
             return
@@ -94,8 +94,8 @@ class LatencyModel:
         below = self._sizes[index - 1]
         share = (rows - below) / (above - below)
         # A knot far below its neighbour would otherwise vanish before the neighbour has learned.
-        self._knots[above] = max(_LEAST_NS, self._knots[above] * (1 + _GAIN * share * ratio))
-        self._knots[below] = max(_LEAST_NS, self._knots[below] * (1 + _GAIN * (1 - share) * ratio))
+        self._knots[above] = max(_MIN_NS, self._knots[above] * (1 + _GAIN * share * ratio))
+        self._knots[below] = max(_MIN_NS, self._knots[below] * (1 + _GAIN * (1 - share) * ratio))
 
     def observe_terminated(self, rows: int, ns: float) -> None:
         """Learn from a batch that was terminated after ``ns``: only a prediction below that is wrong."""
@@ -143,7 +143,7 @@ class LatencyModel:
 
     def _set_knot(self, rows: int, ns: float) -> None:
         is_new = rows not in self._knots
-        self._knots[rows] = min(ns, _MOST_NS)  # before its size is listed: a scrape on another thread may read both
+        self._knots[rows] = min(ns, _MAX_NS)  # before its size is listed: a scrape on another thread may read both
         if is_new:
             insort(self._sizes, rows)
 
@@ -173,7 +173,7 @@ class AnswerTime:
         if not self._mean_ns:
             self._mean_ns = float(ns)
         else:
-            off_ns = min(ns, _MAX_RATIO * self._mean_ns) - self._mean_ns
+            off_ns = min(ns, _MAX_ANSWER_RATIO * self._mean_ns) - self._mean_ns
             self._mean_ns += _MEAN_GAIN * off_ns
             self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
         self.high_ns = self._mean_ns + _DEVIATIONS * self._deviation_ns

@@ -16,7 +16,7 @@ MAX_CLASSES: Final = 64
 """Maximum number of shape classes. Beyond it, the least recently used class without queued requests is evicted, with
 its learned latencies."""
 DUE_RUNS: Final = 10
-LEAST_DUE_NS: Final = 1_000_000_000
+MIN_DUE_NS: Final = 1_000_000_000
 """A request is due at its deadline, but at most the time of ``DUE_RUNS`` full batches, or this time if it is longer,
 after it was queued. So neither requests with early deadlines nor later ones without a deadline can starve it."""
 
@@ -90,7 +90,7 @@ class ShapeClass:
         if self._due_after_computed < observations:
             self._due_after_computed = observations + _DUE_AFTER_BATCHES
             full_ns = self.batch_latency.predict_ns(max_rows) or 0.0
-            self._due_after_ns = max(DUE_RUNS * full_ns, LEAST_DUE_NS)
+            self._due_after_ns = max(DUE_RUNS * full_ns, MIN_DUE_NS)
         # Never before an earlier request on the same terms, even if the predicted time has become shorter.
         return max(queued_ns + self._due_after_ns, self.last_due_ns if self.requests else 0.0)
 
@@ -147,7 +147,7 @@ class RequestQueue:
             known = self._classes[key] = ShapeClass(
                 key,
                 LatencyModel(self._known_batches),
-                LatencyModel(self._known_runs, most=_MAX_RUN_RATIO),
+                LatencyModel(self._known_runs, max_ratio=_MAX_RUN_RATIO),
                 accepts_one_row=not self._tries_one_row or key in self._tried,
             )
             if len(self._classes) > MAX_CLASSES:

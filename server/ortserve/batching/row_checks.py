@@ -30,8 +30,8 @@ MAX_INPUT_BYTES: Final = 2**20
 MAX_VALUES: Final = 16_384
 """Maximum number of values, over all outputs of a request, that the event loop compares. Larger outputs are compared at
 evenly spaced places."""
-_MOST_KINDS: Final = 2
-_MOST_INPUTS: Final = 3
+_MAX_KINDS: Final = 2
+_MAX_INPUTS: Final = 3
 """Maximum numbers of shapes and of inputs in the description of neighbours, so that a log line stays short."""
 
 AGREED: Final = "agreed"
@@ -224,11 +224,11 @@ class RowChecks:
 
     def _describe(self, neighbours: dict[Shapes, int]) -> str:
         kinds = [f"{count} of {self._format_shapes(shapes)}" for shapes, count in neighbours.items()]
-        more = len(kinds) - _MOST_KINDS
-        return ", ".join(kinds[:_MOST_KINDS]) + (f" and {more} more shapes" if more > 0 else "")
+        more = len(kinds) - _MAX_KINDS
+        return ", ".join(kinds[:_MAX_KINDS]) + (f" and {more} more shapes" if more > 0 else "")
 
     def _format_shapes(self, shapes: Sequence[tuple[int, ...] | None]) -> str:
         named = [
             f"{spec.name}{list(shape)}" for spec, shape in zip(self._inputs, shapes, strict=True) if shape is not None
         ]
-        return " ".join(named[:_MOST_INPUTS])
+        return " ".join(named[:_MAX_INPUTS])

@@ -27,13 +27,13 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 _NS_PER_S: Final = 1_000_000_000
-LEAST_LIMIT_NS: Final = 60 * _NS_PER_S
+MIN_LIMIT_NS: Final = 60 * _NS_PER_S
 """Minimum time limit of runs with a predicted time. Most runs end in a thousandth of it."""
 UNKNOWN_LIMIT_NS: Final = 600 * _NS_PER_S
 """Time limit of runs without a prediction, such as the first of a shape."""
 _MULTIPLE: Final = 20
 """Time limit as a multiple of the predicted time: far more than other work on the machine explains."""
-LEAST_LATE_RUN_NS: Final = 1 * _NS_PER_S
+MIN_LATE_RUN_NS: Final = 1 * _NS_PER_S
 """Minimum time of a run before it is terminated because all its deadlines have passed or all its requests were
 cancelled. Most runs end by then, and the latency model learns their times."""
 
@@ -54,7 +54,7 @@ class RunLimits:
         """The time limit of a run. ``predicted_ns`` is 0 if its time is unknown."""
         if self.timeout_ns is not None:
             return float(self.timeout_ns)
-        return max(LEAST_LIMIT_NS, _MULTIPLE * predicted_ns) if predicted_ns else float(UNKNOWN_LIMIT_NS)
+        return max(MIN_LIMIT_NS, _MULTIPLE * predicted_ns) if predicted_ns else float(UNKNOWN_LIMIT_NS)
 
 
 def latest_deadline_ns(group: RequestGroup) -> float:
@@ -92,8 +92,8 @@ class Run:
         self.is_overdue = False
 
     def end_by(self, time_ns: float) -> None:
-        """Terminate the run at ``time_ns``, if that is earlier, but not before ``LEAST_LATE_RUN_NS``."""
-        self.due_ns = min(self.due_ns, max(time_ns, self.begins_ns + LEAST_LATE_RUN_NS))
+        """Terminate the run at ``time_ns``, if that is earlier, but not before ``MIN_LATE_RUN_NS``."""
+        self.due_ns = min(self.due_ns, max(time_ns, self.begins_ns + MIN_LATE_RUN_NS))
 
 
 @dataclass(frozen=True, slots=True)

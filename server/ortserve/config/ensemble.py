@@ -5,11 +5,11 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ortserve.core.version_names import MOST_VERSION
+from ortserve.core.version_names import MAX_VERSION
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-MOST_STEPS: Final = 256
+MAX_STEPS: Final = 256
 """Maximum number of steps of one ensemble."""
 LATEST: Final = -1
 
@@ -23,7 +23,7 @@ class EnsembleStep(BaseModel):
 
     model: _Name
     """Name of the model, which may be an ensemble itself."""
-    version: int = Field(default=LATEST, ge=LATEST, le=MOST_VERSION)
+    version: int = Field(default=LATEST, ge=LATEST, le=MAX_VERSION)
     """Version of the model. -1: the one that answers requests without a version."""
     inputs: Mapping[_Name, _Name] = Field(min_length=1)
     """The tensor of the ensemble for each input of the model. Optional inputs may be left out."""
@@ -36,7 +36,7 @@ class EnsembleOptions(BaseModel):
 
     model_config = _CONFIG
 
-    steps: tuple[EnsembleStep, ...] = Field(min_length=1, max_length=MOST_STEPS)
+    steps: tuple[EnsembleStep, ...] = Field(min_length=1, max_length=MAX_STEPS)
     """Models, in any order: the tensors that they read and write decide when each starts."""
     max_inflight_requests: int = Field(default=0, ge=0, le=2**32 - 1)
     """Maximum number of the ensemble's requests in each step at a time; further ones wait. 0: no limit."""

@@ -15,7 +15,7 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ortserve.config.yaml_file import MOST_LEVELS
+from ortserve.config.yaml_file import MAX_LEVELS
 
 _Declared = TypeVar("_Declared", bound=BaseModel)
 
@@ -26,9 +26,9 @@ _TYPE_WORDS: Final = {
     str: "text",
     Path: "path",
 }
-_LONGEST_VALUE: Final = 200
+_MAX_VALUE_LENGTH: Final = 200
 """Maximum number of characters of a value in an error, because logs and answers contain errors."""
-_MOST_KEYS: Final = 8
+_MAX_KEYS: Final = 8
 """Maximum number of known keys that an error lists if an unknown key is similar to none of them."""
 _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
@@ -89,7 +89,7 @@ def validate(
         InvalidValuesError: A value does not match the declaration.
     """
     if deep := [name for name, value in given.items() if _is_deep(value)]:
-        raise InvalidValuesError(dict.fromkeys(deep, f"nested too deep: expected at most {MOST_LEVELS} levels"))
+        raise InvalidValuesError(dict.fromkeys(deep, f"nested too deep: expected at most {MAX_LEVELS} levels"))
     # Validate JSON text: strict validation then accepts a list for a tuple, but no text or boolean for a number.
     text = json.dumps({**(inherited or {}), **given}, default=str)
     try:
@@ -100,7 +100,7 @@ def validate(
 
 def _is_deep(value: object) -> bool:
     level = [value]
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_LEVELS):
         level = [inner for outer in level for inner in _inner(outer)]
         if not level:
             return False
@@ -137,7 +137,7 @@ def describe_problems(
 
 def _shown(value: object) -> str:
     text = "nothing" if value is None else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"
 
 
 def _suggestion(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
@@ -148,7 +148,7 @@ def _suggestion(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> 
         field = (known or {}).get(name)
         known = None if field is None else nested_fields(field)
     keys = list(known or ())
-    return did_you_mean(key, keys) or (f"; expected one of {', '.join(keys)}" if 0 < len(keys) <= _MOST_KEYS else "")
+    return did_you_mean(key, keys) or (f"; expected one of {', '.join(keys)}" if 0 < len(keys) <= _MAX_KEYS else "")
 
 
 def nested_fields(field: FieldInfo) -> Mapping[str, FieldInfo] | None:

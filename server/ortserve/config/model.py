@@ -17,11 +17,11 @@ from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import BatchInputOptions, FileName, InputOptions, OutputOptions, PadAxis, WarmupSample
-from ortserve.config.versions import MOST_LABELS, Label, LatestVersions, Version, VersionPolicy
+from ortserve.config.versions import MAX_LABELS, Label, LatestVersions, Version, VersionPolicy
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
 
-MOST_INSTANCES: Final = 64
+MAX_INSTANCES: Final = 64
 """Maximum number of instances of one version."""
 
 
@@ -138,7 +138,7 @@ TagValue: TypeAlias = Annotated[str, StringConstraints(max_length=128)]
 class ModelOptions(LoadOptions):
     """Options of one model: the keys of ``model.yaml``."""
 
-    instances: int = Field(default=1, ge=1, le=MOST_INSTANCES)
+    instances: int = Field(default=1, ge=1, le=MAX_INSTANCES)
     """Number of sessions that run in parallel, each with its own worker thread."""
     gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, 0 to 1023"}
@@ -244,7 +244,7 @@ class ModelOptions(LoadOptions):
     )
     """Served versions: the ``n`` highest, all, or the listed ones. Versions that labels name are served in addition."""
     labels: Mapping[Label, Version] = Field(
-        default_factory=dict, max_length=MOST_LABELS, json_schema_extra={"expects": "{name: version, ...}, at most 64"}
+        default_factory=dict, max_length=MAX_LABELS, json_schema_extra={"expects": "{name: version, ...}, at most 64"}
     )
     """Names of versions, such as ``{stable: 3, canary: 4}``, that requests may use instead of the number. Requests
     without a version go to the version that is labelled ``stable``, if there is one. Only a ``model.yaml`` can set it;

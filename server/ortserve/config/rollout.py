@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ortserve.config.expectation import InvalidValuesError, validate
-from ortserve.core.version_names import MOST_VERSION, STABLE
+from ortserve.core.version_names import MAX_VERSION, STABLE
 from ortserve.errors import invalid_input
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -41,7 +41,7 @@ class RolloutOptions(BaseModel):
 
     model_config = _CONFIG
 
-    candidate: int = Field(ge=1, le=MOST_VERSION)
+    candidate: int = Field(ge=1, le=MAX_VERSION)
     """The version that is tried in place of the version that is labelled ``stable``."""
     mode: Literal["shadow", "canary"] = "shadow"
     """``shadow``: ``stable`` answers, and copies of requests run on the candidate while the server has time for them;

@@ -4,12 +4,12 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ortserve.core.version_names import LABEL_FORM, MOST_VERSION, is_label
+from ortserve.core.version_names import LABEL_FORM, MAX_VERSION, is_label
 
-MOST_LABELS: Final = 64
+MAX_LABELS: Final = 64
 """Maximum number of labels of one model."""
 
-Version: TypeAlias = Annotated[int, Field(ge=1, le=MOST_VERSION)]
+Version: TypeAlias = Annotated[int, Field(ge=1, le=MAX_VERSION)]
 """The number of a version."""
 
 

@@ -9,12 +9,12 @@ from typing import Final
 
 import yaml
 
-MOST_LEVELS: Final = 64
+MAX_LEVELS: Final = 64
 """Maximum nesting of mappings and lists; options need at most seven levels."""
-_MOST_VALUES: Final = 100_000
+_MAX_VALUES: Final = 100_000
 """Maximum number of values. An anchored value counts at each use, because a few hundred bytes of anchors can expand to
 any number of values."""
-_LONGEST_NUMBER: Final = 64
+_MAX_NUMBER_LENGTH: Final = 64
 """Maximum number of characters of a number. Python cannot convert integers of more than 4,300 digits to text."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> dict[str, object]:
         where = f" in line {mark.line + 1}" if mark else ""
         raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
     except RecursionError:  # raised by the parser, before ``_Check`` can count the levels
-        raise ValueError(f"nested too deep: expected at most {MOST_LEVELS} levels, got hundreds") from None
+        raise ValueError(f"nested too deep: expected at most {MAX_LEVELS} levels, got hundreds") from None
     assert isinstance(content, dict)
     return content
 
@@ -66,10 +66,10 @@ class _Check:
 
     def check(self, node: yaml.Node, depth: int) -> None:
         self._values += 1
-        if self._values > _MOST_VALUES:
-            raise _bad(node, f"expected at most {_MOST_VALUES} values, got more")
-        if depth > MOST_LEVELS:  # this also ends the check of a recursive value
-            raise _bad(node, f"nested too deep: expected at most {MOST_LEVELS} levels, got more")
+        if self._values > _MAX_VALUES:
+            raise _bad(node, f"expected at most {_MAX_VALUES} values, got more")
+        if depth > MAX_LEVELS:  # this also ends the check of a recursive value
+            raise _bad(node, f"nested too deep: expected at most {MAX_LEVELS} levels, got more")
         if isinstance(node, yaml.MappingNode):
             self._check_mapping(node, depth)
         elif isinstance(node, yaml.SequenceNode):
@@ -111,8 +111,8 @@ class _Check:
             return
         plain: str = self._loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
         self._check_tag(node, plain)
-        if node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
-            raise _bad(node, f"expected a number of at most {_LONGEST_NUMBER} characters, got {len(node.value)}")
+        if node.tag in _NUMBERS and len(node.value) > _MAX_NUMBER_LENGTH:
+            raise _bad(node, f"expected a number of at most {_MAX_NUMBER_LENGTH} characters, got {len(node.value)}")
 
     def _check_tag(self, node: yaml.Node, expected: str) -> None:
         if node.tag != expected:

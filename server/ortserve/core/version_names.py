@@ -6,7 +6,7 @@ from typing import Final
 STABLE: Final = "stable"
 """The label of the version that answers requests without a version, if the model has this label."""
 
-MOST_VERSION: Final = 2**63 - 1
+MAX_VERSION: Final = 2**63 - 1
 """The highest version: Triton's messages hold no larger integers."""
 
 LABEL_PATTERN: Final = "[A-Za-z_][A-Za-z0-9_.-]{0,62}"
@@ -27,7 +27,7 @@ def version_of(name: str) -> int | None:
     01 is none, because it would be version 1 a second time.
     """
     number = int(name) if _NUMBER.fullmatch(name) else 0
-    return number if 1 <= number <= MOST_VERSION else None
+    return number if 1 <= number <= MAX_VERSION else None
 
 
 def is_label(text: str) -> bool:

@@ -42,8 +42,8 @@ from ortserve.engine.staging import stage_rows
 from ortserve.model_file.graph import BFLOAT16
 
 _MAX_POOL_BYTES: Final = 256 * 2**20
-"""The limit of pinned memory for the answers of one instance. ``_LEAST_ANSWER_SETS`` may exceed it."""
-_LEAST_ANSWER_SETS: Final = SETS + 1
+"""The limit of pinned memory for the answers of one instance. ``_MIN_ANSWER_SETS`` may exceed it."""
+_MIN_ANSWER_SETS: Final = SETS + 1
 """An instance may allocate at least this number of answer sets, whatever their size."""
 _TIMED_EVERY: Final = 64
 """One batch in this many has its copies timed, because timed events cost more than plain ones."""
@@ -119,7 +119,7 @@ class DeviceBinding:
         self._inputs = [(spec.name, element_type(spec.datatype)) for spec in signature.inputs]
         self._outputs = [(spec.name, element_type(spec.datatype)) for spec in signature.outputs]
         self._runs: dict[tuple[int, int], BoundRun] = {}
-        answer_sets = max(_LEAST_ANSWER_SETS, min(MAX_SETS, _MAX_POOL_BYTES // max(1, set_nbytes(outputs, rows))))
+        answer_sets = max(_MIN_ANSWER_SETS, min(MAX_SETS, _MAX_POOL_BYTES // max(1, set_nbytes(outputs, rows))))
         self._account = account
         # The partial must not refer to the binding: a cycle of binding and pool would delay the release of memory.
         self._answers = OutputPool(

@@ -19,7 +19,7 @@ from ortserve.device.accounting import Account
 from ortserve.device.protocol import Device, release_all
 
 _BLOCK_BYTES: Final = 2**20
-_MOST_SLOTS: Final = 1024
+_MAX_SLOTS: Final = 1024
 """Limits of one allocation, which holds at least one slot."""
 _ALIGNMENT: Final = 256  # alignment of addresses that cudaMalloc returns; kernels may rely on it
 
@@ -72,7 +72,7 @@ class _SlotPool:
 
     def __init__(self, slot_nbytes: int) -> None:
         self.slot_nbytes: Final = slot_nbytes
-        self.slots_of_block: Final = min(_MOST_SLOTS, max(1, _BLOCK_BYTES // slot_nbytes))
+        self.slots_of_block: Final = min(_MAX_SLOTS, max(1, _BLOCK_BYTES // slot_nbytes))
         self.free: Final[deque[tuple[int, int]]] = deque()
         """The address of each free slot, with the address of its block."""
         self.blocks: Final[set[int]] = set()

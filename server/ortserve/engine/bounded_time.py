@@ -16,7 +16,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature
 from ortserve.model_file.graph import STRING, Function, Model, Node, Tensor
 
-MOST_NODES: Final = 1000
+MAX_NODES: Final = 1000
 """Maximum of nodes and initializers of a bounded model; nodes of a function count at each call. With more nodes, ONNX
 Runtime takes longer than a run on the event loop may last."""
 
@@ -98,7 +98,7 @@ BOUNDED: Final[Mapping[str, frozenset[str]]] = {
 """The operators whose time follows from the shapes of their inputs and the values of ``SHAPING_INPUTS``, by domain."""
 
 _STRING_CONSTANTS: Final = frozenset({"value_string", "value_strings"})
-_TOO_LARGE: Final = f"the graph has more than {MOST_NODES} nodes and initializers"
+_TOO_LARGE: Final = f"the graph has more than {MAX_NODES} nodes and initializers"
 
 
 def why_unbounded(model: Model, signature: ModelSignature) -> str:
@@ -135,13 +135,13 @@ class _Walk:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._left = MOST_NODES
+        self._left = MAX_NODES
 
     def why_unbounded(self, fed: set[str]) -> str:
         """See the function ``why_unbounded``; the inputs ``fed`` have fixed shapes but any values."""
         graph = self._model.graph
         self._left -= len(graph.constants)
-        if self._left < 0 or len(graph.nodes) > MOST_NODES:
+        if self._left < 0 or len(graph.nodes) > MAX_NODES:
             return _TOO_LARGE
         for name, tensor in graph.constants.items():
             if tensor.dtype == STRING:

@@ -12,7 +12,7 @@ from typing import Final
 from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
 from ortserve.model_file.graph import INT32, INT64, Graph, Model, Node, Tensor, names_read
 
-_LEAST_OPSET: Final = 9
+_MIN_OPSET: Final = 9
 """Earlier operator sets have no operator Where."""
 _DIVISIONS: Final = frozenset({"Div", "Mod"})
 _FAULTING: Final = frozenset({INT32, INT64})
@@ -35,7 +35,7 @@ def division_edits(model: Model) -> Edits:
     """The edits that replace the divisions of the main graph whose operands depend on the values of a request."""
     graph = model.graph
     divides = any(node.op in _DIVISIONS and not node.domain for node in graph.nodes)
-    if not divides or model.opsets.get("", 0) < _LEAST_OPSET:
+    if not divides or model.opsets.get("", 0) < _MIN_OPSET:
         return {}
     types = element_types(graph)
     requested = {declared.name for declared in graph.inputs}

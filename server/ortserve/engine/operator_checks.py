@@ -15,7 +15,7 @@ from ortserve.engine.least_axes import axes_needed_by
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
 from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes
 
-_LEAST_OPSET: Final = 9
+_MIN_OPSET: Final = 9
 """Before it there is no Where, and Less and Greater take no integers."""
 _SHAPES: Final = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
 """Operators with the place of the list of sizes that they make a tensor of."""
@@ -25,7 +25,7 @@ _LARGEST_BOX: Final = 2.0**24
 
 def check_edits(model: Model) -> Edits:
     """The edits that check the inputs of operators, in the main graph and in the graphs of If, Loop and Scan."""
-    if model.opsets.get("", _LEAST_OPSET) < _LEAST_OPSET:
+    if model.opsets.get("", _MIN_OPSET) < _MIN_OPSET:
         return {}
     has_any_rank = _has_any_rank(model)
     kinds = _CHECKS.keys() | EMPTY_CHECKS.keys()

@@ -18,10 +18,10 @@ from ortserve.errors import invalid_input
 RECORD_ENTRY: Final = "session.record_ep_graph_assignment_info"
 """The session option that makes a session record its placement."""
 
-_MOST_OPERATORS: Final = 20
-_MOST_LETTERS: Final = 64
-_MOST_NODES: Final = 50
-_MOST_LETTERS_OF_A_NODE: Final = 128
+_MAX_OPERATORS: Final = 20
+_MAX_LETTERS: Final = 64
+_MAX_NODES: Final = 50
+_MAX_LETTERS_OF_A_NODE: Final = 128
 """Long enough for names that exporters build from nested modules."""
 _REPEATING: Final = frozenset(("Loop", "Scan"))
 COPIES: Final = frozenset(("MemcpyFromHost", "MemcpyToHost"))
@@ -35,7 +35,7 @@ class Placement(Mapping[str, Mapping[str, int]]):
 
     Attributes:
         operators: Counts of nodes by operator, for each provider.
-        names: The first ``_MOST_NODES`` nodes of each provider, for messages.
+        names: The first ``_MAX_NODES`` nodes of each provider, for messages.
     """
 
     operators: Mapping[str, Mapping[str, int]]
@@ -69,7 +69,7 @@ def count_operators(session: ort.InferenceSession) -> Placement:
     by_nodes = sorted(nodes.items(), key=lambda entry: len(entry[1]), reverse=True)
     return Placement(
         {name: dict(Counter(node.op_type for node in found).most_common()) for name, found in by_nodes},
-        {name: tuple(_describe_node(node) for node in found[:_MOST_NODES]) for name, found in by_nodes},
+        {name: tuple(_describe_node(node) for node in found[:_MAX_NODES]) for name, found in by_nodes},
     )
 
 
@@ -108,7 +108,7 @@ def describe_placement(nodes: Mapping[str, int]) -> str:
 
 def describe_operators(kinds: Mapping[str, int]) -> str:
     """Counts of operators for messages, such as ``12 MatMul, 4 Relu``. The length is bounded."""
-    shown = [f"{count} {name[:_MOST_LETTERS]}" for name, count in list(kinds.items())[:_MOST_OPERATORS]]
+    shown = [f"{count} {name[:_MAX_LETTERS]}" for name, count in list(kinds.items())[:_MAX_OPERATORS]]
     others = len(kinds) - len(shown)
     return ", ".join(shown) + (f" and {others} other operators" if others else "")
 
@@ -117,12 +117,12 @@ def describe_elsewhere(provider: str, operators: Placement) -> str:
     """The nodes that other providers than the chosen one run, for messages; empty if there are none.
 
     For example ``CPUExecutionProvider: NonZero '/head/NonZero', com.microsoft.FastGelu 'gelu_1' and 12 more``. At most
-    ``_MOST_NODES`` nodes of each provider are named.
+    ``_MAX_NODES`` nodes of each provider are named.
     """
     elsewhere = {other: sum(kinds.values()) for other, kinds in operators.items() if other != provider}
     return "; ".join(
         f"{other}: {', '.join(operators.names[other])}"
-        + (f" and {count - _MOST_NODES} more" if count > _MOST_NODES else "")
+        + (f" and {count - _MAX_NODES} more" if count > _MAX_NODES else "")
         for other, count in elsewhere.items()
     )
 
@@ -133,4 +133,4 @@ def _describe_node(node: ort.OrtEpAssignedNode) -> str:
         name = node.name
     except UnicodeDecodeError:  # ONNX Runtime does not check the names of nodes
         name = ""
-    return f"{operator[:_MOST_LETTERS]} '{name[:_MOST_LETTERS_OF_A_NODE]}'" if name else operator[:_MOST_LETTERS]
+    return f"{operator[:_MAX_LETTERS]} '{name[:_MAX_LETTERS_OF_A_NODE]}'" if name else operator[:_MAX_LETTERS]

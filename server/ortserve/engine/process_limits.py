@@ -21,7 +21,7 @@ _UNLIMITED: Final = 2**60
 """Larger limits count as none: version 1 of cgroups reports about 2**63 without a limit."""
 _M_ARENA_MAX: Final = -8
 """The constant in glibc's malloc.h."""
-_MOST_ARENAS: Final = 2
+_MAX_ARENAS: Final = 2
 
 SPARE_FILES: Final = 256
 """Open files of a server that are not connections of its callers: models, libraries, stores, the metrics port."""
@@ -115,7 +115,7 @@ def limit_malloc_arenas() -> None:
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(_M_ARENA_MAX, _MOST_ARENAS)
+        mallopt(_M_ARENA_MAX, _MAX_ARENAS)
 
 
 def _read_number(file: Path, after: str = "") -> int:

@@ -15,7 +15,7 @@ from ortserve.model_file.editing import GRAPH_INPUT, GRAPH_OUTPUT, write_model, 
 from ortserve.model_file.graph import FLOAT
 
 _NODES: Final = 50
-_MOST_SAMPLES: Final = 100
+_MAX_SAMPLES: Final = 100
 
 
 class CallOverhead:
@@ -44,7 +44,7 @@ class CallOverhead:
 
     def sample(self) -> None:
         """Run both sessions, in less than 1 ms. No-op after the hundredth sample."""
-        if len(self._plain_us) == _MOST_SAMPLES:
+        if len(self._plain_us) == _MAX_SAMPLES:
             return
         feeds = {"t0": np.ones(1, np.float32)}
         self._profiled.run(None, feeds)

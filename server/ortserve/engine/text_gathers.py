@@ -12,7 +12,7 @@ from ortserve.engine.divisions import element_types
 from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
 from ortserve.model_file.graph import INT64, STRING, Dims, Graph, Model, Node
 
-_LEAST_OPSET: Final = 12
+_MIN_OPSET: Final = 12
 """Before it GatherND has no ``batch_dims``."""
 
 
@@ -20,7 +20,7 @@ def text_gather_edits(model: Model) -> Edits:
     """The edits that replace each Gather of texts in the main graph whose slices may have more than one text."""
     graph = model.graph
     gathers = [node for node in graph.nodes if node.op == "Gather" and not node.domain and len(node.inputs) == 2]
-    if not gathers or model.opsets.get("", 0) < _LEAST_OPSET:
+    if not gathers or model.opsets.get("", 0) < _MIN_OPSET:
         return {}
     types, dims = element_types(graph), _dims(graph)
     edits = {}

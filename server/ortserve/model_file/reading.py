@@ -23,10 +23,10 @@ from ortserve.model_file.graph import (
 from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, integers, mapped_file, signed, varint
 from ortserve.model_file.tensors import TensorReader
 
-MOST_NODES: Final = 50_000
+MAX_NODES: Final = 50_000
 """Maximum number of nodes for analyses. The record still has all nodes of a larger graph."""
 _DEEPEST: Final = 12
-_LONGEST_LIST: Final = 1 << 20
+_MAX_LIST_LENGTH: Final = 1 << 20
 _ENSEMBLES: Final = frozenset(
     {"SVMClassifier", "SVMRegressor", "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"}
 )
@@ -99,8 +99,8 @@ class _Reader:
                 functions[key] = function
         if len(graphs) != 1 or not opsets:
             raise ValueError("not an ONNX model")
-        if self._nodes > MOST_NODES:
-            self._too_large = f"the graph has more than {MOST_NODES} nodes"
+        if self._nodes > MAX_NODES:
+            self._too_large = f"the graph has more than {MAX_NODES} nodes"
         return Model(
             graphs[0],
             opsets,
@@ -228,8 +228,8 @@ class _Reader:
                     single = self._graph(begin, after, depth + 1)
                 elif skips_lists and not name.startswith(_ENSEMBLE_LABELS):
                     return name, Skipped()
-                elif after - begin > _LONGEST_LIST:
-                    self._too_large = f"attribute '{name}' is longer than {_LONGEST_LIST} bytes"
+                elif after - begin > _MAX_LIST_LENGTH:
+                    self._too_large = f"attribute '{name}' is longer than {_MAX_LIST_LENGTH} bytes"
                     return name, Skipped()
                 elif number == 7:
                     many += [each[0] for each in struct.iter_unpack("<f", data[begin:after])]

@@ -8,9 +8,9 @@ from typing import Final
 from ortserve.model_file.graph import Constant, ExternalFile, Tensor, constant
 from ortserve.model_file.protobuf import TextReader, fields, integers, varint
 
-MOST_ELEMENTS: Final = 4096
+MAX_ELEMENTS: Final = 4096
 """Maximum number of elements that the record stores for a constant of integers."""
-MOST_FLOATS: Final = 16
+MAX_FLOATS: Final = 16
 """Maximum number of elements that the record stores for a constant of floats. Larger ones are weights, not scales or
 bounds."""
 
@@ -63,13 +63,13 @@ class TensorReader:
                 self._external_entry(begin, after, external)
             elif number in (4, 5, 7, 9, 10, 11):
                 content.setdefault(number, []).append((wire_type, begin, after))
-                if len(content[number]) > MOST_ELEMENTS:
+                if len(content[number]) > MAX_ELEMENTS:
                     content[number].pop()
         if external:
             self._external_file(name, external)
         count = prod(dims)
         elements = None
-        if dtype in _FORMATS and 0 <= count <= (MOST_FLOATS if dtype in _FLOATS else MOST_ELEMENTS):
+        if dtype in _FORMATS and 0 <= count <= (MAX_FLOATS if dtype in _FLOATS else MAX_ELEMENTS):
             elements = self._elements(dtype, count, content)
         return name, Tensor(dtype, tuple(dims), elements)
 

@@ -37,7 +37,7 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_MOST_TOGETHER: Final = 16
+_MAX_TOGETHER: Final = 16
 """Maximum number of concurrent requests to an ensemble."""
 
 
@@ -133,5 +133,5 @@ async def check_ensemble(served: ServedEnsemble, path: Path, folder: Path | None
         return asyncio.run_coroutine_threadsafe(answer_all(samples), loop).result()
 
     samples = golden.samples if len(golden.samples) > 1 else ()
-    groups = [samples[begin : begin + _MOST_TOGETHER] for begin in range(0, len(samples), _MOST_TOGETHER)]
+    groups = [samples[begin : begin + _MAX_TOGETHER] for begin in range(0, len(samples), _MAX_TOGETHER)]
     return await asyncio.to_thread(check_samples, golden, signature, groups, run)

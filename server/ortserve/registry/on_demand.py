@@ -17,7 +17,7 @@ from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import ResidencyCounts
 
-_MOST_TRIES: Final = 4
+_MAX_TRIES: Final = 4
 """Maximum number of loads of an ensemble for its requests, if members are evicted before the ensemble holds them."""
 
 
@@ -92,7 +92,7 @@ class LoadsOnDemand:
             ServeError: not_ready, if there is no room in memory or the load failed.
         """
         with self._room.loading_together(closure_of([name], self._sources)):
-            await self._load_with_members(name, tries=_MOST_TRIES)
+            await self._load_with_members(name, tries=_MAX_TRIES)
 
     async def _load_with_members(self, name: str, *, tries: int) -> None:
         """As ``_load``. A load for another model may evict a member before the ensemble holds it."""

@@ -23,7 +23,7 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_MOST_REASONS: Final = 16
+_MAX_REASONS: Final = 16
 """Maximum number of options without effect that are logged one by one for a model."""
 
 
@@ -381,7 +381,7 @@ class Reconciler:
 def _report_options(source: ModelSource) -> None:
     """Log the options without effect. The number of lines is bounded, because a client's configuration is not."""
     reasons = source.without_effect
-    for reason in reasons[:_MOST_REASONS]:
+    for reason in reasons[:_MAX_REASONS]:
         log_event(logger, logging.WARNING, "option has no effect", model=source.name, reason=reason)
-    if (further := len(reasons) - _MOST_REASONS) > 0:
+    if (further := len(reasons) - _MAX_REASONS) > 0:
         log_event(logger, logging.WARNING, "further options have no effect", model=source.name, options=further)

@@ -32,7 +32,7 @@ logger: Final = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES: Final = 64 * 2**20
 """Maximum size of all requests that wait for the thread. A larger request is never recorded."""
-_LEAST_WAITING_BYTES: Final = 64 * 2**10
+_MIN_WAITING_BYTES: Final = 64 * 2**10
 """Minimum size counted for a request, because it may keep the buffer alive in which it was received."""
 _BLOCK_BYTES: Final = 4096
 """Block size of the disk; files occupy whole blocks."""
@@ -85,7 +85,7 @@ class Recordings:
 
     def enqueue(self, size: int, write: Callable[[], object]) -> bool:
         """Call ``write`` on the thread. Returns False if too many bytes already wait, or after ``close``."""
-        size = max(size, _LEAST_WAITING_BYTES)
+        size = max(size, _MIN_WAITING_BYTES)
         if self._is_closed.is_set() or self._enqueued_bytes + size - self._done_bytes > MAX_WAITING_BYTES:
             return False
         self._enqueued_bytes += size

@@ -18,7 +18,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import invalid_input
 
-MOST_ARRAYS: Final = 1024
+MAX_ARRAYS: Final = 1024
 """Maximum number of arrays in one file."""
 
 
@@ -37,9 +37,9 @@ def read_arrays(file: Path, most_bytes: int) -> Mapping[str, np.ndarray]:
         with ZipFile(file) as archive:
             members = archive.infolist()
             nbytes = sum(member.file_size for member in members)
-            if len(members) > MOST_ARRAYS or nbytes > most_bytes:
+            if len(members) > MAX_ARRAYS or nbytes > most_bytes:
                 raise invalid_input(
-                    f"{file.name}: expected at most {MOST_ARRAYS} arrays and {most_bytes} bytes, "
+                    f"{file.name}: expected at most {MAX_ARRAYS} arrays and {most_bytes} bytes, "
                     f"got {len(members)} arrays and {nbytes} bytes"
                 )
             for member in members:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortserve.config.rollout import RolloutOptions, make_rollout_options
-from ortserve.core.version_names import MOST_VERSION, is_label
+from ortserve.core.version_names import MAX_VERSION, is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 SCHEMA: Final = "ortserve.state/1"
@@ -25,8 +25,8 @@ DEFAULT_FOLDER: Final = ".ortserve"
 """Default folder in the first repository. Names that begin with a dot are not read as models."""
 FILE_NAME: Final = "state.json"
 
-_MOST_BYTES: Final = 16 * 1024 * 1024
-_MOST_MODELS: Final = 16_384
+_MAX_BYTES: Final = 16 * 1024 * 1024
+_MAX_MODELS: Final = 16_384
 _LOCK_WAIT_S: Final = 5.0
 _LOCK_RETRY_S: Final = 0.02
 """Interval between two attempts. Another server holds the lock for the duration of one write."""
@@ -123,14 +123,14 @@ def _read(path: Path) -> dict[str, ModelState]:
     """Read the states of all models; empty if the file does not exist. Raises ServeError: invalid_input."""
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+            content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise invalid_input(f"state_dir: {path} cannot be read: {error.strerror}") from None
     try:
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"expected at most {_MOST_BYTES} bytes")
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES} bytes")
         document = json.loads(content)
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"expected an object with the schema '{SCHEMA}'")
@@ -168,7 +168,7 @@ def _state_of(name: str, given: Any) -> ModelState:
 
 
 def _is_version(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MOST_VERSION
+    return type(value) is int and 1 <= value <= MAX_VERSION
 
 
 def _document(state: ModelState) -> dict[str, Any]:
@@ -193,8 +193,8 @@ def _change(folder: Path, model: str, state: ModelState) -> None:
         states.pop(model, None)
         if state != NOTHING_CHANGED:
             states[model] = state
-        if len(states) > _MOST_MODELS:
-            raise OSError(f"it already has the maximum of {_MOST_MODELS} models")
+        if len(states) > _MAX_MODELS:
+            raise OSError(f"it already has the maximum of {_MAX_MODELS} models")
         document = {"schema": SCHEMA, "models": {name: _document(one) for name, one in sorted(states.items())}}
         beside = folder / f".{FILE_NAME}.new"
         with beside.open("w") as file:

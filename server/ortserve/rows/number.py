@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Constant, constant
 
-MOST_TERMS: Final = 16
+MAX_TERMS: Final = 16
 """Maximum number of terms of a sum. A longer sum becomes one atom."""
 
 
@@ -229,7 +229,7 @@ def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, 
 def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Product]":
     """The terms of a number. A product with sums is expanded to a sum of products, unless that has too many terms."""
     sums = [atom for atom, power in powers_of(number) if atom.terms and power == 1]
-    if not sums or prod(len(atom.terms) for atom in sums) > MOST_TERMS:
+    if not sums or prod(len(atom.terms) for atom in sums) > MAX_TERMS:
         return [number]
     assert isinstance(number, Product)
     first = sums[0]

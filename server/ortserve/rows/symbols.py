@@ -9,7 +9,7 @@ from typing import Final
 from ortserve.model_file.graph import Constant, constant
 from ortserve.rows.number import (
     DEPENDENT,
-    MOST_TERMS,
+    MAX_TERMS,
     Atom,
     Dependent,
     Number,
@@ -164,7 +164,7 @@ class Symbols:
             return one
         self.steps += 1
         terms = terms_of((one, other))
-        if len(terms) > MOST_TERMS or any(map(is_fine, terms.values())):
+        if len(terms) > MAX_TERMS or any(map(is_fine, terms.values())):
             return self.opaque("long sum", one, other, is_whole=is_whole(one) and is_whole(other))
         return self._from_terms(terms)
 

@@ -144,7 +144,7 @@ def rows(
     return Value(Kind.ROWS, shape, axis, outer, inner, dtype, facts=facts)
 
 
-MOST_ELEMENTS: Final = 64
+MAX_ELEMENTS: Final = 64
 """Maximum number of elements that are computed. Larger tensors have no known elements."""
 _EXACT_FLOATS: Final = frozenset({FLOAT, DOUBLE})
 
@@ -154,7 +154,7 @@ Compute = Callable[..., Number]
 def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) -> tuple[Number, ...] | None:
     """Compute the elements of a result of these dimensions from the operands' elements; None if they are unknown."""
     count = element_count(dims)
-    if count is None or count > MOST_ELEMENTS:
+    if count is None or count > MAX_ELEMENTS:
         return None
     columns = []
     for value in values:
@@ -186,7 +186,7 @@ def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ..
         return None
     after = element_count(dims[axis + 1 :]) or 0
     along = element_count(dims[axis : axis + 1]) or 0
-    if not after or not along or len(positions) * len(value.elements) > MOST_ELEMENTS * along:
+    if not after or not along or len(positions) * len(value.elements) > MAX_ELEMENTS * along:
         return None
     blocks = range(0, len(value.elements), along * after)
     starts = (block + position * after for block in blocks for position in positions)
@@ -196,7 +196,7 @@ def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ..
 def transposed(value: Value, order: Sequence[int]) -> tuple[Number, ...] | None:
     """The known elements with their axes in another order; None if they are unknown."""
     dims = [length for length in value.dims or () if isinstance(length, int)]
-    if value.elements is None or len(value.elements) > MOST_ELEMENTS or len(dims) != len(order):
+    if value.elements is None or len(value.elements) > MAX_ELEMENTS or len(dims) != len(order):
         return None
     offsets = [0]
     for axis in order:

@@ -19,9 +19,9 @@ from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
 from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
 
-MOST_HYPOTHESES: Final = 48
-_MOST_AXES: Final = 3
-_MOST_GROUPS: Final = 12
+MAX_HYPOTHESES: Final = 48
+_MAX_AXES: Final = 3
+_MAX_GROUPS: Final = 12
 
 Axes: TypeAlias = Mapping[str, int | None]
 """The axis that carries the rows, by graph input; None for an input without rows."""
@@ -78,7 +78,7 @@ def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
         key = (declared.dims, axes)
         groups.setdefault(key, []).append(declared.name)
         choices[key] = axes
-    if len(groups) > _MOST_GROUPS:  # try only one hypothesis: the lowest possible axis of each input
+    if len(groups) > _MAX_GROUPS:  # try only one hypothesis: the lowest possible axis of each input
         combinations = [tuple(axes[0] for axes in choices.values())]
     else:
         combinations = _lowest_first([choices[key] for key in groups])
@@ -95,8 +95,8 @@ def _lowest_first(choices: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     ranked = [sorted(axes) for axes in choices]
     smallest = sum(axes[0] for axes in ranked)
     for excess in range(sum(axes[-1] - axes[0] for axes in ranked) + 1):
-        found += _with_sum(ranked, smallest + excess, MOST_HYPOTHESES - len(found))
-        if len(found) >= MOST_HYPOTHESES:
+        found += _with_sum(ranked, smallest + excess, MAX_HYPOTHESES - len(found))
+        if len(found) >= MAX_HYPOTHESES:
             break
     return found
 
@@ -122,7 +122,7 @@ def _nearly_lowest(choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]
 
 def _choices(declared: Declared, sizes: Sizes) -> tuple[int, ...]:
     dims = _declared_dims(declared, sizes)
-    return tuple(axis for axis, size in enumerate(dims or ()) if not isinstance(size, int))[:_MOST_AXES]
+    return tuple(axis for axis, size in enumerate(dims or ()) if not isinstance(size, int))[:_MAX_AXES]
 
 
 def _declared_dims(declared: Declared, sizes: Sizes) -> tuple[int | str | None, ...] | None:
@@ -290,7 +290,7 @@ def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None 
     budget = Budget()
     first: RowVerdict | None = None
     for count, axes in enumerate(hypotheses(model, sizes)):
-        if count >= MOST_HYPOTHESES:
+        if count >= MAX_HYPOTHESES:
             break
         try:
             verdict = prove_axes(model, axes, sizes, values, budget)

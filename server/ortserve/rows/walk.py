@@ -22,7 +22,7 @@ _BUILT_IN: Final = DOMAINS | {"ai.onnx.contrib"}
 of the model with the same name."""
 _NEWEST: Final = 1 << 16
 """The version of ONNX's own operators for a model that imports none: ONNX Runtime takes the newest that it knows."""
-MOST_VISITS: Final = 40_000
+MAX_VISITS: Final = 40_000
 """Maximum of visits of nodes for one model, over all hypotheses and rounds of loops. A visit takes some 50 µs."""
 _STEPS_A_VISIT: Final = 2
 """Number of symbolic steps that take as long as a visit."""
@@ -36,7 +36,7 @@ class TooMuchWorkError(Exception):
 class Budget:
     """Limits the number of visits of nodes."""
 
-    def __init__(self, visits: int = MOST_VISITS) -> None:
+    def __init__(self, visits: int = MAX_VISITS) -> None:
         self.left = visits
 
     def take(self, visits: int) -> None:

@@ -27,7 +27,7 @@ _LIKELY: Final = 6
 """Number of the last ``_GAPS`` gaps that must have been short enough."""
 
 _GAIN: Final = 0.125
-_LEAST_BUDGET_NS: Final = 20_000
+_MIN_BUDGET_NS: Final = 20_000
 
 _WASTE_SHARE: Final = 0.05
 """The share of all time that polling may take without a request at its end."""
@@ -66,7 +66,7 @@ class PollPolicy:
         earned_ns = (now_ns - self._credited_ns) * _WASTE_SHARE
         self._credit_ns = min(_MAX_CREDIT_NS, self._credit_ns + earned_ns)
         self._credited_ns = now_ns
-        budget_ns = min(self._max_ns, max(_LEAST_BUDGET_NS, int(2 * self._gap_ns)))
+        budget_ns = min(self._max_ns, max(_MIN_BUDGET_NS, int(2 * self._gap_ns)))
         return budget_ns if budget_ns <= self._credit_ns else 0
 
     def observe_waste(self, polled_ns: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 from weakref import WeakValueDictionary
 
-from ortserve.config.versions import MOST_LABELS
+from ortserve.config.versions import MAX_LABELS
 from ortserve.core.version_names import LABEL_FORM, STABLE, is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import State
@@ -86,10 +86,8 @@ class LabelService:
             state = self._registry.state_of(model)
             labels = {**state.labels, **changes}
             kept = {label: version for label, version in labels.items() if version is not None}
-            if len(kept) > MOST_LABELS:
-                raise invalid_input(
-                    f"labels: expected at most {MOST_LABELS} labels of model '{model}', got {len(kept)}"
-                )
+            if len(kept) > MAX_LABELS:
+                raise invalid_input(f"labels: expected at most {MAX_LABELS} labels of model '{model}', got {len(kept)}")
             for label, version in changes.items():
                 if version is not None:
                     self.check_serves(model, version, f"label '{label}'")

@@ -17,11 +17,11 @@ from ortserve.registry.served import ServedModel
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.history import Rates
 
-_MOST_LABELS: Final = 1000
+_MAX_LABELS: Final = 1000
 """Maximum number of labels of an output that the console shows."""
-_MOST_SIZES: Final = 64
-_MOST_CLASSES: Final = 4
-_MOST_TEXT: Final = 400
+_MAX_SIZES: Final = 64
+_MAX_CLASSES: Final = 4
+_MAX_TEXT: Final = 400
 
 NOT_SET: Final = "default"
 NOT_IN_MEMORY: Final = "NOT_IN_MEMORY"
@@ -39,11 +39,11 @@ def describe_row(record: VersionRecord, now: Rates, registry: Registry) -> dict[
         "version": record.shown_version,
         "labels": sorted(name for name, number in registry.labels(record.model).items() if number == record.version),
         "state": state,
-        "why": why[:_MOST_TEXT],
-        "reload": reload.explanation[:_MOST_TEXT] if reload is not None else "",
+        "why": why[:_MAX_TEXT],
+        "reload": reload.explanation[:_MAX_TEXT] if reload is not None else "",
         "platform": served.platform if served is not None else "",
         "provider": properties.get("execution_provider", "").removesuffix("ExecutionProvider"),
-        "elsewhere": properties.get("nodes_elsewhere", "")[:_MOST_TEXT],
+        "elsewhere": properties.get("nodes_elsewhere", "")[:_MAX_TEXT],
         "file_bytes": sum(size for _, _, _, size, _ in source.fingerprints) if source is not None else 0,
         "memory": record.account.nbytes if record.account is not None else 0,
         "load_s": round(record.metrics.load_ns / 1e9, 3),
@@ -71,7 +71,7 @@ def _state_of(record: VersionRecord) -> tuple[str, str]:
 def describe_live(record: VersionRecord) -> dict[str, Any]:
     """The measurements of a version: the sizes and times of its batches, and the learned state of its batcher."""
     served, metrics = record.served, record.metrics
-    sizes = sorted(metrics.batches.items(), key=lambda known: -known[1].count)[:_MOST_SIZES]
+    sizes = sorted(metrics.batches.items(), key=lambda known: -known[1].count)[:_MAX_SIZES]
     document: dict[str, Any] = {
         "name": record.model,
         "version": record.shown_version,
@@ -92,7 +92,7 @@ def describe_live(record: VersionRecord) -> dict[str, Any]:
             "arrival_rows_per_s": learned.arrival_rows_per_s,
             "saturation": learned.saturation,
             "decisions": asdict(learned.decisions),
-            "classes": [asdict(known) for known in learned.classes[:_MOST_CLASSES]],
+            "classes": [asdict(known) for known in learned.classes[:_MAX_CLASSES]],
         }
     return document
 
@@ -136,7 +136,7 @@ class ModelDetails:
             document |= {
                 "inputs": [_tensor(spec) for spec in served.signature.inputs],
                 "outputs": [
-                    _tensor(spec) | {"labels": list(served.labels.get(spec.name, ())[:_MOST_LABELS])}
+                    _tensor(spec) | {"labels": list(served.labels.get(spec.name, ())[:_MAX_LABELS])}
                     for spec in served.signature.outputs
                 ],
                 "properties": dict(served.properties),

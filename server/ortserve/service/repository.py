@@ -18,7 +18,7 @@ ControlMode: TypeAlias = Literal["none", "poll", "explicit"]
 
 ALL_MODELS: Final = "*"
 
-_MOST_PARAMETERS: Final = 16 * 1024
+_MAX_PARAMETERS: Final = 16 * 1024
 """Maximum number of parameters of a load, most of which are files: as many as the fields of a gRPC message."""
 
 _PER_TURN: Final = 250
@@ -112,8 +112,8 @@ class RepositoryService:
                 internal, if loading fails.
         """
         self._check(name)
-        if len(parameters) > _MOST_PARAMETERS:
-            raise invalid_input(f"load: expected at most {_MOST_PARAMETERS} parameters, got {len(parameters)}")
+        if len(parameters) > _MAX_PARAMETERS:
+            raise invalid_input(f"load: expected at most {_MAX_PARAMETERS} parameters, got {len(parameters)}")
         config: str | None = None
         files: dict[str, bytes] = {}
         for parameter, value in parameters.items():

@@ -22,10 +22,10 @@ TraceSetting: TypeAlias = str | list[str]
 TRACE: Final = "trace"
 """Name of the extension, announced if traces can be written."""
 
-_LEAST: Final = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
-_MOST: Final = 2**31 - 1
+_MIN: Final = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
+_MAX: Final = 2**31 - 1
 _INTEGER: Final = re.compile("-?[0-9]{1,10}")
-_SETTINGS: Final = ("trace_level", *_LEAST, "trace_file", "trace_mode")
+_SETTINGS: Final = ("trace_level", *_MIN, "trace_file", "trace_mode")
 _MODE: Final = "triton"
 
 
@@ -215,10 +215,10 @@ def _checked(key: str, value: object, *, can_trace: bool) -> int | None:
         if values[0] != _MODE:
             raise ServeError(ErrorKind.UNSUPPORTED, f"trace_mode: expected '{_MODE}', got '{values[0]}'")
         return None
-    least = _LEAST[key]
+    least = _MIN[key]
     number = int(values[0]) if _INTEGER.fullmatch(values[0]) else least - 1
-    if isinstance(value, bool) or not least <= number <= _MOST:
-        raise invalid_input(f"{key}: expected an integer, {least} to {_MOST}, got '{values[0]}'")
+    if isinstance(value, bool) or not least <= number <= _MAX:
+        raise invalid_input(f"{key}: expected an integer, {least} to {_MAX}, got '{values[0]}'")
     return number
 
 

@@ -31,7 +31,7 @@ _KEYS: Final = ("time", "level", "logger", "message", "exception")
 """Reserved keys of a JSON line; fields with these names are renamed."""
 
 
-_MOST_IN_LINE: Final = 399
+_MAX_IN_LINE: Final = 399
 """Maximum number of characters of a text line, so that logs stay readable."""
 
 
@@ -160,9 +160,9 @@ def fit_fields(fields: Mapping[str, object], logger: str, message: str) -> dict[
     """The leading fields that fit in a line. The first field that does not fit is truncated, later ones are dropped.
 
     This is for events with long fields that are available in full elsewhere, for example in a model's metadata. The
-    limit ``_MOST_IN_LINE`` applies to text lines; a JSON line is slightly longer.
+    limit ``_MAX_IN_LINE`` applies to text lines; a JSON line is slightly longer.
     """
-    room = _MOST_IN_LINE - len(text_line(0, "WARNING", logger, message, {}))
+    room = _MAX_IN_LINE - len(text_line(0, "WARNING", logger, message, {}))
     fitting: dict[str, object] = {}
     for key, value in fields.items():
         room -= len(f" {key}=")

@@ -115,7 +115,7 @@ def machine_families(gpus: Sequence[GpuReading], cpu: CpuReading) -> Iterator[Fa
         yield Family(declaration, {} if value is None else {(): value})
 
 
-_LEAST_NS: Final = 1_000_000_000
+_MIN_NS: Final = 1_000_000_000
 """Minimum interval of a utilization. Triton measures every second; the kernel counts hundredths of a second."""
 
 
@@ -151,7 +151,7 @@ class CpuReader:
     def _read_utilization(self) -> float | None:
         with self._lock:
             now_ns = self._clock()
-            if self._utilization is not None and now_ns - self._since_ns < _LEAST_NS:
+            if self._utilization is not None and now_ns - self._since_ns < _MIN_NS:
                 return self._utilization
             ticks, before = _read_ticks(self._folder), self._ticks
             if ticks is None or before is None:

@@ -80,10 +80,10 @@ def encode_record(
     return f'{head},"timestamps":[{timestamps}]}}'.encode()
 
 
-_MOST_WAITING_BYTES: Final = 16 * 1024 * 1024
+_MAX_WAITING_BYTES: Final = 16 * 1024 * 1024
 """Maximum size of records that wait for the thread; beyond it, records are dropped because the disk is too slow."""
 
-_LEAST_FILE_BYTES: Final = 4096
+_MIN_FILE_BYTES: Final = 4096
 """Minimum size with which a numbered file counts, because it takes a block on the disk. It limits the number of tiny
 files."""
 
@@ -130,7 +130,7 @@ class TraceFiles:
 
     def number(self, records: Sequence[bytes]) -> None:
         """Write records to the next numbered file."""
-        if self._enter(records, _LEAST_FILE_BYTES):
+        if self._enter(records, _MIN_FILE_BYTES):
             path = self._path.with_name(f"{self._path.name}.{self._next_number}")
             self._next_number += 1
             self._writer.submit(self._write_whole, path, records)
@@ -151,7 +151,7 @@ class TraceFiles:
             return False
         if self._handed_bytes + size > self._max_bytes:
             reason = f"trace_max_bytes: {self._max_bytes} bytes have been written"
-        elif self._handed_bytes + size - self._done_bytes > _MOST_WAITING_BYTES:
+        elif self._handed_bytes + size - self._done_bytes > _MAX_WAITING_BYTES:
             reason = "the disk is too slow"
         else:
             self._handed_bytes += size
@@ -181,7 +181,7 @@ class TraceFiles:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             self._fail(records, error)
-        self._done_bytes += _size(records, _LEAST_FILE_BYTES)
+        self._done_bytes += _size(records, _MIN_FILE_BYTES)
 
     def _fail(self, records: Sequence[bytes], error: OSError) -> None:
         if not self._failed:

@@ -16,8 +16,8 @@ import orjson
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
 
-_MOST_BYTES: Final = 2**30
-_MOST_TEXT: Final = 1000
+_MAX_BYTES: Final = 2**30
+_MAX_TEXT: Final = 1000
 """Characters of an error of a server that messages quote."""
 _KINDS: Final = {
     401: ErrorKind.UNAUTHENTICATED,
@@ -119,8 +119,8 @@ class Client:
                 parser.feed_data(part)
                 if not kept and time.monotonic() > latest:
                     raise TimeoutError
-                if len(body) > _MOST_BYTES:
-                    raise another_kind(self.address, f"got an answer of more than {_MOST_BYTES:,} bytes")
+                if len(body) > _MAX_BYTES:
+                    raise another_kind(self.address, f"got an answer of more than {_MAX_BYTES:,} bytes")
         except ssl.SSLCertVerificationError as error:
             problem = (
                 f"the server's certificate is not trusted: {error.verify_message} (--ca names a file with certificates "
@@ -149,12 +149,12 @@ class Client:
         status = answer.status
         if status == 200:
             return answer
-        text = answer.body[:_MOST_TEXT].decode(errors="replace")
+        text = answer.body[:_MAX_TEXT].decode(errors="replace")
         is_lost = status == 501 or (400 <= status < 500 and status not in (401, 403, 429))
         if is_lost and not text.startswith("{"):  # errors of the protocol are JSON
             raise another_kind(self.address, f"got status {status}: {text[:60]!r}")
         with suppress(ValueError, LookupError, TypeError):
-            text = str(orjson.loads(answer.body)["error"])[:_MOST_TEXT]
+            text = str(orjson.loads(answer.body)["error"])[:_MAX_TEXT]
         hint = " (send a key with --key-file)" if status in (401, 403) else ""
         kind = _KINDS.get(status, ErrorKind.REJECTED_BY_MODEL if 400 <= status < 500 else ErrorKind.INTERNAL)
         raise ServeError(kind, f"{self.address.url}: status {status}: {text}{hint}")

@@ -30,11 +30,11 @@ Feeds = Mapping[str, np.ndarray]
 _BLOCK_S: Final = 0.05
 """Duration of a block, the runs of one model before the next model's turn. Switching between processes takes far less
 time, and the speed of the machine changes more slowly."""
-_MOST_RUNS: Final = 2000
+_MAX_RUNS: Final = 2000
 """Limit of the runs in a block."""
-_LEAST_ROUNDS: Final = 4
+_MIN_ROUNDS: Final = 4
 """Blocks of each model that one process measures at least, whatever the time limit."""
-_MOST_ROUNDS: Final = 400
+_MAX_ROUNDS: Final = 400
 _WARM_S: Final = 1.0
 """Time limit of the warm-up runs in a process. The first of them is always made."""
 _PROCESSES: Final = 5
@@ -159,7 +159,7 @@ def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: flo
         order = list(range(len(models)))
         blocks: list[list[_Block]] = [[] for _ in models]
         deadline = time.monotonic() + seconds
-        while len(blocks[0]) < _LEAST_ROUNDS or (len(blocks[0]) < _MOST_ROUNDS and time.monotonic() < deadline):
+        while len(blocks[0]) < _MIN_ROUNDS or (len(blocks[0]) < _MAX_ROUNDS and time.monotonic() < deadline):
             for number in order:
                 blocks[number].append(runners[number].call(_Runner.run, runs[number]))
             order.reverse()
@@ -213,7 +213,7 @@ class _Runner:
         run_s = self.run(1).wall_s
         if run_s < block_s / 8:
             run_s = self.run(8).wall_s
-        return max(1, min(_MOST_RUNS, round(block_s / run_s)))
+        return max(1, min(_MAX_RUNS, round(block_s / run_s)))
 
     def run(self, count: int) -> _Block:
         """Make ``count`` runs. If there are several, an unmeasured run before them wakes threads and fills caches."""

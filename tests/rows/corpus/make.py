@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 FOLDER = Path(__file__).parent
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 MODELS = {}
 
 warnings.filterwarnings("ignore")
@@ -879,7 +879,7 @@ def main(names):
             node.doc_string = ""
         onnx.save(loaded, path)
         size = path.stat().st_size
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             sys.stderr.write(f"{name}: {size} bytes are too many\n")
         entry = {"made_by": made, "shapes": shapes, "independent": independent}
         if below:

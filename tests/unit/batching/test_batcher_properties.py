@@ -26,9 +26,9 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import LEAST_DUE_NS, RequestQueue
+from ortserve.batching.queue import MIN_DUE_NS, RequestQueue
 from ortserve.batching.row_checks import RowChecks
-from ortserve.batching.run_limits import LEAST_LATE_RUN_NS, RunLimits
+from ortserve.batching.run_limits import MIN_LATE_RUN_NS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
@@ -632,7 +632,7 @@ def check_late_requests_are_evicted_in_time(one: Play) -> None:
 
 
 def check_order(one: Play) -> None:
-    """In a shape class higher levels run first, then earlier arrivals, except for deadlines within ``LEAST_DUE_NS``."""
+    """In a shape class higher levels run first, then earlier arrivals, except for deadlines within ``MIN_DUE_NS``."""
     ran = [caller for caller in one.callers if caller.runs and not caller.is_piece_wise]
     for first, second in combinations(ran, 2):
         if first.width != second.width:
@@ -649,7 +649,7 @@ def goes_before(a: Caller, b: Caller) -> bool:
         return level_a < level_b
     if a.timing.queued_ns < b.timing.queued_ns:
         return by_b is None or (by_a is not None and by_a <= by_b)
-    return by_a is not None and by_a < b.timing.queued_ns + LEAST_DUE_NS and (by_b is None or by_a < by_b)
+    return by_a is not None and by_a < b.timing.queued_ns + MIN_DUE_NS and (by_b is None or by_a < by_b)
 
 
 def check_no_request_waits_for_an_idle_instance(one: Play) -> None:
@@ -723,7 +723,7 @@ def check_runs_without_callers_end_after_a_second(one: Play) -> None:
         callers = [caller for caller in one.callers if any(own is run for own in caller.runs)]
         if not run.is_inline and all(caller.outcomes[0] == "cancelled" for caller in callers):
             last_ns = max(caller.settled_ns for caller in callers)
-            assert run.ended_ns <= max(last_ns, run.began_ns + LEAST_LATE_RUN_NS) + MS
+            assert run.ended_ns <= max(last_ns, run.began_ns + MIN_LATE_RUN_NS) + MS
 
 
 def running_at(one: Play, at_ns: int) -> int:

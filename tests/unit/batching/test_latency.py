@@ -167,13 +167,13 @@ def test_line_goes_through_one_row_and_the_most() -> None:
 @given(
     known=st.lists(st.tuples(st.integers(1, 4096), TIMES), max_size=5),
     seen=st.lists(st.tuples(st.integers(1, 4096), TIMES), max_size=30),
-    most=st.sampled_from([2.0, 1000.0]),
+    max_ratio=st.sampled_from([2.0, 1000.0]),
     rows=st.integers(1, 10**6),
 )
 def test_prediction_is_positive_and_finite(
-    known: list[tuple[int, float]], seen: list[tuple[int, float]], most: float, rows: int
+    known: list[tuple[int, float]], seen: list[tuple[int, float]], max_ratio: float, rows: int
 ) -> None:
-    latency = LatencyModel(known, most=most)
+    latency = LatencyModel(known, max_ratio=max_ratio)
     for size, ns in seen:
         latency.observe(size, ns)
     predicted_ns = latency.predict_ns(rows)

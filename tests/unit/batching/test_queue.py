@@ -8,7 +8,7 @@ import pytest
 from fakes.inflight import inflight
 from interpreted import interpreted_only
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.queue import DUE_RUNS, LEAST_DUE_NS, MAX_CLASSES, RequestQueue, ShapeClass
+from ortserve.batching.queue import DUE_RUNS, MAX_CLASSES, MIN_DUE_NS, RequestQueue, ShapeClass
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
 
@@ -72,15 +72,15 @@ def test_request_without_a_deadline_is_due_after_ten_full_batches() -> None:
 
 def test_request_of_a_fast_model_is_due_after_a_second() -> None:
     queue = RequestQueue([(MAX_ROWS, 1000)])
-    free, far = request(queued_ns=50), request(queued_ns=60, finish_by_ns=10 * LEAST_DUE_NS)
-    near = request(queued_ns=70, finish_by_ns=LEAST_DUE_NS)
+    free, far = request(queued_ns=50), request(queued_ns=60, finish_by_ns=10 * MIN_DUE_NS)
+    near = request(queued_ns=70, finish_by_ns=MIN_DUE_NS)
     shape_class = push(queue, "a", free, far, near)
     assert queue.take(shape_class, 3) == [near, free, far]
 
 
 def test_stream_of_requests_without_deadlines_does_not_starve_a_far_deadline() -> None:
     queue = known_queue()
-    far = request(finish_by_ns=3600 * LEAST_DUE_NS)
+    far = request(finish_by_ns=3600 * MIN_DUE_NS)
     shape_class = push(queue, "a", far, request())
     for now_ns in range(1, 10):
         push(queue, "a", *[request(queued_ns=now_ns) for _ in range(2)])

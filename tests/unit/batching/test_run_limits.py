@@ -7,7 +7,7 @@ import pytest
 from fakes.inflight import inflight
 from ortserve.batching.groups import RequestGroup
 from ortserve.batching.queue import RequestQueue
-from ortserve.batching.run_limits import LEAST_LIMIT_NS, UNKNOWN_LIMIT_NS, RunLimits, latest_deadline_ns
+from ortserve.batching.run_limits import MIN_LIMIT_NS, UNKNOWN_LIMIT_NS, RunLimits, latest_deadline_ns
 from ortserve.core.timing import Timing
 
 S = 1_000_000_000
@@ -17,8 +17,8 @@ S = 1_000_000_000
     ("predicted_ns", "limit_ns"),
     [
         (0, UNKNOWN_LIMIT_NS),
-        (1000.0, LEAST_LIMIT_NS),
-        (3.0 * S, LEAST_LIMIT_NS),
+        (1000.0, MIN_LIMIT_NS),
+        (3.0 * S, MIN_LIMIT_NS),
         (30.0 * S, 600 * S),
     ],
 )

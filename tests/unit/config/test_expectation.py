@@ -4,7 +4,7 @@ import pytest
 
 from ortserve.config.expectation import InvalidValuesError, validate
 from ortserve.config.rollout import RolloutOptions
-from ortserve.config.yaml_file import MOST_LEVELS
+from ortserve.config.yaml_file import MAX_LEVELS
 
 
 def nested(levels: int) -> object:
@@ -26,9 +26,9 @@ def test_required_key_that_is_missing_or_null_is_named(given: dict[str, object])
         validate(RolloutOptions, given)
 
 
-@pytest.mark.parametrize("levels", [MOST_LEVELS + 1, 300, 3000])
+@pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 300, 3000])
 def test_key_with_a_deeply_nested_value_is_named(levels: int) -> None:
     with pytest.raises(InvalidValuesError, match=r"^share: nested too deep: expected at most 64 levels$"):
         validate(RolloutOptions, {"candidate": 2, "share": nested(levels)})
     with pytest.raises(InvalidValuesError, match=r"^share: expected number, 0 to 1, got "):
-        validate(RolloutOptions, {"candidate": 2, "share": nested(MOST_LEVELS - 1)})
+        validate(RolloutOptions, {"candidate": 2, "share": nested(MAX_LEVELS - 1)})

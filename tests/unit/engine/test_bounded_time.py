@@ -14,7 +14,7 @@ from models import builders
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine import bounded_time
-from ortserve.engine.bounded_time import MOST_NODES
+from ortserve.engine.bounded_time import MAX_NODES
 from ortserve.model_file.reading import read_model
 
 Node = onnx.NodeProto
@@ -202,7 +202,7 @@ def test_nested_functions_are_analysed_within_the_node_limit(tmp_path: Path) -> 
 
 
 def test_large_graph_is_not_analysed(tmp_path: Path) -> None:
-    nodes = [node("Identity", ["x"], [f"y{k}"]) for k in range(MOST_NODES)]
+    nodes = [node("Identity", ["x"], [f"y{k}"]) for k in range(MAX_NODES)]
     assert why(tmp_path, *nodes) == ""
     assert "more than" in why(tmp_path, *nodes, node("Identity"))
     assert "more than" in why(tmp_path, *nodes, weights=[ints("w", 1)])

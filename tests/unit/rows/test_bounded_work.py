@@ -9,7 +9,7 @@ import pytest
 from ortserve.model_file import reading
 from ortserve.model_file.reading import parse_model
 from ortserve.rows import Outcome, TooMuchWorkError, prove_axes, prove_rows
-from ortserve.rows.number import MOST_TERMS, Number, Product
+from ortserve.rows.number import MAX_TERMS, Number, Product
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.walk import Budget
 
@@ -23,7 +23,7 @@ def test_sums_of_products_stay_small() -> None:
         numbers = [combine(one, other) for one, other in zip(numbers, turned, strict=True)]
     for number in numbers:
         assert isinstance(number, Product)
-        assert all(len(atom.terms) <= MOST_TERMS for atom, _ in number.atoms)
+        assert all(len(atom.terms) <= MAX_TERMS for atom, _ in number.atoms)
 
 
 def test_squares_of_squares_stay_small() -> None:
@@ -52,7 +52,7 @@ def test_a_model_with_too_many_nodes_is_unknown(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "model.onnx"
     file.write_bytes(chain(20).SerializeToString())
     assert prove_rows(file).outcome is Outcome.PROVEN
-    monkeypatch.setattr(reading, "MOST_NODES", 10)
+    monkeypatch.setattr(reading, "MAX_NODES", 10)
     verdict = prove_rows(file)
     assert verdict.outcome is Outcome.UNKNOWN
     assert "more than 10 nodes" in verdict.reason

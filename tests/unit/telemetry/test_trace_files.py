@@ -136,7 +136,7 @@ def test_trace_bytes_stay_within_the_configured_bound(tmp_path: Path, caplog: py
 def test_slow_disk_drops_traces(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_files, "_MOST_WAITING_BYTES", 100)
+    monkeypatch.setattr(trace_files, "_MAX_WAITING_BYTES", 100)
     is_slow = threading.Event()
     files = TraceFiles(tmp_path / "trace.json", max_bytes=MANY)
     files._writer.submit(is_slow.wait)

@@ -29,7 +29,7 @@ _EXCHANGE: Final = "ortserve.exchange"
 _PAUSE_BYTES: Final = 64 * 1024
 """The connection pauses reading while more bytes of a body wait for the application."""
 
-_MOST_QUERY_BYTES: Final = 2 * 1024
+_MAX_QUERY_BYTES: Final = 2 * 1024
 """Maximum size of a query; a longer one is ignored. FastAPI parses the query of each request, 30 KB in 16 ms. Only the
 stream of the console uses a query."""
 
@@ -221,7 +221,7 @@ class AsgiExchange(Exchange):
             "root_path": "",
             "path": path,
             "raw_path": self._raw_path,
-            "query_string": self._query if len(self._query) <= _MOST_QUERY_BYTES else b"",
+            "query_string": self._query if len(self._query) <= _MAX_QUERY_BYTES else b"",
             "headers": self._headers,
             "state": self._app_state.copy(),
             _EXCHANGE: self,

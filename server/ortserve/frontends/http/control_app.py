@@ -40,7 +40,7 @@ from ortserve.service.management import Management
 from ortserve.service.models import ModelService
 from ortserve.service.shared_memory import SharedMemory
 
-_MOST_SHOWN: Final = 200
+_MAX_SHOWN: Final = 200
 """Maximum number of characters of an unknown path in its error."""
 
 
@@ -174,7 +174,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 def _unknown_path(request: Request) -> Response:
     path: str = request.scope["path"]
-    shown = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}…"
+    shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}…"
     return as_response(failure(ServeError(ErrorKind.NOT_FOUND, f"Not Found: no call has the path '{shown}'")))
 
 

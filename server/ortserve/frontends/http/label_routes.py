@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ortserve.config.rollout import RolloutOptions
-from ortserve.core.version_names import MOST_VERSION
+from ortserve.core.version_names import MAX_VERSION
 from ortserve.errors import invalid_input
 from ortserve.frontends.http.documents import (
     LabelsDocument,
@@ -94,7 +94,7 @@ def _changes(document: dict[str, Any]) -> dict[str, int | None]:
 
 
 def _number(what: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MOST_VERSION:
+    if type(value) is not int or not 1 <= value <= MAX_VERSION:
         raise invalid_input(f"{what}: expected the number of a version, got {value!r:.100}")
     return value
 

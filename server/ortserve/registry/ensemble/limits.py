@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from ortserve.errors import ErrorKind, ServeError
 
-MOST_WAITING: Final = 16_384
+MAX_WAITING: Final = 16_384
 """Maximum number of requests of one load of an ensemble that wait to begin."""
 
 _STARTED_AT_ONCE: Final = 16
@@ -54,7 +54,7 @@ class StepLimits:
         """
         if not self._beginning and not any(self._waiting):
             return True
-        if len(self._beginning) >= MOST_WAITING:
+        if len(self._beginning) >= MAX_WAITING:
             raise ServeError(
                 ErrorKind.OVERLOADED,
                 f"Exceeds maximum queue size: {len(self._beginning)} requests wait for steps with "

@@ -12,7 +12,7 @@ from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.route import EnsembleTerms
 
-MOST_WAITING: Final = 16_384
+MAX_WAITING: Final = 16_384
 """Maximum number of requests of one ensemble that wait for earlier requests of their sequences."""
 
 
@@ -62,7 +62,7 @@ class SequenceTurns:
         if waiting is None:
             self._waiting[turn.part.id] = deque()
             return True
-        if self._count >= MOST_WAITING or turn.part.id in self._rejected:
+        if self._count >= MAX_WAITING or turn.part.id in self._rejected:
             self._rejected.add(turn.part.id)
             raise ServeError(
                 ErrorKind.OVERLOADED,

@@ -37,7 +37,7 @@ from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, cras
 RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
 """Runs samples together, and returns the outputs of each. Raises ServeError."""
 
-_MOST_TOGETHER: Final = 64
+_MAX_TOGETHER: Final = 64
 """Maximum number of samples in a run. Larger batches compute rows in the same way."""
 
 
@@ -234,7 +234,7 @@ class InstanceRuns:
         """Group samples that may share a batch, up to the maximum size of a batch."""
         if not self.signature.is_batched:
             return []
-        most = min(_MOST_TOGETHER, self._loaded.warm_up.max_rows)
+        most = min(_MAX_TOGETHER, self._loaded.warm_up.max_rows)
         classes: dict[Hashable, list[GoldenSample]] = {}
         sequences = self._loaded.interface.sequences
         for sample in samples:

@@ -25,10 +25,10 @@ GOLDEN_FOLDER: Final = "golden"
 """Name of the folder in the folder of a version."""
 GOLDEN_FILE: Final = "golden.yaml"
 GOLDEN_MISSING: Final = "golden_required: expected a folder 'golden' with samples beside the model file, found none"
-MOST_FILES: Final = 256
-MOST_BYTES: Final = 2**28
+MAX_FILES: Final = 256
+MAX_BYTES: Final = 2**28
 """Maximum size of all arrays in memory."""
-MOST_SAMPLES: Final = 1024
+MAX_SAMPLES: Final = 1024
 """Maximum number of samples of a version. Each runs up to twice before the version serves."""
 INPUT, OUTPUT = "input.", "output."
 
@@ -118,16 +118,16 @@ def _read(folder: Path, signature: ModelSignature) -> GoldenSamples:
     for name in settings.tolerances.keys() - signature.output_index.keys():
         raise invalid_input(f"{GOLDEN_FILE}: tolerances: expected one of the outputs {outputs}, got '{name}'")
     files = sorted(folder.glob("[!.]*.npz"))
-    if not files or len(files) > MOST_FILES:
-        raise invalid_input(f"expected 1 to {MOST_FILES} files *.npz, got {len(files)}")
+    if not files or len(files) > MAX_FILES:
+        raise invalid_input(f"expected 1 to {MAX_FILES} files *.npz, got {len(files)}")
     samples: list[GoldenSample] = []
-    left = MOST_BYTES
+    left = MAX_BYTES
     for file in files:
         arrays = read_arrays(file, left)
         left -= sum(array.nbytes for array in arrays.values())
         samples += _samples(file.name, arrays, signature)
-        if len(samples) > MOST_SAMPLES:
-            raise invalid_input(f"expected at most {MOST_SAMPLES} samples, got more up to {file.name}")
+        if len(samples) > MAX_SAMPLES:
+            raise invalid_input(f"expected at most {MAX_SAMPLES} samples, got more up to {file.name}")
     tolerances = {name: tolerance.bounds() for name, tolerance in settings.tolerances.items()}
     return GoldenSamples(len(files), tuple(samples), tolerances)
 

@@ -14,9 +14,9 @@ from ortserve.errors import OutOfMemoryError, ServeError
 from ortserve.registry.load.batch_sizes import ENDS_LOAD, WorkerRuns, as_batch
 from ortserve.registry.load.inputs import USUAL, ZEROS, InputGenerator, Sample, Spread
 
-LEAST_ROWS: Final = 3
+MIN_ROWS: Final = 3
 """Number of rows of the first set of inputs. Each of its rows also runs alone."""
-_SET_RUNS: Final = 4 * LEAST_ROWS
+_SET_RUNS: Final = 4 * MIN_ROWS
 """Predicted duration of the first set, in runs of one row: the rows run together, for the first time, each alone, and
 as zeros."""
 _SHORT_SET_NS: Final = 20_000_000
@@ -105,7 +105,7 @@ class RowTrial:
         return ""
 
     def _try_usual(self) -> str:
-        rows = LEAST_ROWS
+        rows = MIN_ROWS
         try:
             problem = self._compare(self.inputs.generate(rows, 0, USUAL), rows)
         except OutOfMemoryError:
@@ -129,7 +129,7 @@ class RowTrial:
             return "rows could not be tried with the optional inputs in the time for warm-up"
         inputs = replace(self.inputs, includes_optional=True)
         try:
-            return self._compare(inputs.generate(LEAST_ROWS, 0, USUAL), LEAST_ROWS)
+            return self._compare(inputs.generate(MIN_ROWS, 0, USUAL), MIN_ROWS)
         except _RejectedError as error:
             return (
                 f"rows could not be tried with the optional inputs, because the model rejects synthetic ones: {error}"
@@ -156,8 +156,8 @@ class RowTrial:
     def _affordable_rows(self) -> int:
         """Rows of a set for which there is time, with two batches and some rows alone. 0 if time is too short."""
         left_ns = self.stop_ns - self.clock()
-        rows = min(max(self.max_rows, LEAST_ROWS), self.inputs.max_rows, left_ns // max(1, 3 * self.row_ns) - _COMPARED)
-        return rows if rows >= LEAST_ROWS else 0
+        rows = min(max(self.max_rows, MIN_ROWS), self.inputs.max_rows, left_ns // max(1, 3 * self.row_ns) - _COMPARED)
+        return rows if rows >= MIN_ROWS else 0
 
     def _compare(self, inputs: Arrays, rows: int, among: Arrays = ()) -> str:
         """Run all rows together, some of them alone, and these at other places ``among`` other rows."""

@@ -39,7 +39,7 @@ from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.row_trial import LEAST_ROWS
+from ortserve.registry.load.row_trial import MIN_ROWS
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ class SessionOpener:
                 return choice
         signature = self._signature
         most = self._options.buckets or (self._options.max_rows or MAX_SWEPT_ROWS,)
-        sizes = (1, LEAST_ROWS, *most)  # warm-up runs are not padded
+        sizes = (1, MIN_ROWS, *most)  # warm-up runs are not padded
         shapes = profile_shapes(signature, sizes, choice.options)
         return replace(choice, options={**choice.options, **shapes}) if shapes else choice
 

@@ -13,13 +13,13 @@ from ortserve.registry.load.batch_sizes import SizeLatency
 TimeRun: TypeAlias = Callable[[int], Awaitable[int]]
 """Times one run with the given number of rows, in ns. Returns 0 if the run cannot be compared. Raises ServeError."""
 
-MOST_ROUNDS: Final = 16
-"""Maximum rounds of one size. It passes after ``LEAST_ROUNDS`` as soon as its shortest runs are within the bound."""
-LEAST_ROUNDS: Final = 3
+MAX_ROUNDS: Final = 16
+"""Maximum rounds of one size. It passes after ``MIN_ROUNDS`` as soon as its shortest runs are within the bound."""
+MIN_ROUNDS: Final = 3
 IGNORED_NS: Final = 100_000
 """Smaller differences do not count as a slowdown, because the wakeup of a thread may cause them."""
 _BUDGET_NS: Final = 10_000_000_000
-"""Time limit for all sizes together. Each size has ``LEAST_ROUNDS`` in any case."""
+"""Time limit for all sizes together. Each size has ``MIN_ROUNDS`` in any case."""
 
 
 def common_sizes(one: Sequence[SizeLatency], other: Sequence[SizeLatency]) -> list[int]:
@@ -47,13 +47,13 @@ async def find_slowdown(
     stop_ns = clock() + _BUDGET_NS
     for rows in sizes:
         times: tuple[list[int], list[int]] = ([], [])
-        for number in range(MOST_ROUNDS):
-            if number >= LEAST_ROUNDS and clock() >= stop_ns:
+        for number in range(MAX_ROUNDS):
+            if number >= MIN_ROUNDS and clock() >= stop_ns:
                 break
             for found, time_run in zip(times, (candidate, serving), strict=True):
                 if taken_ns := await time_run(rows):
                     found.append(taken_ns)
-            is_late = number + 1 >= LEAST_ROUNDS
+            is_late = number + 1 >= MIN_ROUNDS
             if is_late and all(times) and not is_slower(min(times[0]), min(times[1]), max_slowdown):
                 break
         if all(times) and is_slower(min(times[0]), min(times[1]), max_slowdown):

@@ -9,8 +9,8 @@ from typing import Final
 
 PROVENANCE_FILE: Final = "provenance.json"
 """Name of the file in the folder of a version."""
-_MOST_BYTES: Final = 1 << 20
-_LONGEST: Final = 2000
+_MAX_BYTES: Final = 1 << 20
+_MAX_LENGTH: Final = 2000
 """Maximum number of characters of a summary that are shown."""
 
 
@@ -35,13 +35,13 @@ def read_provenance(path: Path, folder: Path | None) -> str:
         file = folder / path.relative_to(folder).parts[0] / PROVENANCE_FILE
     try:
         with file.open("rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)
+            data = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return ""
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    if len(data) > _MOST_BYTES:
-        return f"{file.name}: expected at most {_MOST_BYTES} bytes, got more"
+    if len(data) > _MAX_BYTES:
+        return f"{file.name}: expected at most {_MAX_BYTES} bytes, got more"
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -50,4 +50,4 @@ def read_provenance(path: Path, folder: Path | None) -> str:
     if not isinstance(summary, str) or not summary:
         return f"{file.name}: expected a text 'summary', got none"
     shown = summary.encode(errors="replace").decode()
-    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+    return shown if len(shown) <= _MAX_LENGTH else f"{shown[: _MAX_LENGTH - 1]}…"

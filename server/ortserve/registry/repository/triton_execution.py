@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ortserve._pb import model_config_pb2 as pb
-from ortserve.config.model import MOST_INSTANCES, LoadOptions
+from ortserve.config.model import MAX_INSTANCES, LoadOptions
 from ortserve.config.session import provider_parts
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.repository.triton_fields import value_name
@@ -200,8 +200,8 @@ def _placement(groups: Sequence[pb.ModelInstanceGroup]) -> tuple[str, tuple[int,
             raise invalid_input(f"instance_group.count: expected 0 or more, got {group.count}")
     # Checked before devices are listed, because a client may send a count of 2**31 - 1.
     instances = sum((group.count or 1) * max(1, len(group.gpus)) for group in groups)
-    if instances > MOST_INSTANCES:
-        raise invalid_input(f"instance_group: expected at most {MOST_INSTANCES} instances in all, got {instances}")
+    if instances > MAX_INSTANCES:
+        raise invalid_input(f"instance_group: expected at most {MAX_INSTANCES} instances in all, got {instances}")
     kinds = {
         "KIND_GPU"
         if group.gpus and not group.kind

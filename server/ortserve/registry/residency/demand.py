@@ -11,7 +11,7 @@ from ortserve.telemetry.readings import ResidencyCounts
 
 MAX_WAITING: Final = 4096
 """Maximum number of requests that wait for one model. The memory of their bodies has a limit of its own."""
-_LEAST_RETRY_S: Final = 1.0
+_MIN_RETRY_S: Final = 1.0
 
 
 class Demand:
@@ -115,7 +115,7 @@ class Demands:
             raise error
 
     def _late(self, name: str, demand: Demand, now_ns: int) -> ServeError:
-        left_s = max(_LEAST_RETRY_S, (demand.ready_ns - now_ns) / 1e9)
+        left_s = max(_MIN_RETRY_S, (demand.ready_ns - now_ns) / 1e9)
         text = (
             f"'{name}' is loaded on demand, which takes longer than the request may wait: about {left_s:.0f} s from now"
         )

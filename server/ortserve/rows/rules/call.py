@@ -9,7 +9,7 @@ from ortserve.rows.number import DEPENDENT, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, free, rows
 
-MOST_RANK: Final = 64
+MAX_RANK: Final = 64
 
 
 class RowsMeetError(Exception):
@@ -151,7 +151,7 @@ class Call:
         facts: Facts = NO_FACTS,
     ) -> Value:
         """An output: with the row layout of ``like`` if it has rows; otherwise free, with the bounds of ``facts``."""
-        if len(dims) > MOST_RANK:
+        if len(dims) > MAX_RANK:
             raise NotKnownError(f"returns a tensor of {len(dims)} dimensions, more than are analysed")
         if like is None or not like.is_rows:
             return free(tuple(dims), dtype, elements, facts)

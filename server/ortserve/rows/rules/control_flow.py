@@ -74,7 +74,7 @@ def _joined_dims(call: Call, one: Value, other: Value) -> tuple[Number, ...] | N
     return tuple(dims)
 
 
-MOST_ROUNDS: Final = 12
+MAX_ROUNDS: Final = 12
 """Maximum number of rounds until the claims about the states of a loop are stable. Each round only weakens claims."""
 
 
@@ -229,7 +229,7 @@ class _States:
 
     def settle(self, run: Callable[[list[Value]], list[Value]]) -> list[Value]:
         """Run the body until the claims about the states are stable. Returns the scanned results of the last run."""
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             outputs = run(self._current)
             states = outputs[: len(self._current)]
             if len(states) < len(self._current):

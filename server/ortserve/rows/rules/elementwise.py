@@ -104,7 +104,7 @@ def _is_bound_nonnegative(bound: Value) -> bool:
 LIMITS: Final = {BOOL: 2, DOUBLE: 1 << 53, FLOAT: 1 << 24, INT32: 1 << 31, INT64: 1 << 63}
 """Element types that may hold sizes of tensors, and for each type the limit below which it holds integers exactly."""
 _INDICES: Final = frozenset({INT32, INT64})
-_MOST_BELOW: Final = 1 << 31
+_MAX_BELOW: Final = 1 << 31
 """Bounds in facts have only constants below this limit, so that INT32 holds the values, and sums do not overflow."""
 
 
@@ -146,7 +146,7 @@ def remainder(call: Call) -> Output:
     facts = NO_FACTS
     divisor = uniform(call.operand(1))
     whole = _dtype(values) in _INDICES and not call.integer("fmod", 0)
-    if isinstance(divisor, int) and 0 < divisor < _MOST_BELOW and whole:
+    if isinstance(divisor, int) and 0 < divisor < _MAX_BELOW and whole:
         facts = replace(facts, nonnegative=True, below=divisor)
     return _computed(call, values, facts, partial(remainder_of, call.symbols) if whole else None)
 
@@ -296,7 +296,7 @@ def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
 
 
 def _is_small(symbols: Symbols, bound: Number | None) -> bool:
-    return bound is not None and symbols.bounded(bound, _MOST_BELOW) == bound
+    return bound is not None and symbols.bounded(bound, _MAX_BELOW) == bound
 
 
 def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:

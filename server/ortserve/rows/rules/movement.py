@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
-from ortserve.rows.values import MOST_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
+from ortserve.rows.values import MAX_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
 TO_THE_END: Final = 10**9
 """Converters write a number of at least this value to denote the end of the axis."""
@@ -35,7 +35,7 @@ def joined(call: Call, values: Sequence[Value], axis: int) -> Value:
         elements = None
         if rank == 1 and all(value.elements is not None for value in values):
             elements = tuple(element for value in values for element in value.elements or ())
-            elements = elements if len(elements) <= MOST_ELEMENTS else None
+            elements = elements if len(elements) <= MAX_ELEMENTS else None
         return call.result(lengths, dtype=first.dtype, elements=elements)
     if not all(value.is_rows and value.axis == first.axis and value.inner == first.inner for value in values):
         raise RowsMeetError("joins rows with a tensor that does not have them along the same axis")
@@ -249,7 +249,7 @@ def expand(call: Call) -> Output:
     elements = value.elements
     if elements is not None and element_count(lengths) != len(elements):
         known, count = uniform(value), element_count(lengths)
-        elements = (known,) * count if known is not None and count is not None and count <= MOST_ELEMENTS else None
+        elements = (known,) * count if known is not None and count is not None and count <= MAX_ELEMENTS else None
     return call.result(lengths, value, axis, value.dtype, elements, replace(value.facts, columns=()))
 
 
@@ -277,7 +277,7 @@ def tile(call: Call) -> Output:
         return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, facts_of_copies(value))
     elements = None
     if value.elements is not None and len(dims) == 1 and isinstance(repeats[0], int):
-        elements = value.elements * repeats[0] if len(value.elements) * repeats[0] <= MOST_ELEMENTS else None
+        elements = value.elements * repeats[0] if len(value.elements) * repeats[0] <= MAX_ELEMENTS else None
     like = replace(value, outer=outer)
     return call.result(lengths, like, value.axis, value.dtype, elements, replace(value.facts, columns=()))
 

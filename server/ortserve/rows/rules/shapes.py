@@ -33,7 +33,7 @@ from ortserve.rows.rules.call import (
     rule,
 )
 from ortserve.rows.rules.movement import facts_of_copies, length_of
-from ortserve.rows.values import MOST_ELEMENTS, Facts, Kind, Value, element_count, free, rows, transposed
+from ortserve.rows.values import MAX_ELEMENTS, Facts, Kind, Value, element_count, free, rows, transposed
 
 
 def constant(call: Call) -> Output:
@@ -54,12 +54,12 @@ def _literal(call: Call, name: str, values: tuple[object, ...]) -> Value:
     dims = (len(values),) if name.endswith("s") else ()
     dtype = INT64 if "_int" in name else FLOAT if "_float" in name else STRING
     known: list[Number] = []
-    for value in values[: MOST_ELEMENTS + 1]:
+    for value in values[: MAX_ELEMENTS + 1]:
         if isinstance(value, int):
             known.append(value)
         elif isinstance(value, float) and isfinite(value):
             known.append(whole_or_fraction(Fraction(value)))
-    is_known = len(known) == len(values) <= MOST_ELEMENTS
+    is_known = len(known) == len(values) <= MAX_ELEMENTS
     return call.result(dims, dtype=dtype, elements=tuple(known) if is_known else None)
 
 
@@ -79,7 +79,7 @@ def constant_of_shape(call: Call) -> Output:
         return rows(call.symbols, lengths, carriers[0], 1, inner, dtype, facts_of_copies(copied))
     lengths = tuple(length_of(call, length) for length in lengths)
     count = element_count(lengths)
-    known = fill * count if fill and count is not None and count <= MOST_ELEMENTS else None
+    known = fill * count if fill and count is not None and count <= MAX_ELEMENTS else None
     return call.result(lengths, dtype=dtype, elements=known)
 
 
@@ -97,7 +97,7 @@ def range_(call: Call) -> Output:
         return rows(symbols, (limit,), 0, 1, inner, dtype, facts)
     if isinstance(start, int) and isinstance(limit, int) and isinstance(delta, int) and delta:
         count = len(range(start, limit, delta))
-        known = tuple(range(start, limit, delta)) if count <= MOST_ELEMENTS else None
+        known = tuple(range(start, limit, delta)) if count <= MAX_ELEMENTS else None
         return call.result((count,), dtype=dtype, elements=known)
     if delta == 1 and dtype in (INT32, INT64):
         facts = Facts(nonnegative=is_nonnegative(start), below=limit)

@@ -28,11 +28,11 @@ from ortserve.telemetry.logs import log_fault
 
 logger: Final = logging.getLogger(__name__)
 
-MOST_COPIES: Final = 4
+MAX_COPIES: Final = 4
 """Maximum number of copies in progress; each holds the tensors of its request."""
-MOST_COPIED_BYTES: Final = 64 * 1024 * 1024
+MAX_COPIED_BYTES: Final = 64 * 1024 * 1024
 """Maximum size of the tensors of all copies of one model."""
-MOST_COMPARED_INLINE: Final = 1024
+MAX_COMPARED_INLINE: Final = 1024
 """Maximum number of output elements that are compared on the event loop; a thread compares larger outputs."""
 
 _JUDGED_EVERY: Final = 16
@@ -146,8 +146,8 @@ class LiveRollout(Rollout):
         nbytes += sum(len(array.item()) for array in texts if array.size == 1)  # long texts, one per request
         if (
             request.regions is not None
-            or self._copies >= MOST_COPIES
-            or self._copied_bytes + nbytes > MOST_COPIED_BYTES
+            or self._copies >= MAX_COPIES
+            or self._copied_bytes + nbytes > MAX_COPIED_BYTES
             or not timing.batch_rows  # from the response cache
         ):
             self._count("shed")
@@ -184,7 +184,7 @@ class LiveRollout(Rollout):
             self._stable_times.add(copy.run_ns)
             self._candidate_times.add(run.timing.computed_ns - run.timing.taken_ns)
         compare = partial(errors_of, copy.outputs, copy.stable.signature, found, candidate.signature, copy.rows)
-        if sum(array.size for array in (*copy.outputs, *found)) <= MOST_COMPARED_INLINE:
+        if sum(array.size for array in (*copy.outputs, *found)) <= MAX_COMPARED_INLINE:
             self._loop.call_soon(self._compare, compare, copy.nbytes)  # not before the answers of the same batch
         else:
             comparing = self._loop.run_in_executor(self._threads, compare)

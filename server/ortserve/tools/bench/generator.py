@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CHUNK_S: Final = 0.25
 _PAUSE_S: Final = 0.1
 """Pause of a caller after its connection failed."""
-_MOST_EARLY_NS: Final = 100_000
+_MAX_EARLY_NS: Final = 100_000
 """Limit of the time by which the generator wakes before a request is due. It then polls the clock."""
 _EARLY_GAIN: Final = 0.05
 """Weight of the latest wake-up in the moving average of their delays."""
@@ -248,7 +248,7 @@ class LoopDriver:
     def _on_timer(self) -> None:
         """Send all requests that are due, and set the timer for the next one."""
         dues, now_ns = self._dues, monotonic_ns()
-        delay_ns = min(now_ns - self._wakes_ns, _MOST_EARLY_NS)
+        delay_ns = min(now_ns - self._wakes_ns, _MAX_EARLY_NS)
         self._wake_delay_ns += _EARLY_GAIN * (delay_ns - self._wake_delay_ns)
         while now_ns < self._timer_ns:
             now_ns = monotonic_ns()

@@ -18,7 +18,7 @@ from ortserve.tools.bench.target import ServerPlan
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 _END_STREAM, _ACK, _END_HEADERS, _PADDED = 0x1, 0x1, 0x4, 0x8
 _INITIAL_WINDOW: Final = 65_535
-_MOST_WINDOW: Final = 2**31 - 1
+_MAX_WINDOW: Final = 2**31 - 1
 _GIVE_BACK: Final = 2**29
 """Received bytes after which the client updates its windows."""
 _FRAME: Final = 16_384
@@ -52,8 +52,8 @@ class GrpcConnection(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        settings = b"\0\2\0\0\0\0" + b"\0\4" + _MOST_WINDOW.to_bytes(4, "big")  # no push; the initial window of streams
-        opening = _frame(_SETTINGS, 0, 0, settings) + _window_update(0, _MOST_WINDOW - _INITIAL_WINDOW)
+        settings = b"\0\2\0\0\0\0" + b"\0\4" + _MAX_WINDOW.to_bytes(4, "big")  # no push; the initial window of streams
+        opening = _frame(_SETTINGS, 0, 0, settings) + _window_update(0, _MAX_WINDOW - _INITIAL_WINDOW)
         self.transport.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + opening)
 
     def send(self, ticket: Ticket) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ortserve.errors import invalid_input
 
-_MOST_ARRIVALS: Final = 20_000_000
+_MAX_ARRIVALS: Final = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def arrival_times(load: Load, seconds: float, seed: int) -> np.ndarray:
     """
     kind, _, size = load.arrivals.partition(":")
     rate = load.rate or 0.0
-    if rate * seconds > _MOST_ARRIVALS:
-        raise invalid_input(f"--rate: expected at most {_MOST_ARRIVALS:,} requests in all, got {rate * seconds:,.0f}")
+    if rate * seconds > _MAX_ARRIVALS:
+        raise invalid_input(f"--rate: expected at most {_MAX_ARRIVALS:,} requests in all, got {rate * seconds:,.0f}")
     if not rate:
         times = _read_times(Path(load.arrivals))
         return times[times < seconds * 1e9]

@@ -24,7 +24,7 @@ _PROBE_S: Final = 1.0
 _SEED: Final = 1
 _BRACKET: Final = 1.06
 """The search ends when the ratio of the lowest exceeded rate to the highest sustained rate is at most this."""
-_MOST_TRIES: Final = 14
+_MAX_TRIES: Final = 14
 
 
 class _Series:
@@ -180,7 +180,7 @@ def next_rate(tries: Mapping[float, bool]) -> float | None:
 
     The rate doubles until one is too high. Then the bracket is halved on a logarithmic scale.
     """
-    if len(tries) >= _MOST_TRIES:
+    if len(tries) >= _MAX_TRIES:
         return None
     low, high = bracket(tries)
     if low is None:

@@ -25,8 +25,8 @@ from ortserve.tools.report import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_HISTOGRAMS: Final = 12
-_MOST_SEEN: Final = 4
+_MAX_HISTOGRAMS: Final = 12
+_MAX_SEEN: Final = 4
 """Cases that the text of a finding names. ``where`` has all of them."""
 _CATALOG: Final = Catalog("""
 generator_too_slow (problem): The generator or other work may have limited the figures, so there is no verdict.
@@ -65,7 +65,7 @@ def present(result: BenchResult, *, has_pictures: bool) -> Report:
         curves = [list(group) for _, group in groupby(points, lambda point: (point.target, point.way, point.batch))]
         if any(len(curve) > 1 for curve in curves):
             blocks.append(Picture("Latency against load", _curve(curves, result.percentile)))
-        for number, point in enumerate(points[:_MOST_HISTOGRAMS]):
+        for number, point in enumerate(points[:_MAX_HISTOGRAMS]):
             if point.histogram:
                 blocks.append(Picture(f"Latencies: {names.text(point)}", _histogram(point, number)))
     return Report("ortserve bench" + (f" of {result.model}" if result.model else ""), blocks)
@@ -188,7 +188,7 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
         "overloaded": overloaded,
         "outputs_not_compared": random,
     }
-    return [_CATALOG.finding(kind, "; ".join(found[:_MOST_SEEN]), *found) for kind, found in cases.items() if found]
+    return [_CATALOG.finding(kind, "; ".join(found[:_MAX_SEEN]), *found) for kind, found in cases.items() if found]
 
 
 def _beside(point: Point) -> str:

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-_MOST_TIMINGS: Final = 2000
-_MOST_BODY_BYTES: Final = 4 * 2**20
+_MAX_TIMINGS: Final = 2000
+_MAX_BODY_BYTES: Final = 4 * 2**20
 """Limits of the timings and bodies that a chunk keeps."""
 
 
@@ -72,9 +72,9 @@ class Recorder:
             return
         chunk = self._chunk
         chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns, 1))
-        if timing is not None and len(chunk.timings) < _MOST_TIMINGS:
+        if timing is not None and len(chunk.timings) < _MAX_TIMINGS:
             chunk.timings.append(timing)
-        if body is not None and (not self._body_bytes or self._body_bytes + nbytes <= _MOST_BODY_BYTES):
+        if body is not None and (not self._body_bytes or self._body_bytes + nbytes <= _MAX_BODY_BYTES):
             self._body_bytes += nbytes
             chunk.bodies.append((ticket.number, body))
 

@@ -27,9 +27,9 @@ from ortserve.tools.speed import Feeds, Timed, compare_speed
 
 SYNTHETIC_SAMPLES: Final = 32
 """The number of synthetic samples, if there is no file of inputs."""
-_MOST_FEEDS: Final = 4
+_MAX_FEEDS: Final = 4
 """Different inputs for the measurement of speed."""
-_MOST_BYTES: Final = 1 << 28
+_MAX_BYTES: Final = 1 << 28
 """Maximum size of these inputs together."""
 _LIMIT_S: Final = 3600.0
 SYNTHETIC_NOTE: Final = "synthetic inputs judge a model less reliably than real ones; pass real samples with --inputs"
@@ -82,7 +82,7 @@ def _compare_outputs(
     labels = None if labels_file is None else read_labels(labels_file, inputs)
     agreement = measure_agreement(first, second, inputs, labels=labels, rows=rows)
     names = [spec.name for spec in first.signature.inputs]
-    feeds = [dict(zip(names, arrays, strict=True)) for arrays in take_inputs(inputs, rows, _MOST_FEEDS, _MOST_BYTES)]
+    feeds = [dict(zip(names, arrays, strict=True)) for arrays in take_inputs(inputs, rows, _MAX_FEEDS, _MAX_BYTES)]
     result = CompareResult(
         reference=_describe(first),
         candidate=_describe(second),

@@ -20,7 +20,7 @@ from ortserve.tools.doctor.result import (
 from ortserve.tools.report import Finding, Level, bytes_text
 
 _DOT_PRODUCTS: Final = ("avx512_vnni", "avx_vnni", "asimddp")
-_LEAST_CUDA: Final = (13, 0)
+_MIN_CUDA: Final = (13, 0)
 _CAPABILITIES: Final = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 """Compute capabilities with kernels in onnxruntime-gpu 1.31. A GPU also runs kernels of an earlier minor version."""
 _SOON_DAYS: Final = 21
@@ -132,7 +132,7 @@ def find_in_runtime(found: RuntimeFacts) -> Iterator[Finding]:
 
 
 def _find_in_gpu(gpu: GpuFacts) -> Iterator[Finding]:
-    if gpu.cuda is not None and _version(gpu.cuda) < _LEAST_CUDA:
+    if gpu.cuda is not None and _version(gpu.cuda) < _MIN_CUDA:
         yield finding("old_driver", f"driver {gpu.driver} of {gpu.name} supports CUDA {gpu.cuda}")
     if gpu.capability is not None:
         major, minor = _version(gpu.capability)

@@ -30,8 +30,8 @@ ENVIRONMENT: Final = re.compile(
 )
 """Variables that change ONNX Runtime, its libraries or the allocator. Others are not shown: they may hold secrets."""
 
-_MOST_PROCESSORS: Final = 8192
-_MOST_BYTES: Final = 1024**2
+_MAX_PROCESSORS: Final = 8192
+_MAX_BYTES: Final = 1024**2
 """Limit of the bytes read of a file. The kernel refuses reads of /proc/sys into buffers of several MiB."""
 _ALLOCATORS: Final = {
     **{name: f"({name})" for name in ("mimalloc", "jemalloc", "tcmalloc")},
@@ -53,7 +53,7 @@ class Files:
         """The group of the first match of a pattern; None without a match. ``^`` matches at each line."""
         try:
             with (self.root / path).open("rb") as file:
-                text = file.read(_MOST_BYTES).decode(errors="replace")
+                text = file.read(_MAX_BYTES).decode(errors="replace")
         except (OSError, ValueError):
             return None
         found = re.search(pattern, text, re.MULTILINE | re.ASCII)
@@ -84,7 +84,7 @@ def parse_list(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         if found := re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part):
             first, last = int(found[1]), int(found[2] or found[1])
-            numbers.update(range(first, min(last, first + _MOST_PROCESSORS) + 1))
+            numbers.update(range(first, min(last, first + _MAX_PROCESSORS) + 1))
     return tuple(sorted(numbers))
 
 

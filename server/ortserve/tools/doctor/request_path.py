@@ -19,7 +19,7 @@ from ortserve.tools.opening import OpenModel
 _BLOCK: Final = 20
 """Requests and bare runs alternate in blocks of this size, so that both meet the same conditions. The first blocks are
 not counted."""
-_MOST_S: Final = 30.0
+_MAX_S: Final = 30.0
 _OUTSIDE: Final = "network and HTTP"
 
 
@@ -50,7 +50,7 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
     total_ns: list[int] = []
     bare_ns: list[int] = []
     phases: list[list[float]] = []
-    end = time.monotonic() + _MOST_S
+    end = time.monotonic() + _MAX_S
     with progress(f"following requests to {model}", requests) as step:
         while len(phases) < _BLOCK + requests and (len(phases) <= _BLOCK or time.monotonic() < end):
             step(len(phases), "")

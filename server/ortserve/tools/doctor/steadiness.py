@@ -17,12 +17,12 @@ from ortserve.tools.doctor.machine import Files, throttled_periods
 from ortserve.tools.doctor.result import Steadiness
 
 _UNIT_S: Final = 0.001
-_MOST_THREADS: Final = 16
+_MAX_THREADS: Final = 16
 """More Python threads would disturb each other. On larger machines, these are spread over the processors."""
 _COPY_S: Final = 0.25
-_LEAST_COPIES: Final = 3
-_LEAST_COPY_BYTES: Final = 32 * 1024**2
-_MOST_COPY_BYTES: Final = 128 * 1024**2
+_MIN_COPIES: Final = 3
+_MIN_COPY_BYTES: Final = 32 * 1024**2
+_MAX_COPY_BYTES: Final = 128 * 1024**2
 """Size of the source and of the target of a copy: more than caches hold."""
 
 
@@ -34,7 +34,7 @@ def measure_steadiness(allowed: Sequence[int], free_bytes: int, seconds: float) 
     """
     if not allowed or not seconds:
         return None
-    chosen = allowed[:: -(-len(allowed) // _MOST_THREADS)]
+    chosen = allowed[:: -(-len(allowed) // _MAX_THREADS)]
     sample = b"\0" * (256 * 1024)
     fastest_s = min(_seconds(lambda: hashlib.sha256(sample).digest()) for _ in range(5))
     data = b"\0" * max(4096, int(len(sample) * _UNIT_S / fastest_s))
@@ -83,15 +83,15 @@ def summarize(
 
 def _copy_speed(threads: int, most_threads: int, free_bytes: int) -> float | None:
     """GB/s that ``threads`` concurrent copies read and write; None without memory for ``most_threads``."""
-    nbytes = min(_MOST_COPY_BYTES, free_bytes // 16 // (2 * most_threads))
-    if nbytes < _LEAST_COPY_BYTES:
+    nbytes = min(_MAX_COPY_BYTES, free_bytes // 16 // (2 * most_threads))
+    if nbytes < _MIN_COPY_BYTES:
         return None
     arrays = [(np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)) for _ in range(threads)]
     times: list[list[float]] = [[] for _ in range(threads)]
     end = time.perf_counter() + _COPY_S
 
     def copy(source: np.ndarray, target: np.ndarray, taken: list[float]) -> None:
-        while len(taken) < _LEAST_COPIES or time.perf_counter() < end:
+        while len(taken) < _MIN_COPIES or time.perf_counter() < end:
             taken.append(_seconds(lambda: np.copyto(target, source)))  # releases the interpreter lock
 
     with ThreadPoolExecutor(threads) as pool:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from ortserve.core.agreement import ErrorBound, parse_bound
 from ortserve.engine.child_process import call_apart
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.load.golden_samples import MOST_SAMPLES, golden_folder
+from ortserve.registry.load.golden_samples import MAX_SAMPLES, golden_folder
 from ortserve.tools.address import address_of, is_url
 from ortserve.tools.command import Outcome, run_tool
 from ortserve.tools.console import progress
@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ServeError: invalid_input, for too many samples, and for options that would have no effect."""
-    if arguments.samples > MOST_SAMPLES:
-        raise invalid_input(f"--samples: expected at most {MOST_SAMPLES:,}, got {arguments.samples:,}")
+    if arguments.samples > MAX_SAMPLES:
+        raise invalid_input(f"--samples: expected at most {MAX_SAMPLES:,}, got {arguments.samples:,}")
     of_record = ("inputs", arguments.inputs), ("from", arguments.source), ("tolerance", arguments.tolerance)
     for name, value in (*of_record, ("replace", arguments.replace)):
         if value and arguments.action == "check":

@@ -21,8 +21,8 @@ from ortserve.registry.load.golden_check import InstanceRuns, as_batched, as_sen
 from ortserve.registry.load.golden_samples import (
     GOLDEN_FILE,
     INPUT,
-    MOST_BYTES,
-    MOST_SAMPLES,
+    MAX_BYTES,
+    MAX_SAMPLES,
     OUTPUT,
     GoldenSample,
     GoldenSamples,
@@ -144,9 +144,9 @@ def write_samples(folder: Path, golden: GoldenSamples, signature: ModelSignature
         nbytes += sum(array.nbytes for array in arrays.values())
         shapes = tuple((name, array.shape) for name, array in arrays.items())
         groups.setdefault(shapes, []).append(arrays)
-    if len(golden.samples) > MOST_SAMPLES or nbytes > MOST_BYTES:
+    if len(golden.samples) > MAX_SAMPLES or nbytes > MAX_BYTES:
         raise invalid_input(
-            f"expected at most {MOST_SAMPLES} samples of {MOST_BYTES} bytes in total, got {len(golden.samples)} of "
+            f"expected at most {MAX_SAMPLES} samples of {MAX_BYTES} bytes in total, got {len(golden.samples)} of "
             f"{nbytes} bytes; record fewer with --samples"
         )
     for number, group in enumerate(groups.values(), 1):

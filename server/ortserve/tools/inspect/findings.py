@@ -16,7 +16,7 @@ from ortserve.tools.inspect.result import Content, Placement, TensorInfo
 from ortserve.tools.report import Finding, Level, worst_first
 from ortserve.tools.subject import Subject
 
-_MOST_NODES: Final = 20
+_MAX_NODES: Final = 20
 """Limit of the nodes that a finding names."""
 _SHOWN: Final = 3
 """Limit of the nodes in its text."""
@@ -234,7 +234,7 @@ def _fallen_back(evidence: Evidence) -> Iterator[Finding]:
                 "Each change of provider copies tensors from one memory to another and waits for the copies.",
                 f"ortserve profile {evidence.file} shows their share; replace the operators in the export, or choose "
                 "another provider in model.yaml: execution_providers",
-                tuple(one.copies or ())[:_MOST_NODES],
+                tuple(one.copies or ())[:_MAX_NODES],
             )
 
 
@@ -254,4 +254,4 @@ def _found(
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         seen = f"{len(names)} {things} {about}: {', '.join(names[:_SHOWN])}{more}"
         matters, remedy = advice
-        yield Finding(kind, level, seen, matters, remedy, tuple(names[:_MOST_NODES]))
+        yield Finding(kind, level, seen, matters, remedy, tuple(names[:_MAX_NODES]))

@@ -28,7 +28,7 @@ _RUNS: Final = 2
 """Runs of each size. The second run uses the memory pattern that ONNX Runtime planned in the first."""
 _NEARLY: Final = 0.99
 """Share of the predicted use that an arena must hold. The rest is within the error of the prediction."""
-_MOST_KEPT: Final = 2
+_MAX_KEPT: Final = 2
 """Limit of the growth of the process per growth of activations: blocks of single tensors, and one block for all of
 them. Any further growth does not depend on the batch size."""
 _TIMEOUT_S: Final = 600.0
@@ -80,7 +80,7 @@ def describe_batch(rows: int, samples: Sequence[Sample], in_arena: int) -> Batch
     in_use = _line([(one.rows, one.in_use) for one in first if one.in_use is not None], rows)
     process = _line([(one.rows, one.process) for one in first], rows)
     if process is not None and in_use is not None and first[-1].in_use is not None and rows > first[-1].rows:
-        process = min(process, first[-1].process + _MOST_KEPT * (in_use - first[-1].in_use))
+        process = min(process, first[-1].process + _MAX_KEPT * (in_use - first[-1].in_use))
     measured = next((one for one in samples if one.rows == rows), None)
     used, held, grown = (measured.in_use, measured.held, measured.process) if measured else (None, None, None)
     predicted, activations = (None if use is None else max(0, use - in_arena) for use in (in_use, used))

@@ -14,7 +14,7 @@ from ortserve.tools.inspect.content import described
 from ortserve.tools.inspect.patterns import Wiring, shape_nodes
 from ortserve.tools.inspect.result import Condition, Placement, Replay
 
-_MOST_NODES: Final = 10
+_MAX_NODES: Final = 10
 
 _ONNX_ON_CUDA: Final = """
     Abs Add Affine And ArgMax ArgMin Attention AveragePool BatchNormalization Cast Ceil Clip Compress Concat
@@ -110,7 +110,7 @@ def _judge(
 
 
 def _condition(name: str, because: str, nodes: Sequence[Node]) -> Condition:
-    return Condition(name, because, [described(node) for node in nodes[:_MOST_NODES]] if because else [])
+    return Condition(name, because, [described(node) for node in nodes[:_MAX_NODES]] if because else [])
 
 
 def _has_kernel(node: Node) -> bool:

@@ -14,7 +14,7 @@ from ortserve.tools.inspect.result import Rows
 from ortserve.tools.subject import Subject
 
 _TRIAL_S: Final = 2.0
-_LONGEST_WARMUP_S: Final = 5.0
+_MAX_WARMUP_S: Final = 5.0
 _ROUNDING: Final = "as the graph keeps rows apart, this is rounding, which changes with the number of rows"
 
 
@@ -29,7 +29,7 @@ def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows,
     Raises:
         ServeError: The server could not serve the model.
     """
-    changes: dict[str, Any] = {"warmup_s": min(subject.options.warmup_s, _LONGEST_WARMUP_S), "instances": 1}
+    changes: dict[str, Any] = {"warmup_s": min(subject.options.warmup_s, _MAX_WARMUP_S), "instances": 1}
     if captures:
         changes["graph_replay"] = True
     options = subject.options.model_copy(update=changes)

@@ -23,7 +23,7 @@ PRECISIONS: Final = ("fp16", "bf16")
 DEFAULT_STEPS: Final = ("fusions", "fold", "slim", "share")
 FP32_BOUND, HALF_BOUND = ErrorBound("relative", 1e-4), ErrorBound("relative", 0.01)
 """Largest errors without ``--max-error``: of fp32 models, and of models with 16 bits."""
-_MOST: Final = (1 << 31) - 1
+_MAX: Final = (1 << 31) - 1
 _LEVELS: Final = ("basic", "extended", "layout", "all")
 
 
@@ -50,8 +50,8 @@ def build_parser() -> ToolParser:
     add("--opset", type=number(int, 1), metavar="N", help="Convert the standard operators to this opset.")
     text = f"Model type for onnxruntime.transformers. Default: detected. One of {', '.join(MODEL_TYPES)}."
     add("--model-type", choices=MODEL_TYPES, metavar="TYPE", help=text)
-    add("--heads", type=number(int, 1, _MOST), metavar="N", help="Number of attention heads. Default: detected.")
-    add("--hidden", type=number(int, 1, _MOST), metavar="N", help="Hidden size of the attention. Default: detected.")
+    add("--heads", type=number(int, 1, _MAX), metavar="N", help="Number of attention heads. Default: detected.")
+    add("--hidden", type=number(int, 1, _MAX), metavar="N", help="Hidden size of the attention. Default: detected.")
     text = "Compute in 16 bits, except the nodes that need fp32. This is faster only on GPUs."
     add("--precision", choices=PRECISIONS, help=text)
     text = "Save the graph as ONNX Runtime optimizes it on this machine; only for machines of the same kind."
@@ -69,7 +69,7 @@ def build_parser() -> ToolParser:
     add("--max-error", metavar="[MEASURE=]NUMBER", help=text)
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the comparison. Default: synthetic inputs.")
     add("--provider", metavar="NAME", help="Execution provider that runs the models: cpu, cuda, …")
-    add("--threads", type=number(int, 1, _MOST), metavar="N", help="Threads per run.")
+    add("--threads", type=number(int, 1, _MAX), metavar="N", help="Threads per run.")
     text = f"Time for the final measurement of speed ({SECONDS:g}); 0 for no measurement."
     add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar="S", help=text)
     return parser

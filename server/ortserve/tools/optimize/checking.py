@@ -31,7 +31,7 @@ from ortserve.tools.speed import Timed
 
 _ROUNDS: Final = 15
 _BLOCK_S: Final = 0.02
-_MOST_SECONDS: Final = 4.0
+_MAX_SECONDS: Final = 4.0
 _DIFFERENT_INPUTS: Final = 4
 _HALF: Final = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 _UNKNOWN: Final = "No Op registered"
@@ -183,7 +183,7 @@ def _ratio(first: OpenModel, second: OpenModel, feeds: Sequence[Sequence[list[np
 
     shortest = [min(seconds(side, 1), seconds(side, 1)) for side in (0, 1)]
     counts = [max(1, round(_BLOCK_S / one)) for one in shortest]
-    until = time.monotonic() + _MOST_SECONDS
+    until = time.monotonic() + _MAX_SECONDS
     for number in range(2 * _ROUNDS):
         side = (number + number // 2) % 2
         shortest[side] = min(shortest[side], seconds(side, counts[side]))

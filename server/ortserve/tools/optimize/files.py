@@ -14,10 +14,10 @@ from ortserve.tools.opening import read_graph
 if TYPE_CHECKING:
     import onnx_ir
 
-MOST_INLINE_BYTES: Final = (1 << 31) - (1 << 24)
+MAX_INLINE_BYTES: Final = (1 << 31) - (1 << 24)
 """Maximum size of weights in the model file. Protocol Buffers hold less than 2 GiB; the graph needs some of it."""
 _MAPS: Final = "types of outputs that are maps"
-LEAST_EXTERNAL_BYTES: Final = 1024
+MIN_EXTERNAL_BYTES: Final = 1024
 """Smaller weights stay in the model file: ONNX Runtime reads shapes and axes before it reads external data."""
 
 
@@ -33,7 +33,7 @@ def nbytes_of(model: Path) -> int:
 
 def needs_data_file(model: Path) -> bool:
     """Whether a step that reads this model writes large weights to ``data_file``."""
-    return data_file(model).exists() or nbytes_of(model) > MOST_INLINE_BYTES
+    return data_file(model).exists() or nbytes_of(model) > MAX_INLINE_BYTES
 
 
 def load(source: Path) -> "onnx_ir.Model":
@@ -81,9 +81,9 @@ def save(model: "onnx_ir.Model", target: Path, source: Path | None = None) -> No
     import onnx_ir  # its caller has imported it
 
     nbytes = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
-    if source is None or nbytes > MOST_INLINE_BYTES or needs_data_file(source):
+    if source is None or nbytes > MAX_INLINE_BYTES or needs_data_file(source):
         name = data_file(target).name
-        onnx_ir.save(model, target, external_data=name, size_threshold_bytes=LEAST_EXTERNAL_BYTES)
+        onnx_ir.save(model, target, external_data=name, size_threshold_bytes=MIN_EXTERNAL_BYTES)
         drop_empty_data(target)
     else:
         onnx_ir.save(model, target)
@@ -113,7 +113,7 @@ def prepare(source: Path, target: Path) -> None:
     """
     graph = read_graph(source)
     try:
-        if graph.external_files or source.stat().st_size > MOST_INLINE_BYTES:
+        if graph.external_files or source.stat().st_size > MAX_INLINE_BYTES:
             return pack(source, target)
         model = load(source)
         order = list(model.graph.all_nodes())

@@ -35,7 +35,7 @@ _MUCH_SLOWER: Final = 0.75
 is measured longer at the end."""
 _GROWTH: Final = 1.02
 """Largest growth of the file without fewer nodes to run."""
-_LEAST_SAVED_BYTES: Final = 1024
+_MIN_SAVED_BYTES: Final = 1024
 _NOTHING_GAINED: Final = "no improvement"
 
 Make: TypeAlias = Callable[..., tuple[str, ...]]
@@ -214,7 +214,7 @@ def judge(step: Step, before: Look, checked: Checked) -> Verdict:
         return Verdict(False, "a larger file")
     if new.nodes < old.nodes:
         return Verdict(True, "fewer nodes in the file, but the same number runs")
-    if new.nbytes < old.nbytes - _LEAST_SAVED_BYTES:
+    if new.nbytes < old.nbytes - _MIN_SAVED_BYTES:
         return Verdict(True, "a smaller file")
     return Verdict(False, _NOTHING_GAINED)
 
@@ -222,7 +222,7 @@ def judge(step: Step, before: Look, checked: Checked) -> Verdict:
 def _is_leaner(model: Path, target: Path) -> bool:
     """Whether a step removed nodes or bytes. Other steps are dropped without a check, which takes much longer."""
     counts = [sum(1 for _ in all_nodes(read_model(path))) for path in (model, target)]
-    return counts[1] < counts[0] or nbytes_of(target) < nbytes_of(model) - _LEAST_SAVED_BYTES
+    return counts[1] < counts[0] or nbytes_of(target) < nbytes_of(model) - _MIN_SAVED_BYTES
 
 
 def keep_arrays(inputs: Path, names: Collection[str], folder: Path) -> Path:

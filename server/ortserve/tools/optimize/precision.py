@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import onnx_ir
 
 _LARGEST_HALF: Final = 65504.0
-_MOST_TRIALS: Final = 40
-_MOST_NAMED: Final = 10
+_MAX_TRIALS: Final = 40
+_MAX_NAMED: Final = 10
 """Maximum number of nodes that notes name."""
 _DELICATE: Final = frozenset(
     {
@@ -84,7 +84,7 @@ def convert(
 
     try:
         delicate = {node for node, operator in candidates.items() if operator in _DELICATE}
-        half, reasons = search(list(candidates), delicate, error_of, bound.most, _MOST_TRIALS)
+        half, reasons = search(list(candidates), delicate, error_of, bound.most, _MAX_TRIALS)
     except ServeError as error:
         text = error.message.removeprefix(f"{target}: ")
         raise invalid_input(
@@ -98,8 +98,8 @@ def convert(
     }
     kept |= {node: f"error {error:.2g} in {name}" for node, error in reasons.items()}
     notes = [f"{len(half)} nodes in {name}, {len(kept)} kept in fp32"]
-    notes += [f"fp32: {operators[node]} '{node}', {why}" for node, why in list(kept.items())[:_MOST_NAMED]]
-    return (*notes, *([f"and {len(kept) - _MOST_NAMED} more in fp32"] if len(kept) > _MOST_NAMED else ()))
+    notes += [f"fp32: {operators[node]} '{node}', {why}" for node, why in list(kept.items())[:_MAX_NAMED]]
+    return (*notes, *([f"and {len(kept) - _MAX_NAMED} more in fp32"] if len(kept) > _MAX_NAMED else ()))
 
 
 def search(

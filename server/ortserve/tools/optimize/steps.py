@@ -12,7 +12,7 @@ from onnx import GraphProto, ValueInfoProto
 
 from ortserve.errors import invalid_input
 from ortserve.tools.optimize.files import (
-    LEAST_EXTERNAL_BYTES,
+    MIN_EXTERNAL_BYTES,
     data_file,
     drop_empty_data,
     from_proto,
@@ -200,7 +200,7 @@ def save_optimized(source: Path, target: Path, level: str, opening: Timed, has_d
     if has_data or data_file(source).exists():
         entries = {
             "session.optimized_model_external_initializers_file_name": data_file(target).name,
-            "session.optimized_model_external_initializers_min_size_in_bytes": str(LEAST_EXTERNAL_BYTES),
+            "session.optimized_model_external_initializers_min_size_in_bytes": str(MIN_EXTERNAL_BYTES),
         }
         settings["entries"] = {**opening.subject.options.session.entries, **entries}
     replace(opening.at(source), settings=settings).open()

@@ -15,8 +15,8 @@ from ortserve.tools.report import duration_text, number_text
 _WIDTH: Final = 1100.0
 _HEIGHT: Final = 420.0
 _ROW: Final = 22.0
-_MOST_NODES: Final = 400
-_LEAST_WIDTH: Final = 0.4
+_MAX_NODES: Final = 400
+_MIN_WIDTH: Final = 0.4
 """A flame view leaves out narrower calls, which cannot be seen."""
 _LETTER: Final = 6.4
 
@@ -27,11 +27,11 @@ _Box: TypeAlias = tuple[float, float, float, float]
 def tree_map(nodes: Sequence[NodeCost]) -> str:
     """A tree map of self times, grouped by operator. ``nodes`` are ordered by descending self time."""
     groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for node in nodes[:_MOST_NODES]:
+    for node in nodes[:_MAX_NODES]:
         if node.self_ms > 0:
             groups[node.op].append(("/".join((*node.inside, node.name)), node.self_ms))
-    if rest := sum(node.self_ms for node in nodes[_MOST_NODES:]):
-        groups["others"].append((f"{len(nodes) - _MOST_NODES:,} more nodes", rest))
+    if rest := sum(node.self_ms for node in nodes[_MAX_NODES:]):
+        groups["others"].append((f"{len(nodes) - _MAX_NODES:,} more nodes", rest))
     sized = sorted(((op, sum(ms for _, ms in held)) for op, held in groups.items()), key=lambda pair: -pair[1])
     whole = sum(ms for _, ms in sized) or 1.0
     parts = []
@@ -53,7 +53,7 @@ def flame_view(trace: Trace, run: Run) -> str:
     for call in run.calls:
         node, width = trace.nodes[call.node], call.total_us * scale
         depth = max(depth, len(node.path))
-        if width >= _LEAST_WIDTH:
+        if width >= _MIN_WIDTH:
             box = (call.start_us * scale, (len(node.path) + 1) * _ROW, width, _ROW)
             times = f"{call.total_us:,} µs, itself {call.self_us:,} µs, from {call.start_us:,} µs"
             parts.append(_rectangle(box, node.op, node.op, f"{node.op} {node.name}: {times}"))

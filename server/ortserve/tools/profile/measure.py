@@ -20,9 +20,9 @@ from ortserve.tools.speed import Timed
 
 WARM_UP: Final = 3
 """Unmeasured runs at the beginning. The first runs of a session allocate memory."""
-MOST_EVENTS: Final = 200_000
+MAX_EVENTS: Final = 200_000
 """Limit of the events of a profile. The profiler keeps 2.4 KB per event, and drops events after the millionth."""
-_LEAST_RUNS: Final = 5
+_MIN_RUNS: Final = 5
 _LARGE_WEIGHTS: Final = 1 << 30
 """The optimized graph of a single-file model with more bytes is not saved, because it contains the weights."""
 
@@ -66,7 +66,7 @@ def measure(
     order = random.Random(0)  # noqa: S311 - a fixed order could favour an arm
     until = time.monotonic() + seconds
     for number in range(WARM_UP + most):
-        if number >= WARM_UP + _LEAST_RUNS and time.monotonic() > until:
+        if number >= WARM_UP + _MIN_RUNS and time.monotonic() > until:
             for arm in arms:
                 arm.runs.notes.append(f"only {number - WARM_UP} of {runs} runs fit into {seconds:g} s")
             break
@@ -119,12 +119,12 @@ class _Arm:
             first.runner().run(first.for_model(self._inputs.take(self._rows, 0)))
             with Path(first.session.end_profiling()).open("rb") as lines:
                 events = sum(1 for _ in lines)
-        if events > MOST_EVENTS:
+        if events > MAX_EVENTS:
             raise invalid_input(
-                f"{self._variant.subject.path}: expected at most {MOST_EVENTS:,} events of ONNX Runtime's profiler in "
+                f"{self._variant.subject.path}: expected at most {MAX_EVENTS:,} events of ONNX Runtime's profiler in "
                 f"a run, got {events:,}"
             )
-        most = max(1, MOST_EVENTS // events - WARM_UP)
+        most = max(1, MAX_EVENTS // events - WARM_UP)
         if most < asked:
             self.runs.notes.append(f"{most} of {asked} runs were made: a run has {events:,} events of the profiler")
         return min(asked, most)

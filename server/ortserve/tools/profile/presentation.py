@@ -5,7 +5,7 @@ from typing import Final, TypeVar
 
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.result import Batches, Comparison, Cost, Fusion, OperatorCost, Profile, ProfileResult
-from ortserve.tools.profile.runs import CLOSED_WITHIN, LEAST_MS, Runs
+from ortserve.tools.profile.runs import CLOSED_WITHIN, MIN_MS, Runs
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, number_text
 
 _SHOWN: Final = 15
@@ -94,9 +94,9 @@ def _balance(profile: Profile, of: str) -> Table:
             f"interruptions within {_percent(CLOSED_WITHIN)}: the rest is {_percent(balance.rest_share)} "
             f"± {_percent(balance.rest_error)}."
         )
-    elif balance.operators_ms < LEAST_MS:
+    elif balance.operators_ms < MIN_MS:
         note = (
-            f"A run takes less than {LEAST_MS:g} ms: the profiler takes {_percent(balance.profiler_share)} of a "
+            f"A run takes less than {MIN_MS:g} ms: the profiler takes {_percent(balance.profiler_share)} of a "
             "profiled run. Rely on shares, not on times."
         )
     else:

@@ -24,9 +24,9 @@ from ortserve.tools.profile.trace import read_trace
 
 _TRACE_KEY: Final = b',"trace":'
 _SAY_AFTER_S: Final = 1.0
-_MOST_REQUESTS: Final = 16
+_MAX_REQUESTS: Final = 16
 """Limit of the different requests that this process sends."""
-_LONGEST_RUNS_S: Final = 180.0
+_MAX_RUNS_S: Final = 180.0
 """Time for the server to profile the copies: it opens one or two sessions, and runs them for at most 60 s."""
 
 
@@ -54,7 +54,7 @@ def profile_server(
     sending = _say_waiting(f"{requests} requests to {model}, for at most {timeout_s:g} s")
     if inputs is not None:
         sending = _send(Control(address, name, version), inputs, rows)
-    with sending, closing(Client(address, timeout_s + _LONGEST_RUNS_S)) as client:
+    with sending, closing(Client(address, timeout_s + _MAX_RUNS_S)) as client:
         body = client.call(f"{path_of(name, version)}/profile", asked, {"content-type": "application/json"}).body
     try:
         head, _, rest = body.partition(_TRACE_KEY)
@@ -113,7 +113,7 @@ def _send(control: Control, file: Path, rows: int) -> Iterator[None]:
     """
     signature = control.describe()[1]
     inputs = read_inputs(file, signature)
-    arrays = (inputs.take(rows, number) for number in range(min(_MOST_REQUESTS, inputs.samples)))
+    arrays = (inputs.take(rows, number) for number in range(min(_MAX_REQUESTS, inputs.samples)))
     requests = [encode_rest(tensors_of(signature, one), is_binary=True) for one in arrays]
     is_over = Event()
 

@@ -14,7 +14,7 @@ from ortserve.tools.profile.trace import Run, Trace
 
 CLOSED_WITHIN: Final = 0.05
 """Limit of the share of ``rest_ms`` in a closed balance."""
-LEAST_MS: Final = 5.0
+MIN_MS: Final = 5.0
 """Shorter runs have operators that are too short for the profiler's clock of 1 µs."""
 _BUSY_SHARE: Final = 0.1
 """A larger share of interruptions means a busy machine."""
@@ -131,7 +131,7 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
     error, interrupted_ms = (high_ms - low_ms) / 2 / undisturbed_ms, profiled_ms - undisturbed_ms
     is_closed = None
     # Both times must be long: other work may make the profiled runs of a small model as long as those of a large one.
-    if min(plain_ms, undisturbed_ms - profiler_ms) >= LEAST_MS and error <= CLOSED_WITHIN:
+    if min(plain_ms, undisturbed_ms - profiler_ms) >= MIN_MS and error <= CLOSED_WITHIN:
         is_within = abs(rest_ms) <= CLOSED_WITHIN * undisturbed_ms
         is_closed = True if is_within else None if interrupted_ms > _BUSY_SHARE * profiled_ms else False
     return Balance(
@@ -157,7 +157,7 @@ def doubts_of(balance: Balance) -> list[str]:
     if balance.interrupted_ms > _BUSY_SHARE * balance.profiled_ms:
         share = 100 * balance.interrupted_ms / balance.profiled_ms
         doubts.append(f"the machine was busy: {share:.0f} % of the time of the runs went to interruptions")
-    if balance.rest_error > CLOSED_WITHIN and balance.operators_ms >= LEAST_MS:
+    if balance.rest_error > CLOSED_WITHIN and balance.operators_ms >= MIN_MS:
         doubts.append("the time that the profiler adds varied too much: repeat with more --runs, or with --threads 1")
     return doubts
 

@@ -15,7 +15,7 @@ from ortserve.tools.profile.runs import Runs, balance_of, doubts_of, median_inte
 from ortserve.tools.profile.trace import NodeKey, Run, TracedNode
 from ortserve.tools.profile.work import find_work
 
-_MOST_SHAPES: Final = 4
+_MAX_SHAPES: Final = 4
 _SESSIONS_DIFFER: Final = 0.05
 """Two sessions of one model in one process took 0.93 to 1.00 of each other's time on a busy machine."""
 
@@ -158,7 +158,7 @@ def _shape_texts(kinds: Iterable[TracedNode]) -> list[str]:
     texts = dict.fromkeys(
         ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in kind.outputs) for kind in kinds
     )
-    return [text for text in texts if text][:_MOST_SHAPES]
+    return [text for text in texts if text][:_MAX_SHAPES]
 
 
 def _compare_graphs(runs: Runs) -> tuple[Fusion | None, dict[int, list[str]]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
-from ortserve.core.version_names import MOST_VERSION, version_of
+from ortserve.core.version_names import MAX_VERSION, version_of
 from ortserve.engine.child_process import call_apart
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
@@ -218,8 +218,8 @@ def _install(staging: Path, place: Place) -> int:
     """Choose the number of the version and rename its folder. Returns the number."""
     with _locked(place.folder):
         number = 1 + max((_recorded(place.folder), *_numbers(place.folder)))
-        if number > MOST_VERSION:
-            raise invalid_input(f"{place.folder}: version {MOST_VERSION} is the highest possible one")
+        if number > MAX_VERSION:
+            raise invalid_input(f"{place.folder}: version {MAX_VERSION} is the highest possible one")
         _record(staging, number).replace(place.folder / RECORD)
         version = (staging / "version").rename(place.folder / str(number))
         try:

@@ -19,7 +19,7 @@ from ortserve.tools.report import (
     table_of,
 )
 
-_MOST_ROWS: Final = 20
+_MAX_ROWS: Final = 20
 
 
 def present(result: QuantizeResult) -> Report:
@@ -34,7 +34,7 @@ def _blocks(result: QuantizeResult) -> Iterator[Block]:
     if result.ranking:
         columns = ["nodes", "operator", f"{result.ranked_by} error alone", "in the result"]
         about = "Error of a model in which only these nodes are quantized."
-        yield Table("Cost of nodes", columns, [_row(part) for part in result.ranking], about, _MOST_ROWS)
+        yield Table("Cost of nodes", columns, [_row(part) for part in result.ranking], about, _MAX_ROWS)
     yield facts_of("Settings", result.settings)
     for note in result.notes:
         yield Text(f"Note: {note}")

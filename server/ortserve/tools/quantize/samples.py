@@ -14,7 +14,7 @@ from ortserve.tools.inputs import choose_inputs, read_inputs, spread
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.speed import Feeds
 
-_LEAST_TO_DIVIDE: Final = 16
+_MIN_TO_DIVIDE: Final = 16
 """Fewer calibration samples than this are not divided."""
 _HELD_OUT: Final = 4
 """Every fourth sample is held out of calibration."""
@@ -93,9 +93,9 @@ def read_samples(model: OpenModel, files: Files) -> tuple[Samples | None, Sample
         chosen = _read(model, calibration, "--calibration", most) if calibration else None
         return chosen, evaluation or _synthetic(model, most)
     every = _read(model, calibration, "--calibration", 2 * most, files.labels)
-    if every.samples < _LEAST_TO_DIVIDE:
+    if every.samples < _MIN_TO_DIVIDE:
         note = f"calibrated and compared with the same {every.samples} samples, so the errors look too small"
-        return every, replace(every, notes=(f"{note}: give {_LEAST_TO_DIVIDE} or more, or others by --inputs",))
+        return every, replace(every, notes=(f"{note}: give {_MIN_TO_DIVIDE} or more, or others by --inputs",))
     is_held_out = np.arange(every.samples) % _HELD_OUT == _HELD_OUT - 1
     return every.part(~is_held_out, most, "for calibration"), every.part(is_held_out, most, "held out")
 

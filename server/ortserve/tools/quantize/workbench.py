@@ -21,7 +21,7 @@ from ortserve.tools.quantize.search import Tried
 from ortserve.tools.speed import Feeds
 from ortserve.tools.subject import Subject
 
-_MOST_FEEDS: Final = 4
+_MAX_FEEDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Workbench:
             self._candidates,
             "" if calibration is None else calibration.origin,
             evaluation.origin,
-            [dict(zip(names, arrays, strict=True)) for arrays in evaluation.arrays[:_MOST_FEEDS]],
+            [dict(zip(names, arrays, strict=True)) for arrays in evaluation.arrays[:_MAX_FEEDS]],
             (*evaluation.notes, *self._prepared.notes),
         )
 

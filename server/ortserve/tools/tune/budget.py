@@ -5,14 +5,14 @@ from typing import Final
 
 _SAFETY: Final = 1.15
 _SMOOTHING: Final = 0.3
-_MOST_LATER: Final = 0.25
+_MAX_LATER: Final = 0.25
 """Largest share of the time limit that is reserved for other versions."""
 CONFIRMING_PAIRS: Final = 6
 """Minimum number of pairs of a confirmation with two processes of each configuration. Memory layout differs between
 processes."""
-LEAST_PAIRS: Final = 4
+MIN_PAIRS: Final = 4
 """The same minimum with one process of each configuration."""
-MOST_PAIRS: Final = 12
+MAX_PAIRS: Final = 12
 """Maximum number of pairs of a confirmation."""
 KEEPING_PAIRS: Final = 4
 """Pairs for which time is reserved, for each decision to leave out and for each other version."""
@@ -43,7 +43,7 @@ class Budget:
     def left_s(self) -> float:
         """Time until the limit, without the time that is reserved for other versions. Negative after that."""
         later_s = self.cost_s(1 + self.later, self.later * KEEPING_PAIRS) if self.later else 0.0
-        return self._limit_s - self.spent_s - min(later_s, _MOST_LATER * self._limit_s)
+        return self._limit_s - self.spent_s - min(later_s, _MAX_LATER * self._limit_s)
 
     @property
     def is_over(self) -> bool:
@@ -81,5 +81,5 @@ class Budget:
         """
         processes = 2 if self.left_s >= self.cost_s(4, CONFIRMING_PAIRS) else 1
         pairs = (0.75 * self.left_s - self.cost_s(2 * processes, 0)) / self.cost_s(0, processes)
-        least = -(-CONFIRMING_PAIRS // processes) if processes > 1 else LEAST_PAIRS
-        return processes, int(max(least, min(min(wanted, MOST_PAIRS) // processes, pairs)))
+        least = -(-CONFIRMING_PAIRS // processes) if processes > 1 else MIN_PAIRS
+        return processes, int(max(least, min(min(wanted, MAX_PAIRS) // processes, pairs)))

@@ -44,7 +44,7 @@ _PREPARE_LIMIT_S: Final = 1800.0
 _MODERATE: Final = 0.5
 """Share of the rate that the current configuration sustains. It is the default rate of objectives with a constant
 rate."""
-_LEAST_PAIRS: Final = 2
+_MIN_PAIRS: Final = 2
 """Minimum number of pairs that compare another version."""
 _OFFERED: Final = ("cuda", "tensorrt", "openvino")
 
@@ -206,9 +206,9 @@ def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Chang
             provenance = read_provenance(file)
             ratio, error, why = None, None, "no time was left; allow more with --max-minutes"
             first = len(reference.readings)
-            left_s, least_s = budget.left_s, budget.cost_s(1, _LEAST_PAIRS)
+            left_s, least_s = budget.left_s, budget.cost_s(1, _MIN_PAIRS)
             share_s = max(left_s / (len(variants) - index), least_s) - budget.cost_s(1, 0)
-            pairs = max(_LEAST_PAIRS, min(KEEPING_PAIRS, int(share_s / budget.cost_s(0, 1))))
+            pairs = max(_MIN_PAIRS, min(KEEPING_PAIRS, int(share_s / budget.cost_s(0, 1))))
             if left_s >= least_s:
                 try:
                     with closing(bench.open(changes, number)) as other:

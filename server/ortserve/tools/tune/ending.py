@@ -6,9 +6,9 @@ from typing import Final
 
 from ortserve.errors import ServeError
 from ortserve.tools.bench.statistics import Estimate, estimate_ratio
-from ortserve.tools.tune.budget import CONFIRMING_PAIRS, LEAST_PAIRS
+from ortserve.tools.tune.budget import CONFIRMING_PAIRS, MIN_PAIRS
 from ortserve.tools.tune.loads import Reading, steady
-from ortserve.tools.tune.ratios import LEAST_GAIN, is_confirmed, is_decided
+from ortserve.tools.tune.ratios import MIN_GAIN, is_confirmed, is_decided
 from ortserve.tools.tune.result import Confirmation, KeyGain
 from ortserve.tools.tune.search import Bench, describe
 from ortserve.tools.tune.sides import Side
@@ -16,9 +16,9 @@ from ortserve.tools.tune.space import Point, changes_of
 
 _KEEPING_PAIRS: Final = 8
 """Maximum number of pairs that measure the gain of one decision."""
-_LEAST_PAIRS: Final = 3
+_MIN_PAIRS: Final = 3
 _STEP: Final = 0.9
-_MOST_STEPS: Final = 6
+_MAX_STEPS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
     changes = changes_of(bench.space, point)
     bench.show(f"confirming {describe(changes)}")
     goal, budget, logs = bench.goal, bench.budget, list[float]()
-    processes, pairs = budget.confirmation(bench.noise.pairs_for(LEAST_GAIN))
+    processes, pairs = budget.confirmation(bench.noise.pairs_for(MIN_GAIN))
     rates: list[float | None] = [None, None]
     current, best = list[Reading](), list[Reading]()
     for number in range(processes):
@@ -80,13 +80,13 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
             before = Side(stack.enter_context(closing(bench.open({}))), guess)
             after = before.beside(stack.enter_context(closing(bench.open(changes))))
             logs += bench.compare(before, after, pairs)
-            if number == processes - 1 and goal.rate_per_s is None and budget.left_s > budget.cost_s(0, _MOST_STEPS):
+            if number == processes - 1 and goal.rate_per_s is None and budget.left_s > budget.cost_s(0, _MAX_STEPS):
                 bench.show("looking for the constant rates that both sustain")
                 rates = [sustain(bench, side) for side in (before, after)]
         current, best = before.readings + current, after.readings + best
     before.readings, after.readings = current, best
     confirmation = Confirmation(estimate_ratio(logs), len(logs), before.figures(goal), after.figures(goal), *rates)
-    too_few = len(logs) < min(pairs, LEAST_PAIRS)
+    too_few = len(logs) < min(pairs, MIN_PAIRS)
     why = "no time was left to confirm it; allow more with --max-minutes" if too_few else goal.misses(best, current)
     return confirmation, why
 
@@ -97,7 +97,7 @@ def sustain(bench: Bench, side: Side) -> float | None:
     Returns None if no rate that was tried is within the bound.
     """
     rate = side.guess
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         reading = side.contender.measure(steady(rate), len(side.readings))
         if reading.late_share <= 1 - bench.goal.percentile / 100 + 1e-9:
             return rate
@@ -115,7 +115,7 @@ def leave_out(bench: Bench, winner: Point, guess: float) -> tuple[Point, tuple[K
     kept, gains, budget = dict(winner), list[KeyGain](), bench.budget
     names = [parameter.name for parameter in bench.space if parameter.name in winner]
     names.reverse()  # begin with decisions that usually matter least
-    if budget.left_s < budget.cost_s(5, CONFIRMING_PAIRS + _LEAST_PAIRS):
+    if budget.left_s < budget.cost_s(5, CONFIRMING_PAIRS + _MIN_PAIRS):
         return winner, tuple(KeyGain(name, changes_of(bench.space, {name: winner[name]}), None, True) for name in names)
     with ExitStack() as opened:
         full = Side(opened.enter_context(closing(bench.open(changes_of(bench.space, kept)))), guess)
@@ -126,7 +126,7 @@ def leave_out(bench: Bench, winner: Point, guess: float) -> tuple[Point, tuple[K
             pairs = min(_KEEPING_PAIRS, int((share_s - budget.cost_s(1, 0)) / budget.cost_s(0, 1)))
             ratio: Estimate | None = None
             is_kept = True
-            if without and pairs >= _LEAST_PAIRS:
+            if without and pairs >= _MIN_PAIRS:
                 bench.show(f"leaving out {describe(changes)}")
                 first = len(full.readings)
                 try:

@@ -18,7 +18,7 @@ EDGE: Final = 1.15
 _LATE_SHARE: Final = 0.1
 """Share of late requests in a stretch of a ramp that counts as sustained. A stretch has too few requests for one
 percent. Constant rates decide about the percentile of the search."""
-_MOST_REQUESTS: Final = 30_000
+_MAX_REQUESTS: Final = 30_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def ramp(rate: float, slo_s: float) -> Offer:
     # A queue that grows from the moment of saturation on reaches the bound only after sqrt(2 slo / growth).
     seconds = min(15.0, max(0.8, 11 * slo_s, min(4.0, 200 / rate)))
     high = rate * RAMP
-    seconds = min(seconds, max(0.3, _MOST_REQUESTS / (high - rate / RAMP) * 2 * math.log(RAMP)))
+    seconds = min(seconds, max(0.3, _MAX_REQUESTS / (high - rate / RAMP) * 2 * math.log(RAMP)))
     return Offer(rate / RAMP, high, seconds)
 
 

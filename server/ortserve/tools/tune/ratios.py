@@ -15,11 +15,11 @@ in eight times if pairs vary by 7 %."""
 
 _LOOK_AFTER: Final = 4
 """Minimum number of pairs that can show that a decision is worth keeping."""
-LEAST_GAIN: Final = 0.02
+MIN_GAIN: Final = 0.02
 """Smaller gains are not worth a key in a file. Memory layout alone makes processes differ by as much."""
-LEAST_SPREAD: Final = 0.01
+MIN_SPREAD: Final = 0.01
 """Minimum standard deviation of the logarithm of a pair's ratio: a few quiet pairs do not prove absence of noise."""
-MOST_SPREAD: Final = 0.2
+MAX_SPREAD: Final = 0.2
 """Standard deviation above which a machine is too noisy: six pairs prove only gains of more than about 20 %."""
 
 
@@ -39,7 +39,7 @@ class Noise:
     @property
     def spread(self) -> float:
         """Standard deviation of one pair. Until comparisons were learned, the one of a busy machine."""
-        return max(LEAST_SPREAD, math.sqrt(self._squares / self._degrees) if self._degrees else 0.2)
+        return max(MIN_SPREAD, math.sqrt(self._squares / self._degrees) if self._degrees else 0.2)
 
     def estimate(self, logs: Sequence[float]) -> Estimate:
         """The ratio of a comparison of few pairs, with a 95 % interval from the noise of all pairs."""
@@ -61,12 +61,12 @@ class Noise:
 
 def is_hopeless(logs: Sequence[float], noise: Noise) -> bool:
     """Whether a trial can end early, because it is no gain even in the best case."""
-    return noise.best_case(logs) < math.log1p(LEAST_GAIN)
+    return noise.best_case(logs) < math.log1p(MIN_GAIN)
 
 
 def is_confirmed(ratio: Estimate) -> bool:
     """Whether a ratio is a gain beyond the noise, and large enough to be worth a key."""
-    return ratio.value >= 1 + LEAST_GAIN and ratio.low is not None and ratio.low > 1
+    return ratio.value >= 1 + MIN_GAIN and ratio.low is not None and ratio.low > 1
 
 
 def is_decided(logs: Sequence[float], noise: Noise) -> bool:
@@ -81,4 +81,4 @@ def is_decided(logs: Sequence[float], noise: Noise) -> bool:
 
 def is_too_noisy(noise: Noise) -> bool:
     """Whether pairs vary so much that a confirmation can only prove large gains."""
-    return noise.spread > MOST_SPREAD
+    return noise.spread > MAX_SPREAD

@@ -11,7 +11,7 @@ from ortserve.errors import ServeError
 from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.budget import Budget
 from ortserve.tools.tune.journal import Journal, key_of
-from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, is_hopeless
+from ortserve.tools.tune.ratios import MIN_GAIN, Noise, is_hopeless
 from ortserve.tools.tune.result import State, Trial
 from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pair
 from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, default_point, joint_points
@@ -21,7 +21,7 @@ _PAIRS: Final = 4
 _FLOOR_PAIRS: Final = 3
 _FLOOR_SHARE: Final = 0.25
 """Share of the time limit after which two pairs are enough."""
-_MOST_REPEATED: Final = 30
+_MAX_REPEATED: Final = 30
 """The search ends after this number of proposals in a row that were tried before: the sampler has nothing new."""
 _PATIENCE: Final = 20
 """The search ends after this number of proposals in a row that were no better: it will hardly find more."""
@@ -116,7 +116,7 @@ class Search:
             if self._is_better(self._find(point), self._best):
                 self._best = point
         repeated = lost = 0
-        while self._has_time() and repeated < _MOST_REPEATED and lost < _PATIENCE:
+        while self._has_time() and repeated < _MAX_REPEATED and lost < _PATIENCE:
             point = self._journal.ask()
             known = self._journal.trials.get(key_of(point))
             if known is not None:
@@ -201,7 +201,7 @@ class Search:
         """Whether a trial beats the current configuration beyond the noise, and the best point by a worthwhile gain."""
         known = self._journal.trials.get(key_of(than))
         best = known.ratio.value if known and known.ratio else 1.0
-        return self._low(trial) > 0 and trial.ratio is not None and trial.ratio.value > best * (1 + LEAST_GAIN)
+        return self._low(trial) > 0 and trial.ratio is not None and trial.ratio.value > best * (1 + MIN_GAIN)
 
     def _low(self, trial: Trial) -> float:
         """The logarithm of the ratio, less one standard error."""

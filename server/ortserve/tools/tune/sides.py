@@ -14,8 +14,8 @@ from ortserve.tools.tune.space import Changes
 Objective: TypeAlias = Literal["throughput", "latency", "cost", "memory"]
 _SHIFT: Final = 2.5
 """Factor by which a ramp moves if the sustained rate may lie outside of it."""
-_MOST_SHIFTS: Final = 6
-_LEAST_RATE: Final = 0.2
+_MAX_SHIFTS: Final = 6
+_MIN_RATE: Final = 0.2
 """Lowest expected rate, in requests per second. Ramps of slower configurations are centred on it."""
 
 
@@ -127,7 +127,7 @@ class Side:
         Raises:
             ServeError: The configuration is unusable.
         """
-        for _ in range(_MOST_SHIFTS):
+        for _ in range(_MAX_SHIFTS):
             offer = ramp(self.guess, goal.slo_s or 0.0) if goal.rate_per_s is None else steady(goal.rate_per_s)
             self.has_failed = True
             reading = self.contender.measure(offer, seed)
@@ -138,10 +138,10 @@ class Side:
                 break
             if reading.rate_per_s >= offer.high / EDGE:
                 self.guess *= _SHIFT
-            elif may_fall and reading.rate_per_s <= offer.low * EDGE and offer.low > _LEAST_RATE:
+            elif may_fall and reading.rate_per_s <= offer.low * EDGE and offer.low > _MIN_RATE:
                 self.guess /= _SHIFT
             else:
-                self.guess = max(_LEAST_RATE, math.sqrt(self.guess * reading.rate_per_s))
+                self.guess = max(_MIN_RATE, math.sqrt(self.guess * reading.rate_per_s))
                 break
         self.readings.append(reading)
         return math.log(goal.figure(reading))

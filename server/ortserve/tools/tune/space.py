@@ -27,7 +27,7 @@ _SPINNING: Final[Sequence[Changes]] = (
 _ROWS: Final = (1, 4, 8, 16, 32, 64, 128)
 _BUCKETS: Final = (1, 2, 4, 8, 16, 32)
 _DELAYS_S: Final = (0.001, 0.002, 0.005)
-_MOST_INSTANCES: Final = 8
+_MAX_INSTANCES: Final = 8
 _ORDERS: Final[Mapping[str, tuple[str, ...]]] = {
     "memory": ("arena", "pattern", "providers", "instances", "max_rows", "threads"),
     "cost": ("providers", "threads", "spinning", "max_rows", "delay"),
@@ -82,7 +82,7 @@ def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Par
         "replay": [{"graph_replay": value} for value in (True, False) if facts.offered],
         "threads": _threads(facts),
         "spinning": _SPINNING if facts.processors > 1 else _SPINNING[:1],
-        "instances": [{"instances": n} for n in dict.fromkeys((1, 2, min(facts.processors, _MOST_INSTANCES)))],
+        "instances": [{"instances": n} for n in dict.fromkeys((1, 2, min(facts.processors, _MAX_INSTANCES)))],
         "max_rows": [{"max_rows": rows} for rows in (None, *_ROWS) if facts.is_batched],
         "delay": [{"queue_delay_s": s} for s in (0.0, *_DELAYS_S) if facts.is_batched and 4 * s <= bound_s],
         "execution": [

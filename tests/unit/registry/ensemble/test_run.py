@@ -407,7 +407,7 @@ async def test_a_sequence_ends_after_the_requests_that_wait_if_one_behind_them_i
 ) -> None:
     stage = SequenceStage(clock)
     requests = [stage.submit(value) for value in (1, 2, 3)]
-    monkeypatch.setattr("ortserve.registry.ensemble.turns.MOST_WAITING", 2)
+    monkeypatch.setattr("ortserve.registry.ensemble.turns.MAX_WAITING", 2)
     for _ in range(2):  # the second time, the queue has room
         with pytest.raises(ServeError, match="requests wait for earlier requests of their sequences"):
             stage.submit(4)
@@ -548,7 +548,7 @@ async def test_requests_that_wait_for_a_step_can_be_cancelled_and_rejected(
 async def test_the_wait_for_a_step_counts_as_queue_and_is_bounded(
     members: dict[str, FakeMember], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ortserve.registry.ensemble.limits.MOST_WAITING", 1)
+    monkeypatch.setattr("ortserve.registry.ensemble.limits.MAX_WAITING", 1)
     served = serve(members, ["y"], CHAIN, clock, most=1)
     requests = [submit(served, clock) for _ in range(3)]
     with pytest.raises(ServeError, match="1 requests wait for steps with max_inflight_requests 1") as error:

@@ -222,10 +222,10 @@ def test_files_are_bounded_before_they_are_read(tmp_path: Path, monkeypatch: pyt
     folder = make(tmp_path, builders.identity, EYE)
     file = folder / "1" / "golden" / "a.npz"
 
-    monkeypatch.setattr(golden_samples, "MOST_BYTES", 100)
+    monkeypatch.setattr(golden_samples, "MAX_BYTES", 100)
     assert "expected at most 1024 arrays and 100 bytes, got 2 arrays" in refused(folder)
     monkeypatch.undo()
-    monkeypatch.setattr(golden_samples, "MOST_FILES", 0)
+    monkeypatch.setattr(golden_samples, "MAX_FILES", 0)
     assert "expected 1 to 0 files *.npz, got 1" in refused(folder)
     monkeypatch.undo()
     for datatype, problem in (

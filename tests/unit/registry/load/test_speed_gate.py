@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from ortserve.registry.load.batch_sizes import SizeLatency
-from ortserve.registry.load.speed_gate import LEAST_ROUNDS, MOST_ROUNDS, common_sizes, find_slowdown
+from ortserve.registry.load.speed_gate import MAX_ROUNDS, MIN_ROUNDS, common_sizes, find_slowdown
 
 MS: Final = 1_000_000
 
@@ -45,11 +45,11 @@ def slowdown(candidate: Sequence[float], serving: Sequence[float], sizes: Sequen
 @pytest.mark.parametrize(
     ("candidate", "serving", "runs"),
     [
-        ([1], [1], 2 * LEAST_ROUNDS),
-        ([1.4], [1], 2 * LEAST_ROUNDS),
+        ([1], [1], 2 * MIN_ROUNDS),
+        ([1.4], [1], 2 * MIN_ROUNDS),
         ([9, 9, 9, 1.5], [1], 2 * 4),  # other work on the machine delayed its first runs
-        ([0.15], [0.06], 2 * LEAST_ROUNDS),  # 2.5 times slower, but only by 0.09 ms
-        ([3], [0], 2 * MOST_ROUNDS),  # no run of the serving version could be compared
+        ([0.15], [0.06], 2 * MIN_ROUNDS),  # 2.5 times slower, but only by 0.09 ms
+        ([3], [0], 2 * MAX_ROUNDS),  # no run of the serving version could be compared
     ],
 )
 def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: list[float], runs: int) -> None:
@@ -62,12 +62,12 @@ def test_slow_candidate_is_named_with_its_figures() -> None:
     assert text == (
         "a batch of 8 rows takes 3.000 ms, 3.00 times the 1.000 ms of the serving version; expected at most 1.5 times"
     )
-    assert runs == 2 * MOST_ROUNDS
+    assert runs == 2 * MAX_ROUNDS
 
 
 def test_long_runs_end_early_but_each_size_is_compared() -> None:
-    assert slowdown([40_000], [10_000])[1] == 2 * LEAST_ROUNDS
-    assert slowdown([10_000], [10_000], sizes=(1, 4))[1] == 2 * 2 * LEAST_ROUNDS
+    assert slowdown([40_000], [10_000])[1] == 2 * MIN_ROUNDS
+    assert slowdown([10_000], [10_000], sizes=(1, 4))[1] == 2 * 2 * MIN_ROUNDS
 
 
 def test_sizes_are_those_that_both_have() -> None:

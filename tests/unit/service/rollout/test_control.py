@@ -7,7 +7,7 @@ import pytest
 
 from fakes.clock import FakeClock
 from ortserve.config.rollout import RolloutOptions, make_rollout_options
-from ortserve.config.versions import MOST_LABELS
+from ortserve.config.versions import MAX_LABELS
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
@@ -114,7 +114,7 @@ async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_
         return records_of(model)
 
     registry.records_of = count_lookups  # type: ignore[method-assign]
-    with pytest.raises(ServeError, match=f"labels: expected at most {MOST_LABELS}") as caught:
+    with pytest.raises(ServeError, match=f"labels: expected at most {MAX_LABELS}") as caught:
         await labels.change("m", {f"label{number}": 1 for number in range(5000)})
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert lookups < 10

@@ -23,7 +23,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.rollout import live
 from ortserve.service.rollout.decision import Decision
-from ortserve.service.rollout.live import MOST_COMPARED_INLINE, MOST_COPIED_BYTES, MOST_COPIES, LiveRollout
+from ortserve.service.rollout.live import MAX_COMPARED_INLINE, MAX_COPIED_BYTES, MAX_COPIES, LiveRollout
 
 SIGNATURE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("y", DataType.FP32, (-1, -1)),), "")
 
@@ -116,7 +116,7 @@ async def test_large_outputs_are_compared_by_a_thread() -> None:
     trial = Trial()
     may_compare = Event()
     trial.threads.submit(may_compare.wait, 30)
-    await trial.answer(columns=MOST_COMPARED_INLINE)
+    await trial.answer(columns=MAX_COMPARED_INLINE)
     await trial.settle(0, 1.0)
     assert trial.counts() == {}
     may_compare.set()
@@ -128,14 +128,14 @@ async def test_large_outputs_are_compared_by_a_thread() -> None:
 
 async def test_copies_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial()
-    for _ in range(MOST_COPIES + 3):
+    for _ in range(MAX_COPIES + 3):
         await trial.answer()
-    assert (len(trial.candidate.submitted), trial.counts()) == (MOST_COPIES, {"shed": 3})
+    assert (len(trial.candidate.submitted), trial.counts()) == (MAX_COPIES, {"shed": 3})
     await trial.settle(0, 1.0)
     await trial.answer()
-    assert len(trial.candidate.submitted) == MOST_COPIES + 1
-    assert MOST_COPIED_BYTES == 64 * 1024 * 1024
-    monkeypatch.setattr(live, "MOST_COPIED_BYTES", 63)
+    assert len(trial.candidate.submitted) == MAX_COPIES + 1
+    assert MAX_COPIED_BYTES == 64 * 1024 * 1024
+    monkeypatch.setattr(live, "MAX_COPIED_BYTES", 63)
     small = Trial()
     await small.answer(columns=8)  # 32 bytes of input and as many of output
     await small.answer(columns=7)

@@ -12,9 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from models import builders, interfaces
 from ortserve.errors import ServeError
 from ortserve.tools.optimize import steps
-from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, pack, prepare
+from ortserve.tools.optimize.files import MIN_EXTERNAL_BYTES, data_file, pack, prepare
 
-BIG = np.arange(LEAST_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
+BIG = np.arange(MIN_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
 
 
 def two_branches(path: Path) -> Path:

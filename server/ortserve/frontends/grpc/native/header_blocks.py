@@ -34,17 +34,17 @@ MAX_LIST_BYTES: Final = 16 * 1024
 """Maximum size of a header list, as RFC 9113, section 10.5.1, counts it; grpc has the same limit. Larger lists are
 decoded to their end, which keeps the table correct, and discarded."""
 
-_MOST_LIST_BYTES: Final = 2 * MAX_BLOCK_BYTES
+_MAX_LIST_BYTES: Final = 2 * MAX_BLOCK_BYTES
 """Maximum size of a list that is decoded. Literals decode to at most 8/5 of their bytes (Huffman code, RFC 7541,
 appendix B), plus 32 per header. A larger list repeats entries of the table in few bytes."""
 
 _ENTRY_BYTES: Final = 32
 """Size added to the name and value of each header (RFC 9113, section 10.5.1)."""
 
-_MOST_INTEGER_BITS: Final = 28
+_MAX_INTEGER_BITS: Final = 28
 """Maximum bits of encoded lengths, indexes and sizes. A block has at most 64 KiB."""
 
-_MOST_RESIZES_BYTES: Final = 64
+_MAX_RESIZES_BYTES: Final = 64
 """Position up to which a block may resize the table. Two resizes suffice for all purposes (RFC 7541, section 4.2)."""
 
 _set_maxsize: Final[Any] = HeaderTable.__dict__["maxsize"].fset
@@ -127,7 +127,7 @@ class HeaderReader:
                 index, position = _read_integer(block, position, 0x7F)
                 name, value = table.get_by_index(index)
             elif first & 0xE0 == 0x20:
-                if list_bytes or position > _MOST_RESIZES_BYTES:
+                if list_bytes or position > _MAX_RESIZES_BYTES:
                     raise ValueError("a table size update after the first header, or too many updates")
                 table_size, position = _read_integer(block, position, 0x1F)
                 if table_size > frames.DEFAULT_TABLE_SIZE:
@@ -147,7 +147,7 @@ class HeaderReader:
             list_bytes += len(name) + len(value) + _ENTRY_BYTES
             if list_bytes <= MAX_LIST_BYTES:
                 headers.append((name, value))
-            elif list_bytes > _MOST_LIST_BYTES:
+            elif list_bytes > _MAX_LIST_BYTES:
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the header list is too large")
         return tuple(headers) if list_bytes <= MAX_LIST_BYTES else None
 
@@ -166,7 +166,7 @@ def _read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
         if byte < 0x80:
             return number, position
         shift += 7
-        if shift >= _MOST_INTEGER_BITS:
+        if shift >= _MAX_INTEGER_BITS:
             raise ValueError("an integer that is too long")
 
 
