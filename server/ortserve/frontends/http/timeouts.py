@@ -10,7 +10,7 @@ from ortserve.frontends.http.limits import HttpLimits, Stage, too_slow_body, too
 from ortserve.frontends.http.request_head import Header
 
 
-class Due(Enum):
+class TimeoutAction(Enum):
     """The next action on a connection."""
 
     NOTHING = auto()
@@ -31,7 +31,9 @@ class StageTimer:
         self._since_ns = 0
         self._since_bytes = 0
 
-    def check(self, now_ns: int, stage: Stage, subject: object, received_bytes: int, unsent_bytes: int) -> Due:
+    def check(
+        self, now_ns: int, stage: Stage, subject: object, received_bytes: int, unsent_bytes: int
+    ) -> TimeoutAction:
         """Decide the next action.
 
         Args:
@@ -51,20 +53,20 @@ class StageTimer:
             n_bytes = received_bytes
         if not continues or stage is not self._stage or subject is not self._subject:
             self._restart(now_ns, stage, subject, n_bytes)
-            return Due.NOTHING
+            return TimeoutAction.NOTHING
         waited_s = (now_ns - self._since_ns) / 1e9
         if stage is Stage.HEADERS:
-            return Due.REJECT if waited_s >= limits.header_timeout_s else Due.NOTHING
+            return TimeoutAction.REJECT if waited_s >= limits.header_timeout_s else TimeoutAction.NOTHING
         if stage is Stage.BODY:
             if waited_s < limits.body_timeout_s:
-                return Due.NOTHING
+                return TimeoutAction.NOTHING
             if received_bytes - self._since_bytes < waited_s * limits.min_body_bytes_per_s:
-                return Due.REJECT
+                return TimeoutAction.REJECT
             self._restart(now_ns, stage, subject, received_bytes)
-            return Due.NOTHING
+            return TimeoutAction.NOTHING
         if stage is Stage.RESPONSE:
-            return Due.ABORT if waited_s >= limits.send_timeout_s else Due.NOTHING
-        return Due.CLOSE if waited_s >= limits.idle_timeout_s else Due.NOTHING
+            return TimeoutAction.ABORT if waited_s >= limits.send_timeout_s else TimeoutAction.NOTHING
+        return TimeoutAction.CLOSE if waited_s >= limits.idle_timeout_s else TimeoutAction.NOTHING
 
     def _restart(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
         self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
@@ -120,12 +122,12 @@ class Timeouts:
         if unsent or connection.is_read_paused or connection.ignores_input or not (is_answered or stage is Stage.BODY):
             stage = Stage.RESPONSE
         subject = reader.headers if stage is Stage.HEADERS else exchange
-        due = self._stages.check(time.monotonic_ns(), stage, subject, reader.received_bytes, unsent)
-        if due is Due.ABORT:
+        action = self._stages.check(time.monotonic_ns(), stage, subject, reader.received_bytes, unsent)
+        if action is TimeoutAction.ABORT:
             transport.abort()
-        elif due is Due.CLOSE:
+        elif action is TimeoutAction.CLOSE:
             transport.close()
-        elif due is Due.REJECT and stage is Stage.HEADERS:
+        elif action is TimeoutAction.REJECT and stage is Stage.HEADERS:
             connection.reject(too_slow_headers(self._limits))
-        elif due is Due.REJECT and exchange is not None:
+        elif action is TimeoutAction.REJECT and exchange is not None:
             exchange.reject_body(too_slow_body(self._limits))

@@ -19,7 +19,7 @@ from ortserve.frontends.grpc.native.frame_reader import MAX_DATA_BYTES, FrameRea
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
-from ortserve.frontends.grpc.native.limits import STALL_S, Due, Lifetime, Limits
+from ortserve.frontends.grpc.native.limits import STALL_S, Lifetime, LifetimeAction, Limits
 from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
@@ -228,24 +228,24 @@ class Connection(asyncio.Protocol):
     def _on_tick(self) -> None:
         self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
         now_ns = self._clock()
-        due = self._next_action(now_ns)
-        if due is Due.ABORT:
+        action = self._next_action(now_ns)
+        if action is LifetimeAction.ABORT:
             self._transport.abort()
             return
-        if due is Due.RETIRE:
+        if action is LifetimeAction.RETIRE:
             self.begin_drain(self._limits.max_age_grace_s)
-        elif due is Due.DRAIN:
+        elif action is LifetimeAction.DRAIN:
             self.begin_drain()
-        elif due is Due.PING:
+        elif action is LifetimeAction.PING:
             self._writer.control(frames.frame(frames.PING, 0, 0, bytes(8)))
         if self._timeouts.end_late(now_ns):
             self._transport.abort()
 
-    def _next_action(self, now_ns: int) -> Due:
+    def _next_action(self, now_ns: int) -> LifetimeAction:
         if self._is_half_closed:  # the peer sends nothing more, so the limits on its input do not apply
             self._probe()
             self._timeouts.end_unsendable()
-            return Due.ABORT if self._life.is_over(now_ns) else Due.NOTHING
+            return LifetimeAction.ABORT if self._life.is_over(now_ns) else LifetimeAction.NOTHING
         return self._life.next_action(
             now_ns,
             has_settings=self._reader.has_settings,

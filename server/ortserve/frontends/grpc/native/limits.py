@@ -102,7 +102,7 @@ def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits
     )
 
 
-class Due(Enum):
+class LifetimeAction(Enum):
     """The next action on a connection."""
 
     NOTHING = auto()
@@ -150,7 +150,9 @@ class Lifetime:
         """Whether ``abort_ns`` has passed."""
         return self.abort_ns is not None and now_ns >= self.abort_ns
 
-    def next_action(self, now_ns: int, *, has_settings: bool, has_calls: bool, unfinished_since_ns: int | None) -> Due:
+    def next_action(
+        self, now_ns: int, *, has_settings: bool, has_calls: bool, unfinished_since_ns: int | None
+    ) -> LifetimeAction:
         """Return the next action, which the connection performs.
 
         Args:
@@ -161,34 +163,34 @@ class Lifetime:
         """
         limits = self._limits
         if self.is_over(now_ns):
-            return Due.ABORT
+            return LifetimeAction.ABORT
         if not has_settings:
-            return Due.ABORT if now_ns - self._made_ns > HANDSHAKE_S * 1e9 else Due.NOTHING
+            return LifetimeAction.ABORT if now_ns - self._made_ns > HANDSHAKE_S * 1e9 else LifetimeAction.NOTHING
         if unfinished_since_ns is not None and now_ns - unfinished_since_ns > FRAME_S * 1e9:
-            return Due.ABORT
+            return LifetimeAction.ABORT
         if not self.is_draining:
             if self._max_age_s is not None and now_ns - self._made_ns >= self._max_age_s * 1e9:
-                return Due.RETIRE
+                return LifetimeAction.RETIRE
             is_idle = limits.max_idle_s is not None and not has_calls
             if is_idle and now_ns - self.useful_ns >= (limits.max_idle_s or 0.0) * 1e9:
-                return Due.DRAIN
+                return LifetimeAction.DRAIN
         return self._check_peer(now_ns, has_calls=has_calls)
 
-    def _check_peer(self, now_ns: int, *, has_calls: bool) -> Due:
+    def _check_peer(self, now_ns: int, *, has_calls: bool) -> LifetimeAction:
         limits = self._limits
         if self._pinged_ns is not None:
             if self.heard_ns >= self._pinged_ns:
                 self._pinged_ns = None
             elif now_ns - self._pinged_ns >= limits.keepalive_timeout_s * 1e9:
-                return Due.ABORT
-            return Due.NOTHING
+                return LifetimeAction.ABORT
+            return LifetimeAction.NOTHING
         if now_ns - self.heard_ns < limits.keepalive_s * 1e9 or not (has_calls or limits.pings_without_calls):
-            return Due.NOTHING
+            return LifetimeAction.NOTHING
         if self.useful_ns != self._useful_at_ping_ns:
             self._useless_pings = 0
         elif 0 < limits.max_useless_pings <= self._useless_pings:
-            return Due.NOTHING
+            return LifetimeAction.NOTHING
         self._useful_at_ping_ns = self.useful_ns
         self._useless_pings += 1
         self._pinged_ns = now_ns
-        return Due.PING
+        return LifetimeAction.PING
