@@ -229,7 +229,7 @@ class Catalog:
                 self._serving[name, ""] = served
         self._attach_rollout(name)
 
-    def roll_out(self, name: str, rollout: Rollout | None) -> None:
+    def set_rollout(self, name: str, rollout: Rollout | None) -> None:
         """Attach a rollout to the version of a model that is labelled ``stable``. It replaces an earlier rollout."""
         if rollout is None:
             self._rollouts.pop(name, None)
@@ -247,7 +247,7 @@ class Catalog:
         """Version number of each label of a model, whether the version serves or not."""
         return self._labels.get(name, {})
 
-    def label(self, name: str, labels: Mapping[str, int]) -> None:
+    def set_labels(self, name: str, labels: Mapping[str, int]) -> None:
         """Replace all labels of a model in one step."""
         self._labels[name] = labels
         self.route(name)

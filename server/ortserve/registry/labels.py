@@ -84,7 +84,7 @@ class Labels:
         before = self._catalog.labels(name)
         if labels == before:
             return
-        self._catalog.label(name, labels)
+        self._catalog.set_labels(name, labels)
         moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
         texts = (f"{label}={'-' if version is None else version}" for label, version in moved.items())
         log_event(logger, logging.INFO, "labels changed", model=name, labels=", ".join(texts))

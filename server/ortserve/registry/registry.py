@@ -142,7 +142,7 @@ class Registry:
         self.labels: Final = self._catalog.labels
         self.state_of: Final = self._labels.state_of
         self.rollout: Final = self._labels.rollout
-        self.roll_out: Final = self._catalog.roll_out
+        self.set_rollout: Final = self._catalog.set_rollout
         self.names_in_repositories: Final = self._reader.names
         self.knows: Final = self._catalog.knows
         self.names: Final = self._catalog.names

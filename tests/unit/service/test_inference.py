@@ -528,7 +528,7 @@ async def test_request_whose_candidate_ran_and_that_stable_rejects_is_counted_as
         build(folder / "model.onnx")
     (tmp_path / "tried" / "model.yaml").write_text("labels: {stable: 1}\nversion_policy: {all: true}")
     await stage.registry.load("tried")
-    stage.registry.roll_out("tried", AlwaysCandidate())
+    stage.registry.set_rollout("tried", AlwaysCandidate())
 
     error = await stage.refusal(replace(poisoned(), model_name="tried"))
 
@@ -555,7 +555,7 @@ async def test_a_copy_of_a_request_with_a_long_raw_text_is_not_decoded_again(sta
     (tmp_path / "texts" / "model.yaml").write_text("labels: {stable: 1}")
     await stage.registry.load("texts")
     shadow = Shadow()
-    stage.registry.roll_out("texts", shadow)
+    stage.registry.set_rollout("texts", shadow)
     text = b"x" * 100_000
     await stage.infer(InferRequest("texts", "", "", [], (), {}, raw_input=text))
     (copied,) = shadow.requests

@@ -208,13 +208,13 @@ class RolloutService:
             if live is not None:
                 live.is_over = True
                 del self._live[model], self._compared[model]
-            self._registry.roll_out(model, None)
+            self._registry.set_rollout(model, None)
         elif live is None or live.options != options or self._compared.get(model) != compared:
             self._live[model] = LiveRollout(
                 model, options, self._registry.find, self._clock, self._threads, self._on_decision
             )
             self._compared[model] = compared
-            self._registry.roll_out(model, self._live[model])
+            self._registry.set_rollout(model, self._live[model])
             log_event(
                 logger,
                 logging.INFO,

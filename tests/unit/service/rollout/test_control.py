@@ -48,7 +48,7 @@ class FakeRegistry:
     def rollout(self, model: str) -> RolloutOptions | None:
         return self.state.rollout
 
-    def roll_out(self, model: str, rollout: object) -> None:
+    def set_rollout(self, model: str, rollout: object) -> None:
         pass
 
     async def change_state(self, model: str, state: ModelState) -> None:
