@@ -40,7 +40,7 @@ from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
 from ortserve.service.labels import LabelService
-from ortserve.service.load import LoadMeter
+from ortserve.service.load_meter import LoadMeter
 from ortserve.service.management import LogSettings, Management, StatisticsService
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.profiling import ProfilingService

@@ -14,7 +14,7 @@ from ortserve.codecs.load_report import (
     encode_message,
     encode_text,
 )
-from ortserve.service.load import LoadMeter
+from ortserve.service.load_meter import LoadMeter
 
 LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
 """Header that requests a report. The value names the format."""

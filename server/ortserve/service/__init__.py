@@ -10,7 +10,7 @@ __all__ = [
     "inference",
     "key_files",
     "labels",
-    "load",
+    "load_meter",
     "management",
     "model_details",
     "models",

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from ortserve._pb.orca_load_report_v3_pb2 import OrcaLoadReport
 from ortserve.codecs.load_report import LoadFormat
 from ortserve.frontends.load_reports import LoadReports
-from ortserve.service.load import LoadMeter
+from ortserve.service.load_meter import LoadMeter
 from ortserve.telemetry.metrics import Metrics
 
 

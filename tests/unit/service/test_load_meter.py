@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind
-from ortserve.service.load import LoadMeter
+from ortserve.service.load_meter import LoadMeter
 from ortserve.telemetry.metrics import Metrics
 
 SECOND_NS = 1_000_000_000
