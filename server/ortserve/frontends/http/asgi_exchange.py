@@ -17,7 +17,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group, is_unambiguous
 from ortserve.frontends.http.connection import Connection, Exchange
 from ortserve.frontends.http.request_head import Header, credentials, match_infer_path
-from ortserve.frontends.http.responses import STATUS_LINES, HttpResponse, failure, wrong_method
+from ortserve.frontends.http.responses import STATUS_LINES, failure, wrong_method
 from ortserve.service.access import Group, Guard
 from ortserve.telemetry.logs import log_fault
 
@@ -116,9 +116,9 @@ class AsgiExchange(Exchange):
                 self._is_rejected = True
                 self.write_rejection(error)
             else:
-                self._respond(failure(error))
+                self.respond(failure(error))
         elif is_infer:
-            self._respond(wrong_method(self._method, "POST"))
+            self.respond(wrong_method(self._method, "POST"))
         else:
             self._task = connection.loop.create_task(self._run(self._scope(path)))
             connection.server_state.tasks.add(self._task)
@@ -141,6 +141,7 @@ class AsgiExchange(Exchange):
 
     def on_writable(self) -> None:
         self._writable.set()
+        super().on_writable()
 
     def reject_body(self, error: ServeError) -> None:
         self.connection.reject_in_turn(error, in_body=True)
@@ -201,7 +202,7 @@ class AsgiExchange(Exchange):
             self.connection.transport.close()
         else:
             self.keep_alive = False
-            self._respond(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
+            self.respond(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
 
     def _cancel_if_left(self) -> None:
         if self._task is not None and self.connection.has_left:
@@ -226,11 +227,6 @@ class AsgiExchange(Exchange):
             "state": self._app_state.copy(),
             _EXCHANGE: self,
         }
-
-    def _respond(self, response: HttpResponse) -> None:
-        """Answer without the application."""
-        self.write(response)
-        self.complete()
 
     def _write_head(self, status: int, headers: list[Header]) -> None:
         connection = self.connection

@@ -76,6 +76,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_is_written",
         "connection",
         "has_response_body",
         "keep_alive",
@@ -91,6 +92,7 @@ class Exchange:
         self.has_response_body = True
         self.response_started = False
         self.response_complete = False
+        self._is_written = False
 
     def start(self) -> None:
         """Begin to answer. All earlier exchanges are complete."""
@@ -118,7 +120,8 @@ class Exchange:
 
     def on_writable(self) -> None:
         """Continue to write: the caller has read enough of the earlier output."""
-        raise NotImplementedError
+        if self._is_written and not self.response_complete:
+            self.complete()
 
     def reject_body(self, error: ServeError) -> None:
         """Answer with an error, in the order of requests, because the body is too large or too slow. Drop the body."""
@@ -152,6 +155,16 @@ class Exchange:
             connection.transport.write_out(b"".join(parts))
         else:
             connection.transport.write_out(b"".join(parts), body)
+
+    def respond(self, response: HttpResponse) -> None:
+        """Write a whole response, and complete it when the transport accepts more, so that responses do not accumulate.
+
+        ``on_writable`` completes it if the caller reads too slowly.
+        """
+        self.write(response)
+        self._is_written = True
+        if not self.connection.is_write_paused:
+            self.complete()
 
     def write_rejection(self, error: ServeError) -> None:
         """Answer before the body is complete.

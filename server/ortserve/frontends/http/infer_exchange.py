@@ -75,7 +75,6 @@ class InferExchange(Exchange):
         "_incoming",
         "_inflating",
         "_is_started",
-        "_is_written",
         "_received_ns",
         "_trace",
         "_whole",
@@ -102,7 +101,6 @@ class InferExchange(Exchange):
         self._hold: Hold | None = None
         self._headers = _EMPTY_HEADERS
         self._is_started = False
-        self._is_written = False
         self._inflating: asyncio.Task[None] | None = None
         self._received_ns = endpoint.clock()
         self._trace: Trace | None = None
@@ -159,10 +157,6 @@ class InferExchange(Exchange):
                 self.complete()
         elif self._is_started:
             self._run()
-
-    def on_writable(self) -> None:
-        if self._is_written and not self.response_complete:
-            self.complete()
 
     def reject_body(self, error: ServeError) -> None:
         if self.rejection is not None:
@@ -289,7 +283,4 @@ class InferExchange(Exchange):
     def _respond(self, response: HttpResponse) -> None:
         assert self._hold is not None
         self._hold.release()
-        self.write(response)
-        self._is_written = True
-        if not self.connection.is_write_paused:
-            self.complete()  # otherwise ``on_writable`` completes it, so that responses do not accumulate
+        self.respond(response)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Scope
 
-from fakes.http import HttpSide, turns
+from fakes.http import TURNS, HttpSide, turns
 from interpreted import interpreted_only
 from ortserve.frontends.http.console_routes import EventStream
 from ortserve.frontends.http.control_app import make_control_app
@@ -178,6 +178,22 @@ async def test_application_awaiting_a_body_is_notified_of_a_disconnect() -> None
     assert (written, seen) == (b"", ["http.disconnect"])
     await asyncio.sleep(0)  # the application's task ends, and is removed in the next iteration
     assert side.state.tasks == set()
+
+
+@pytest.mark.parametrize("path", ["/x", "/x%0a", "/v2/models/m/infer"], ids=["application", "unknown", "wrong method"])
+async def test_responses_do_not_accumulate_while_the_caller_reads_nothing(path: str) -> None:
+    """The answers of the exchange itself have no task that could wait for the transport."""
+    count = 50
+    written = bytearray()
+    protocol, _ = HttpSide().connect(written)
+    protocol.pause_writing()
+    protocol.data_received(get(path) * count)
+    await turns(TURNS * count)
+    assert written.count(b"HTTP/1.1 ") <= 1
+    protocol.resume_writing()
+    await turns(TURNS * count)
+    assert written.count(b"HTTP/1.1 ") == count
+    protocol.connection_lost(None)
 
 
 async def test_stream_whose_caller_left_before_it_began_ends() -> None:
