@@ -94,7 +94,8 @@ class AsgiExchange(Exchange):
         self._is_disconnected = False
         self._is_rejected = False
         self._is_chunked = False
-        self._missing_bytes = 0
+        self._missing_bytes: int | None = 0
+        """Bytes of the response that are to be sent; None if the end of the connection ends it."""
         self._arrival: Final = asyncio.Event()
         self._writable: Final = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -251,8 +252,11 @@ class AsgiExchange(Exchange):
         if not self.keep_alive and not has_close:
             parts.append(b"connection: close\r\n")
         if not (has_length or self._is_chunked) and self.has_response_body and status not in (204, 304):
-            self._is_chunked = True
-            parts.append(b"transfer-encoding: chunked\r\n")
+            if self._version == "1.0":  # knows no chunks (RFC 9112, section 6.1)
+                self._missing_bytes = None
+            else:
+                self._is_chunked = True
+                parts.append(b"transfer-encoding: chunked\r\n")
         parts.append(b"\r\n")
         connection.transport.write(b"".join(parts))
 
@@ -266,6 +270,8 @@ class AsgiExchange(Exchange):
             if not more_body:
                 parts.append(b"0\r\n\r\n")
             transport.write(b"".join(parts))
+        elif self._missing_bytes is None:
+            transport.write(body)
         else:
             if len(body) > self._missing_bytes:
                 raise RuntimeError("the body of a response is longer than its Content-Length")

@@ -282,6 +282,7 @@ class HttpProtocol(asyncio.Protocol):
         parser, url, headers = self._parser, self._url, self.headers
         method, version = parser.get_method(), parser.get_http_version()
         keep_alive = version != "1.0" and parser.should_keep_alive()
+        expects_continue = version != "1.0" and self._expects_continue  # RFC 9110, section 10.1.1
         is_post = method == b"POST"
         target = infer_target(url) if is_post else None
         if target is None:
@@ -302,10 +303,10 @@ class HttpProtocol(asyncio.Protocol):
                     version=version,
                     headers=headers,
                     keep_alive=keep_alive,
-                    expects_continue=self._expects_continue,
+                    expects_continue=expects_continue,
                 )
             url = b"%b?%b" % (raw_path, query)
-        head = InferHead(url, *target, headers, keep_alive, self._expects_continue)
+        head = InferHead(url, *target, headers, keep_alive, expects_continue)
         return InferExchange(self.connection, self._infer, head)
 
     def _remember_head(self, found: tuple[bytes, bytes] | None) -> None:

@@ -92,6 +92,22 @@ async def test_response_of_unknown_length_is_chunked() -> None:
     assert content == b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
 
 
+async def test_response_of_unknown_length_ends_with_the_connection_over_http_1_0() -> None:
+    app = sending(start(), part(b"hello", more=True), part(b"", more=True), part(b" world"))
+    status, headers, content, is_closed = await answer(app, get("/x").replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert (status, content, is_closed) == (200, b"hello world", True)
+    assert "transfer-encoding" not in headers
+
+
+@pytest.mark.parametrize("path", ["/x", "/v2/models/double/infer"])
+async def test_http_1_0_gets_no_interim_response(path: str) -> None:
+    """Such a client takes it for the final one."""
+    body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}]}'
+    head = get(path, "Expect: 100-continue", f"Content-Length: {len(body)}", method="POST")
+    written, _ = await HttpSide().answer([head.replace(b"HTTP/1.1", b"HTTP/1.0"), body])
+    assert written.startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("header", [(b"content-length", b"5"), (b"x", b"y")])
 async def test_head_response_equals_get_without_the_body(header: tuple[bytes, bytes]) -> None:
     seen: list[str] = []
