@@ -145,6 +145,12 @@ REFUSED = {
     "no room": (announcing(f"{MODEL}/infer", 90_000), b" " * 80_000, 429),
     "no key": (announcing("/v2/repository/models/identity/load", 2_000_000), MORE, 401),
     "coding": (CHUNKED.replace(b"chunked", b"gzip"), MORE, 501),
+    "control over HTTP/1.0": (announcing("/v2/repository/index", 2_000_000).replace(b"1.1", b"1.0"), MORE, 413),
+    "method over HTTP/1.0": (
+        announcing(f"{MODEL}/infer", 2_000_000).replace(b"POST", b"PUT").replace(b"1.1", b"1.0"),
+        MORE,
+        405,
+    ),
 }
 
 

@@ -139,6 +139,8 @@ class AsgiExchange(Exchange):
         self._arrival.set()
         if self._is_rejected and not self.response_complete:
             self.complete()
+        elif self.connection.is_closing:
+            self.connection.close()  # the last response was written while its request arrived
 
     def on_writable(self) -> None:
         self._writable.set()

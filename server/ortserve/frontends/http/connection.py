@@ -184,7 +184,7 @@ class Exchange:
         connection = self.connection
         if not self.keep_alive:
             connection.is_closing = True
-            connection.transport.close()
+            connection.close()
         connection.on_complete()
 
 
@@ -250,7 +250,7 @@ class Connection:
         """Start the next exchange, or send the error that waits for its turn."""
         self.server_state.total_requests += 1
         self.exchange = None
-        if self.transport.is_closing():
+        if self.is_closing or self.transport.is_closing():
             return
         if self.is_read_paused:
             self.resume_reading()
@@ -299,8 +299,23 @@ class Connection:
         else:
             self.reject(too_many_connections(self.context.limits))
 
+    def close(self) -> None:
+        """Close after the last response; linger if the caller has sent more than this response answers.
+
+        Further requests are not started.
+        """
+        newest = self.newest
+        if newest is not None and (newest.more_body or not newest.response_complete):
+            self._abandon_waiting()
+            self.linger()
+        else:
+            self.transport.close()
+
     def linger(self) -> None:
-        """End the sending side, and drop received bytes until the caller closes, or for ``LINGER_S``."""
+        """End the sending side, and drop received bytes until the caller closes, or for ``LINGER_S``.
+
+        A close with unread bytes would reset the connection, and the caller may lose the response.
+        """
         self.is_lingering = self.ignores_input = True
         if self.has_ended:
             self.transport.close()
@@ -314,7 +329,7 @@ class Connection:
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)  # the caller does not read
 
     def drop(self, nbytes: int) -> None:
-        """Drop received bytes. They were read because a close with unread bytes would reset the connection."""
+        """Drop received bytes."""
         if self.is_lingering:
             self._dropped_bytes += nbytes
             if self._dropped_bytes > LINGER_BYTES:
@@ -333,8 +348,10 @@ class Connection:
     def shutdown(self) -> None:
         """Begin to drain. An idle or lingering connection closes now, any other with its newest response."""
         newest = self.newest
-        if self.is_lingering or newest is None or newest.response_complete:
+        if self.is_lingering:
             self.transport.close()
+        elif newest is None or newest.response_complete:
+            self.close()
         else:
             newest.keep_alive = False
 
@@ -348,6 +365,9 @@ class Connection:
         self.newest = None  # breaks a reference cycle
         if exchange is not None:
             exchange.abandon()
+        self._abandon_waiting()
+
+    def _abandon_waiting(self) -> None:
         for waiting in self._waiting:
             waiting.abandon()
         self._waiting.clear()

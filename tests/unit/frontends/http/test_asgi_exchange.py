@@ -212,6 +212,19 @@ async def test_responses_do_not_accumulate_while_the_caller_reads_nothing(path: 
     protocol.connection_lost(None)
 
 
+async def test_last_response_of_a_drain_is_not_lost_to_a_reset() -> None:
+    """A close with unread bytes would reset the connection; the requests behind the last one are not answered."""
+    written = bytearray()
+    side = HttpSide()
+    protocol, _ = side.connect(written)
+    side.context.is_draining = True
+    protocol.data_received(get("/x") * 3)
+    await turns()
+    assert written.count(b"HTTP/1.1 200 ") == 1
+    assert protocol.connection.is_lingering
+    protocol.connection_lost(None)
+
+
 async def test_stream_whose_caller_left_before_it_began_ends() -> None:
     may_begin, viewer = asyncio.Event(), Viewer(None)
     left: list[Viewer] = []
