@@ -20,12 +20,9 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError
 
 EnqueueSlots: TypeAlias = Callable[[InflightRequest, Hashable], object]
 """Enqueues a batch of slots under a shape class that it shares with no other batch; raises ServeError to reject it."""
-
-_LATE: Final = "Request timeout expired: its deadline passed in its slot"
 
 
 @dataclass(slots=True, init=False)
@@ -149,6 +146,7 @@ class _Group:
         waiting = Waiting(self._shape_class(turn.inputs), turn.arrived_ns)
         self._turns[slot] = turn
         self._ready[slot] = waiting
+        self._runs.limit_turn(turn)
         self._wake()
 
     def withdraw(self, slot: int, turn: Turn) -> bool:
@@ -156,6 +154,7 @@ class _Group:
         if self._turns.get(slot) is not turn:
             return False
         del self._turns[slot], self._ready[slot]
+        turn.stop_timer()
         return True
 
     def end_delays(self) -> None:
@@ -192,21 +191,11 @@ class _Group:
             return
         key = self._ready[slots[0]].key
         turns: dict[int, Turn] = {}
-        late: list[Turn] = []
         for slot in slots:
             del self._ready[slot]
-            turn = self._turns.pop(slot)
-            by_ns = turn.terms.finish_by_ns
-            if by_ns is None or by_ns > now_ns:
-                turns[slot] = turn
-            else:
-                late.append(turn)
-        if turns:
-            self._run(turns, key)
-        elif self._ready:
-            self._wake()
-        for turn in late:
-            self._runs.on_failed(turn, ServeError(ErrorKind.DEADLINE, _LATE))
+            turns[slot] = self._turns.pop(slot)
+            turns[slot].stop_timer()
+        self._run(turns, key)
 
     def _run(self, turns: dict[int, Turn], key: Hashable) -> None:
         slots = max(turns) + 1

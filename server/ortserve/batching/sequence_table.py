@@ -3,6 +3,7 @@
 Pure decisions: time is passed in, and ``sequences`` acts on the results.
 """
 
+import asyncio
 from collections import OrderedDict, deque
 from heapq import heappop, heappush
 from typing import Final
@@ -52,9 +53,10 @@ class Turn:
         inputs: The client's inputs; all inputs of the model once the turn has come.
         run: The run of this request in the batcher; None before, and with the strategy ``direct``, whose runs hold rows
             of several sequences.
+        timer: Fires at the deadline while the request waits for its turn or in its slot; None without a deadline.
     """
 
-    __slots__ = ("arrived_ns", "inputs", "is_end", "is_start", "nbytes", "request", "run", "sequence", "terms")
+    __slots__ = ("arrived_ns", "inputs", "is_end", "is_start", "nbytes", "request", "run", "sequence", "terms", "timer")
 
     def __init__(
         self, request: InflightRequest, sequence: "Sequence", part: SequencePart, terms: Terms, arrived_ns: int
@@ -68,6 +70,13 @@ class Turn:
         self.inputs: Arrays = request.inputs
         self.nbytes = 0
         self.run: InflightRequest | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        """Stop the timer, because the request runs or was dropped."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Sequence:
@@ -114,6 +123,15 @@ class Sequence:
     def is_idle(self) -> bool:
         """Whether no request of the sequence waits or runs."""
         return self.running is None and not self.waiting
+
+    def take_dependents(self, first: int, *, with_starts: bool) -> list[Turn]:
+        """Remove the waiting requests from number ``first`` on, up to the next start or also those behind it."""
+        waiting = list(self.waiting)
+        after = first
+        while after < len(waiting) and (with_starts or not waiting[after].is_start):
+            after += 1
+        self.waiting = deque(waiting[:first] + waiting[after:])
+        return waiting[first:after]
 
 
 class SequenceTable:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from ortserve.batching.sequence_table import Sequence, SequenceTable
+from ortserve.batching.sequence_table import Sequence, SequenceTable, Turn
 from ortserve.clock import Clock
 
 ENDED_AT_ONCE: Final = 1000
@@ -23,6 +23,7 @@ class SequenceTimers:
         clock: Clock,
         on_expired: Callable[[Sequence], None],
         on_waited: Callable[[Sequence], None],
+        on_late: Callable[[Turn], None],
     ) -> None:
         """Watch nothing yet.
 
@@ -32,12 +33,14 @@ class SequenceTimers:
             clock: Monotonic nanoseconds.
             on_expired: Removes a sequence that was idle for too long.
             on_waited: Ends a sequence that has waited too long for a slot.
+            on_late: Fails a request whose deadline has passed before its run.
         """
         self._table = table
         self._loop = loop
         self._clock = clock
         self._on_expired = on_expired
         self._on_waited = on_waited
+        self._on_late = on_late
         self._idle_timer: asyncio.TimerHandle | None = None
         self._limits: dict[Sequence, tuple[int, asyncio.TimerHandle]] = {}
 
@@ -65,6 +68,13 @@ class SequenceTimers:
         known = self._limits.pop(sequence, None)
         if known is not None:
             known[1].cancel()
+
+    def limit_turn(self, turn: Turn) -> None:
+        """Report a request at its deadline, if it has one, until ``Turn.stop_timer``."""
+        by_ns = turn.terms.finish_by_ns
+        if by_ns is not None:
+            delay_s = max(0.0, (by_ns - self._clock()) / 1e9)
+            turn.timer = self._loop.call_later(delay_s, self._on_late, turn)
 
     def close(self) -> None:
         """Stop the idle timer."""

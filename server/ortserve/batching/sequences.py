@@ -39,6 +39,7 @@ from ortserve.telemetry.readings import SequenceReading
 logger: Final = logging.getLogger(__name__)
 
 _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
+_LATE: Final = "Request timeout expired: its deadline passed while it waited for its turn or in its slot"
 
 
 class Strategy(Protocol):
@@ -92,7 +93,7 @@ class SequenceRuns:
         self._clock: Final = clock
         self._is_draining = False
         self._ends = dict.fromkeys(END_REASONS, 0)
-        self._timers = SequenceTimers(table, loop, clock, self._remove_expired, self._on_waited)
+        self._timers = SequenceTimers(table, loop, clock, self._remove_expired, self._on_waited, self._on_late)
         self._empty: asyncio.Event | None = None
 
     @property
@@ -148,10 +149,11 @@ class SequenceRuns:
         sequence = self._table.find(sequence_id)
         if sequence is None:
             return
-        is_over = sequence.running is None
         self._end(sequence, FAILED, self._admission.not_started(sequence.id))
-        if is_over:
-            self._remove(sequence)
+
+    def limit_turn(self, turn: Turn) -> None:
+        """Fail a request at its deadline, if it has one, until its run begins. Called by the strategy ``direct``."""
+        self._timers.limit_turn(turn)
 
     def is_pipelined(self, sequence_id: SequenceId) -> bool:
         """Whether the client of a sequence has sent a request before the answer to an earlier one."""
@@ -215,7 +217,8 @@ class SequenceRuns:
                 of_all_sequences=self._admission.state_bytes,
             )
             self._end(sequence, EVICTED, self._admission.not_started(sequence.id))
-        self._continue(sequence)
+        else:
+            self._continue(sequence)
         # After the next request of the sequence was enqueued, because callbacks may enqueue and cancel requests.
         turn.request.inputs = turn.inputs
         turn.request.complete(outputs[: self.tensors.shown_outputs])
@@ -233,7 +236,8 @@ class SequenceRuns:
             is_over = is_over or ends_sequence(error.kind, is_pipelined=sequence.is_pipelined)
         if is_over:
             self._end(sequence, FAILED, self._admission.not_started(sequence.id))
-        self._continue(sequence)
+        else:
+            self._continue(sequence)
         turn.request.fail(error)
 
     def _begin(self, part: SequencePart) -> Sequence:
@@ -272,15 +276,16 @@ class SequenceRuns:
             raise ServeError(ErrorKind.OVERLOADED, problem, retry_after_s=1)
         self._admission.enter(turn)
         sequence.waiting.append(turn)
+        self._timers.limit_turn(turn)
         if sequence.slot == NO_SLOT and turn.terms.start_by_ns is not None:
             self._timers.limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
 
     def _advance(self, sequence: Sequence) -> None:
-        """Run the next request of a sequence that has a slot, if none runs."""
-        if sequence.running is not None or not sequence.waiting:
+        """Run the next request of a sequence, if it has a slot and none runs."""
+        if sequence.slot == NO_SLOT or sequence.running is not None or not sequence.waiting:
             return
         turn = sequence.waiting.popleft()
-        self._admission.leave(turn)
+        self._leave(turn)
         self._run(sequence, turn)
 
     def _run(self, sequence: Sequence, turn: Turn) -> None:
@@ -296,7 +301,7 @@ class SequenceRuns:
             self._loop.call_soon(self.on_failed, turn, error)
 
     def _continue(self, sequence: Sequence) -> None:
-        """Continue a sequence whose run has ended."""
+        """Continue a sequence whose run has ended, or some of whose requests were dropped."""
         if sequence.running is not None:
             return
         if sequence.waiting:
@@ -323,35 +328,58 @@ class SequenceRuns:
             self._empty.set()
             self._empty = None
 
-    def _end(self, sequence: Sequence, reason: str, error: ServeError) -> None:
-        """End a sequence early: fail its waiting requests. The caller removes it if no request runs."""
-        self._table.close(sequence)
-        sequence.ended_because = reason
-        waiting = list(sequence.waiting)
-        sequence.waiting.clear()
-        for turn in waiting:
-            self._admission.leave(turn)
-        fail_in_turns([turn.request for turn in waiting], error)
+    def _leave(self, turn: Turn) -> None:
+        """Note that a request no longer waits for its turn."""
+        turn.stop_timer()
+        self._admission.leave(turn)
 
-    def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
-        """End the sequence of a request that its client cancelled before the run began."""
+    def _end(
+        self, sequence: Sequence, reason: str, error: ServeError, first: int = 0, *, with_starts: bool = False
+    ) -> None:
+        """End a sequence early: after its run and its waiting requests before number ``first``. The others fail.
+
+        A later start does not depend on them. Unless ``with_starts`` is set, the sequence goes on with it.
+        """
+        dropped = sequence.take_dependents(first, with_starts=with_starts)
+        for turn in dropped:
+            self._leave(turn)
+        if len(sequence.waiting) == first:
+            self._table.close(sequence)
+            sequence.ended_because = reason
+        self._continue(sequence)
+        fail_in_turns([turn.request for turn in dropped], error)
+
+    def _withdraw(self, turn: Turn) -> int | None:
+        """Take back a request whose run has not begun.
+
+        Returns:
+            The number of the first waiting request behind it; None if it runs or was settled.
+        """
         sequence = turn.sequence
         assert self.strategy is not None
-        if sequence.running is turn:
-            if not self.strategy.withdraw(turn):
-                return  # the run completes, and the sequence continues
-            sequence.running = None
-        elif turn in sequence.waiting:
+        if turn in sequence.waiting:
+            number = sequence.waiting.index(turn)
             sequence.waiting.remove(turn)
-            self._admission.leave(turn)
-        else:
-            return
-        # Later requests expect the state that this one would have computed.
-        error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {sequence.id} was cancelled")
-        is_over = sequence.running is None
-        self._end(sequence, CANCELLED, error)
-        if is_over:
-            self._remove(sequence)
+            self._leave(turn)
+            return number
+        if sequence.running is not turn or not self.strategy.withdraw(turn):
+            return None
+        sequence.running = None
+        return 0
+
+    def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
+        """Drop a request that its client cancelled. Later ones expect the state that it would have computed."""
+        behind = self._withdraw(turn)
+        if behind is not None:  # otherwise the run completes, and the sequence continues
+            message = f"an earlier request of sequence {turn.sequence.id} was cancelled"
+            self._end(turn.sequence, CANCELLED, SequenceError(ErrorKind.CANCELLED, message), behind)
+
+    def _on_late(self, turn: Turn) -> None:
+        """Fail a request whose deadline has passed before its run."""
+        behind = self._withdraw(turn)
+        if behind is not None:
+            self._end(turn.sequence, FAILED, self._admission.not_started(turn.sequence.id), behind)
+            turn.request.fail(ServeError(ErrorKind.DEADLINE, _LATE))
 
     def _remove_expired(self, sequence: Sequence) -> None:
         self._table.close(sequence)
@@ -360,5 +388,4 @@ class SequenceRuns:
 
     def _on_waited(self, sequence: Sequence) -> None:
         """End a sequence that has waited too long for a slot."""
-        self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT))
-        self._remove(sequence)
+        self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT), with_starts=True)

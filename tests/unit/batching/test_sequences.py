@@ -198,6 +198,50 @@ async def test_a_request_that_misses_its_deadline_in_the_queue_ends_the_sequence
     assert error(following).message == START_TEXT
 
 
+@virtual(slots=1)
+async def test_requests_that_wait_for_their_turn_or_a_slot_fail_at_their_deadlines(stage: Stage) -> None:
+    for has_slot in (True, False):
+        first = stage.submit(1, 5, "S")
+        name = 1 if has_slot else 2
+        early = stage.submit(name, 1, "" if has_slot else "S")
+        late = stage.submit(name, 2, "", Terms(0, stage.clock() + 100 * MS))
+        behind, start = stage.submit(name, 4), stage.submit(name, 8, "SE")
+        await asyncio.sleep(0.099)
+        assert not late.is_settled
+        await asyncio.sleep(0.002)
+        assert error(late).kind is ErrorKind.DEADLINE
+        assert error(behind).message == START_TEXT.replace("sequence 1", f"sequence {name}")
+        if not has_slot:
+            stage.submit(1, 1, "E")
+        while stage.queue:
+            await stage.answer()
+        assert [total(request) for request in (first, early, start)] == [5, 6 if has_slot else 1, 8]
+        assert len(stage.table) == 0
+
+
+@virtual()
+async def test_a_start_does_not_depend_on_earlier_requests(stage: Stage) -> None:
+    """It runs if an earlier request of its sequence fails or is cancelled."""
+    for way in ("fail", "cancel", "cancel first"):
+        first = stage.submit(1, 5, "S")
+        second, third, start, last = (
+            stage.submit(1, value, flags) for value, flags in ((1, ""), (2, ""), (4, "S"), (8, "E"))
+        )
+        if way == "fail":
+            stage.take().fail(ServeError(ErrorKind.INTERNAL, "no"))
+            assert error(second).message == START_TEXT
+        elif way == "cancel":
+            second.cancel()
+        else:
+            first.cancel()
+        assert third.is_settled
+        while stage.queue:
+            await stage.answer()
+        assert [total(request) for request in (start, last)] == [4, 12]
+        assert (first.state == COMPUTED) is (way == "cancel"), "an earlier request runs"
+        assert len(stage.table) == stage.runs.waiting_rows == 0
+
+
 @virtual()
 async def test_a_rejected_request_can_be_sent_again_if_its_client_awaits_each_answer(stage: Stage) -> None:
     for sequence, kind in enumerate((ErrorKind.OVERLOADED, ErrorKind.NOT_READY), 1):
@@ -649,6 +693,7 @@ STEPS = st.lists(
         st.tuples(st.just("submit"), st.integers(1, 4), st.sampled_from(["", "", "", "S", "S", "E", "SE"])),
         st.tuples(st.sampled_from(["begin", "begin", "finish", "finish", "fail"]), st.integers(0, 7), st.just("")),
         st.tuples(st.just("cancel"), st.integers(0, 30), st.just("")),
+        st.tuples(st.just("deadline"), st.integers(1, 4), st.sampled_from(["", "", "S", "E"])),
         st.tuples(st.just("wait"), st.sampled_from([0, 1, 1, 300]), st.just("")),
     ),
     min_size=5,
@@ -678,13 +723,14 @@ def test_no_state_ever_reaches_another_sequence(steps: list[Any], strategy: str,
             finish(run)
 
         for kind, number, flags in steps:
-            if kind == "submit" and len(sent) < 60:
+            if kind in ("submit", "deadline") and len(sent) < 60:
                 value = 1 << len(sent)
+                terms = NO_TERMS if kind == "submit" else Terms(0, stage.clock() + 2 * MS)
                 if "S" not in flags and stage.table.find(number) is None:
                     with pytest.raises(ServeError, match="START flag"):
                         stage.submit(number, value, flags)
                     continue
-                request = stage.submit(number, value, flags)
+                request = stage.submit(number, value, flags, terms)
                 request.on_settled = lambda request, value=value: outputs.update(
                     {value: total(request)} if request.state == COMPUTED else {}
                 )
@@ -707,6 +753,8 @@ def test_no_state_ever_reaches_another_sequence(steps: list[Any], strategy: str,
         states: dict[int, int] = {}
         for name, flags, value, request in sent:
             assert request.is_settled
+            if "S" in flags and value not in outputs and request.state != CANCELLED:
+                assert error(request).kind in (ErrorKind.INTERNAL, ErrorKind.DEADLINE)
             if value in ran:
                 states[name] = value + (0 if "S" in flags else states[name])
                 assert outputs.get(value, states[name]) == states[name]

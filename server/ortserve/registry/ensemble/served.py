@@ -29,6 +29,7 @@ from ortserve.telemetry.series import ModelMetrics
 
 _MAX_ROUTES: Final = 256
 """Maximum number of lists of outputs whose routes are cached."""
+_LATE: Final = "Request timeout expired: its deadline passed while it waited for earlier requests of its sequence"
 
 
 class ServedEnsemble(ServedVersion):
@@ -156,8 +157,11 @@ class ServedEnsemble(ServedVersion):
             self._run_turn(turn)
             return
         self._running += 1
-        request.timing.queued_ns = self._clock()
+        now_ns = request.timing.queued_ns = self._clock()
         request.withdraw = partial(self._on_cancelled, turn)
+        if terms.finish_by_ns is not None:
+            delay_s = max(0, terms.finish_by_ns - now_ns) / 1e9
+            turn.timer = asyncio.get_running_loop().call_later(delay_s, self._on_late, turn)
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """End a sequence in every member, if it exists there."""
@@ -235,7 +239,8 @@ class ServedEnsemble(ServedVersion):
 
     def follow(self, turn: EnsembleTurn) -> None:
         """Start a request that has waited. It already counts in ``_running``."""
-        if turn.request.is_settled:  # it was cancelled, and later requests must not run without it
+        turn.stop_timer()
+        if turn.request.is_settled:  # it was cancelled or is late, and later requests must not run without it
             self.end_sequence(turn.part.id)
             self._leave_turn(turn.part.id)
             return
@@ -245,18 +250,25 @@ class ServedEnsemble(ServedVersion):
         except Exception as error:  # noqa: BLE001 - any error is for the request
             turn.request.fail(error)
 
-    def drop(self) -> None:
+    def drop(self, turn: EnsembleTurn) -> None:
         """Record that a waiting request was removed, and will not start."""
+        turn.stop_timer()
         self._on_end()
 
     def _on_cancelled(self, turn: EnsembleTurn, request: InflightRequest) -> None:
         """Fail the requests behind a cancelled waiting request, because they depend on the state after it."""
+        turn.stop_timer()
         request.inputs = ()  # frees their memory, because the request may stay in the queue for long
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
         removed = self._turns.withdraw(turn)
         for one in removed:
-            one.owner.drop()
+            one.owner.drop(one)
         fail_in_turns([one.request for one in removed], error)  # has no effect on the cancelled request
+
+    def _on_late(self, turn: EnsembleTurn) -> None:
+        """Fail a waiting request at its deadline. It stays in the queue, so that the sequence ends in its turn."""
+        turn.request.inputs = ()
+        turn.request.fail(ServeError(ErrorKind.DEADLINE, f"in ensemble '{self.name}', {_LATE}"))
 
     def _add_route(self, outputs: tuple[str, ...]) -> Route:
         """Add the route for a new list of outputs. A list with the same outputs in another order shares its route."""

@@ -4,6 +4,7 @@ Steps before a step with sequences may run in different batches or on different 
 Therefore one request of a sequence runs at a time, so that the model with states receives them in order of arrival.
 """
 
+import asyncio
 from collections import deque
 from typing import Final, Protocol
 
@@ -23,21 +24,31 @@ class TurnOwner(Protocol):
         """Start a request that is next in its sequence."""
         ...
 
-    def drop(self) -> None:
+    def drop(self, turn: "EnsembleTurn") -> None:
         """Record that a waiting request was removed, and will not start."""
         ...
 
 
 class EnsembleTurn:
-    """A request of a sequence, and the load of the ensemble that received it."""
+    """A request of a sequence, and the load of the ensemble that received it.
 
-    __slots__ = ("owner", "part", "request", "terms")
+    ``timer`` fires at the deadline while the request waits; None without a deadline.
+    """
+
+    __slots__ = ("owner", "part", "request", "terms", "timer")
 
     def __init__(self, owner: TurnOwner, request: InflightRequest, terms: EnsembleTerms, part: SequencePart) -> None:
         self.owner: Final[TurnOwner] = owner
         self.request: Final[InflightRequest] = request
         self.terms: Final[EnsembleTerms] = terms
         self.part = part
+        self.timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        """Stop the timer, because the request no longer waits."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class SequenceTurns:
@@ -94,16 +105,20 @@ class SequenceTurns:
         return bool(self._waiting.get(sequence_id)) or sequence_id in self._rejected
 
     def withdraw(self, turn: EnsembleTurn) -> list[EnsembleTurn]:
-        """Remove the requests behind a cancelled one, last one first.
+        """Remove the requests behind a cancelled one, up to the next start, whose state begins anew.
 
         The cancelled request itself stays in the queue, because the sequence ends when the earlier requests have run.
         It is removed, too, if the request before it was also cancelled.
         """
-        waiting = self._waiting.get(turn.part.id)
-        removed: list[EnsembleTurn] = []
+        waiting = self._waiting.get(turn.part.id, deque())
+        behind: list[EnsembleTurn] = []
         while waiting and waiting[-1] is not turn:
+            behind.append(waiting.pop())
+        removed: list[EnsembleTurn] = []
+        if len(waiting) > 1 and waiting[-2].request.is_settled:
             removed.append(waiting.pop())
-        if waiting and len(waiting) > 1 and waiting[-2].request.is_settled:
-            removed.append(waiting.pop())
+        while behind and not behind[-1].part.is_start:
+            removed.append(behind.pop())
+        waiting.extend(reversed(behind))
         self._count -= len(removed)
         return removed

@@ -239,10 +239,12 @@ class SequenceStage:
         steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
         return serve({"plain": self.plain, "follows": self.follows}, ["y"], steps, self.clock, self.turns)
 
-    def submit(self, value: float, sequence_id: int | str = 5) -> InflightRequest:
+    def submit(
+        self, value: float, sequence_id: int | str = 5, timeout_ns: int | None = None, is_start: bool = False
+    ) -> InflightRequest:
         request = InflightRequest(Timing(self.clock()), (np.full((1, 2), value, np.float32),), 1)
-        terms = self.served.terms(self.clock())
-        self.served.submit_part(request, terms, SequencePart(sequence_id))
+        terms = self.served.terms(self.clock(), timeout_ns)
+        self.served.submit_part(request, terms, SequencePart(sequence_id, is_start))
         return request
 
     async def answer(self) -> None:
@@ -432,6 +434,36 @@ async def test_a_request_rejected_before_its_model_ends_the_sequence_of_a_client
     with pytest.raises(ServeError, match="full"):
         stage.submit(1)
     assert stage.follows.ended == [5] * has_pipelined
+
+
+async def test_a_request_that_waits_for_an_earlier_one_fails_at_its_deadline(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    first = stage.submit(1)
+    late = stage.submit(2, timeout_ns=10_000_000)
+    with pytest.raises(ServeError, match=r"^in ensemble 'e', Request timeout expired: .* earlier requests") as error:
+        async with asyncio.timeout(10):
+            await late
+    assert error.value.kind is ErrorKind.DEADLINE
+    assert not first.is_settled
+    assert stage.follows.ended == []
+    for _ in range(3):
+        await stage.answer()
+    assert stage.follows.ended == [5], "the sequence ends where it lacks a request"
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
+async def test_a_start_behind_a_cancelled_request_of_its_sequence_runs(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    stage.submit(1)
+    second, third = stage.submit(2), stage.submit(3)
+    start, fifth = stage.submit(4, is_start=True), stage.submit(5)
+    second.cancel()
+    assert third.is_settled
+    for _ in range(4):
+        await stage.answer()
+    assert [request.take_outputs()[0][0, 0] for request in (start, fifth)] == [4, 5]
+    assert stage.follows.ended == [5]
+    await asyncio.wait_for(stage.served.close(), 1)
 
 
 async def test_a_cancelled_request_with_many_behind_it_holds_no_turn_of_the_loop_for_long(clock: Clock) -> None:
