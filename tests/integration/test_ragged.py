@@ -98,6 +98,12 @@ def test_scattered_output_has_the_shape_of_each_requests_input(server: ServerPro
     assert batches(server, "scatter")[4] == 1
 
 
+def test_the_metadata_claim_no_trial_of_rows(server: ServerProcess) -> None:
+    """A trial would say nothing, because all requests of a batch are joined."""
+    described = httpx.get(f"{server.url}/v2/models/scatter", timeout=LONG_S).json()["properties"]["batching"]
+    assert described.startswith("up to 8 rows run together, configured; not tried; the requests of a batch are joined")
+
+
 def test_clients_see_neither_batch_inputs_nor_the_models_own_shapes(server: ServerProcess) -> None:
     with triton_clients(server) as (client, _):
         described = client.get_model_metadata("kinds")

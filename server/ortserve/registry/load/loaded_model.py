@@ -264,7 +264,7 @@ def _describe_batching(loaded: LoadedModel, max_rows: int) -> str:
     tried = "not tried"
     if found.rows_depend:
         tried = f"tried: {found.rows_depend}"
-    elif found.latencies:
+    elif found.tried:
         tried = f"tried on {found.tried}: a row alone and among others differs by {found.drift:.1e} at most"
     configured = "configured; " if rows.grounds is Grounds.CONFIGURED else ""
     return f"{batching}{configured}{tried}{_describe_axes(loaded.signature)}; {rows.doubt}"
