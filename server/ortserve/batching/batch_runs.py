@@ -206,6 +206,8 @@ class BatchRuns:
             self.share.withdraw()
             self._note_idle()
             return
+        # Again, because callbacks of late requests may have taken long, and may have enqueued requests of this group.
+        now_ns = self._clock()
         bucket = group.rows
         if group.tries_one_row:
             bucket, batch = 1, form_first_row(group.requests[0])

@@ -749,6 +749,28 @@ def test_request_that_can_no_longer_finish_is_dropped_before_its_run() -> None:
     play(main, max_rows=1, known_ns=RUN_NS)
 
 
+def test_request_enqueued_by_the_callback_of_a_late_one_begins_to_run_after_its_arrival() -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        stage.submit(rows_of(0))
+        await asyncio.sleep(0.5e-3)
+        late = stage.submit(rows_of(1), terms=stage.within(finish_ns=2 * RUN_NS))
+        stage.submit(rows_of(2), terms=stage.within(finish_ns=int(1.8 * RUN_NS)))
+        following: list[Timing] = []
+
+        def answer_late(_: Outcome) -> None:
+            stage.clock.advance(MS // 2)
+            following.append(Timing(stage.clock()))
+            stage.submit(rows_of(3), following[0])
+
+        late.add_done_callback(answer_late)
+        await asyncio.sleep(1)
+        timing = following[0]
+        assert timing.received_ns == timing.queued_ns <= timing.taken_ns < timing.computed_ns
+
+    play(main, known_ns=RUN_NS, max_rows=1)
+
+
 def test_request_admitted_by_an_idle_server_runs_despite_its_prediction() -> None:
     """Otherwise a far too long prediction would reject all requests, and no run could correct it."""
 
