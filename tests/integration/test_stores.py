@@ -87,13 +87,13 @@ def answer_of(server: ServerProcess, model: str = "m") -> float:
     return first
 
 
-def wait_for_answer(server: ServerProcess, expected: float) -> None:
+def wait_for_answer(server: ServerProcess, expected: float, model: str = "m") -> None:
     ends = time.monotonic() + LONG_S
     zeros = {"x": np.zeros((1, 4), np.float32)}
-    while float(rest_json(server, "m", zeros)["y"][0, 0]) != expected:
+    while float(rest_json(server, model, zeros)["y"][0, 0]) != expected:
         assert time.monotonic() < ends, server.output
         time.sleep(LOOK_S)
-    assert answer_of(server) == expected
+    assert answer_of(server, model) == expected
 
 
 def index(server: ServerProcess) -> dict[str, tuple[str, str]]:
@@ -333,6 +333,50 @@ def test_two_servers_share_a_cache_whose_bound_evicts_only_unused_files(lab: Lab
     contents = list((lab.folder / "cache-shared" / "contents").iterdir())
     assert sum(content.stat().st_size for content in contents) <= most
     assert not list((lab.folder / "cache-shared" / "views").iterdir())
+
+
+def test_slow_fetch_delays_no_other_model(lab: Lab, tmp_path: Path) -> None:
+    """Neither those of the same store, nor of other stores and folders, nor calls."""
+    slow, quick, folder = lab.bucket("slow"), lab.bucket("quick"), tmp_path / "folder"
+    places = {"m": slow, "other": quick, "local": folder}
+
+    def publish(number: int) -> None:
+        for model, place in places.items():
+            upload(place, version(tmp_path, model, number, number))
+
+    upload(slow, version(tmp_path, "large", 1, 1))
+    publish(1)
+    flags = (*lab.flags("slow"), "s3://quick/models", folder / "models", *POLL, "--store-timeout-s", "60")
+    with serving(*flags, env=lab.proxy.environment) as server:
+        lab.proxy.fault, lab.proxy.spoiled = "stall", "/slow/models/large/2/"
+        upload(slow, version(tmp_path, "large", 2, 2))
+        ends = time.monotonic() + LONG_S
+        while not any("/large/2/" in path for path in lab.proxy.paths):
+            assert time.monotonic() < ends
+            time.sleep(LOOK_S)
+        for number in (2, 3):
+            publish(number)
+            for model in places:
+                wait_for_answer(server, number, model)
+        assert set(index(server)) == {"large", *places}
+        assert answer_of(server, "large") == 1
+
+
+def test_loads_by_clients_do_not_wait_for_other_stores(lab: Lab, tmp_path: Path) -> None:
+    buckets, folder = [lab.bucket("stuck"), lab.bucket("loads")], tmp_path / "folder"
+    upload(buckets[0], version(tmp_path, "m", 1, 1))
+    upload(buckets[1], version(tmp_path, "other", 1, 1))
+    upload(folder, version(tmp_path, "local", 1, 1))
+    explicit = ("--model-control-mode", "explicit", "--load-model", "m,other", "--store-timeout-s", "60")
+    flags = (*lab.flags("stuck"), "s3://loads/models", folder / "models", *explicit)
+    with serving(*flags, env=lab.proxy.environment) as server, triton_clients(server) as (http, _):
+        lab.proxy.fault, lab.proxy.spoiled = "stall", "/stuck"  # its listings, too
+        upload(buckets[1], version(tmp_path, "other", 2, 2))
+        http.load_model("other")
+        assert answer_of(server, "other") == 2
+        http.load_model("local")
+        assert answer_of(server, "local") == 1
+        assert set(index(server)) == {"m", "other", "local"}
 
 
 def test_archive_serves_and_is_fetched_again_only_if_it_changed(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ class Registry:
         self.rollout: Final = self._labels.rollout
         self.set_rollout: Final = self._catalog.set_rollout
         self.names_in_repositories: Final = self._reader.names
+        self.wait_for_poll: Final = self._reader.wait_for_poll
         self.knows: Final = self._catalog.knows
         self.names: Final = self._catalog.names
         self.records: Final = self._catalog.records
@@ -236,6 +237,9 @@ class Registry:
     async def begin_poll(self) -> asyncio.Task[None]:
         """Read the repositories again. Loads new and changed models, and unloads models that were removed.
 
+        Changes in stores are followed by the poll after their files have arrived, for which ``wait_for_poll`` returns
+        early.
+
         A failed model is retried when it has changed. An unchanged one is retried at growing intervals, because the
         cause may have passed. Returns the task of the changes, for which the next poll need not wait: a load that takes
         long delays only later changes of its model, and the unloads of the same poll.
@@ -243,7 +247,7 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read; then nothing changes.
         """
-        found = await self._reader.read_all()
+        found = await self._reader.poll()
         self._found = {source.name for source in found}
         return self._start(self._follow(found))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
@@ -53,7 +53,7 @@ class SourceReader:
         return sorted(found if self._mirrors is None else found | await self._mirrors.names())
 
     async def read_all(self, only: Collection[str] | None = None) -> list[ModelSource]:
-        """Read the sources of all models.
+        """Read the sources of all models, whose current files are first fetched from their stores.
 
         With ``only``, models in stores may be missing, except those in ``only`` and their members.
 
@@ -64,14 +64,28 @@ class SourceReader:
         while True:
             if self._mirrors is not None:
                 await self._mirrors.sync(wanted)
-            # The threads of loads are not used, because the call would wait there for models that are loading.
-            sources = await asyncio.to_thread(read_sources, self._repositories, self._defaults, self._named_versions)
-            if self._mirrors is None:
-                return sources
-            sources = self._mirrors.with_problems(sources)
-            if wanted is None or not (more := _other_members(wanted, sources)):
+            sources = await self._read_folders()
+            if self._mirrors is None or wanted is None or not (more := _other_members(wanted, sources)):
                 return sources
             wanted |= more
+
+    async def poll(self) -> list[ModelSource]:
+        """Read the sources of all models whose files are on this machine, and begin to fetch changes from stores.
+
+        Raises:
+            ServeError: A repository cannot be read.
+        """
+        if self._mirrors is not None:
+            self._mirrors.begin_poll()
+        return await self._read_folders()
+
+    async def wait_for_poll(self, interval_s: float) -> None:
+        """Wait for the time between two polls, or until files that the last poll began to fetch are there."""
+        if self._mirrors is None:
+            await asyncio.sleep(interval_s)
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._mirrors.wait_for_files(), interval_s)
 
     async def read(self, name: str) -> ModelSource | None:
         """Read a model from the disk. Returns None if it does not exist, or if a repository cannot be read."""
@@ -130,7 +144,21 @@ class SourceReader:
         if self._mirrors is not None:
             await self._mirrors.close()
 
+    async def _read_folders(self) -> list[ModelSource]:
+        # The threads of loads are not used, because the call would wait there for models that are loading.
+        sources = await asyncio.to_thread(self._read_all)
+        return sources if self._mirrors is None else self._mirrors.with_problems(sources)
+
+    def _read_all(self) -> list[ModelSource]:
+        with self._held_still():
+            return read_sources(self._repositories, self._defaults, self._named_versions)
+
+    def _held_still(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._mirrors is None else self._mirrors.held_still()
+
     async def _fetch(self, mirrors: Mirrors, name: str, *, with_all_versions: bool) -> None:
+        if not mirrors.may_have(name) and await self.read(name) is not None:
+            return  # It is in a folder of the operator, and need not wait for any store.
         try:
             await mirrors.sync([name], with_all_versions=with_all_versions)
         except ServeError:
@@ -140,7 +168,8 @@ class SourceReader:
                 raise load_failure(name, f"{NOT_POLLED}: {source.problem}")
 
     def _read(self, name: str) -> ModelSource | None:
-        return read_source(name, self._repositories, self._defaults, self._named_versions(name))
+        with self._held_still():
+            return read_source(name, self._repositories, self._defaults, self._named_versions(name))
 
     def _find(self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
         """Find the source of a model. ``resources`` owns a client's files. Blocks on the disk."""

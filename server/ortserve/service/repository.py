@@ -66,7 +66,7 @@ class RepositoryService:
         """Poll the repositories until cancelled, in the mode ``poll``; otherwise return at once."""
         reported = ""
         while self._mode == "poll":
-            await asyncio.sleep(interval_s)
+            await self._registry.wait_for_poll(interval_s)
             try:
                 changes = await self._registry.begin_poll()
                 changes.add_done_callback(_report_fault)

@@ -43,6 +43,9 @@ class StoreCache:
         self._contents, self._listings, views = (folder / name for name in ("contents", "listings", "views"))
         self._verified: set[str] = set()
         self._lock = threading.Lock()
+        self.folders: Final = threading.Lock()
+        """Held while an entry of a folder in the view is replaced, or the folders are read. Otherwise a reader could
+        see the versions of one upload with the files of the next."""
         self._promised = 0
         self._numbers = itertools.count()
         try:
@@ -212,3 +215,6 @@ def _remove_abandoned(views: Path) -> None:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process of the view lives
             shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
             lock_file.unlink()
+    for view in views.iterdir():  # A thread that was fetching may have written into its view while that was removed.
+        if view.suffix != ".lock" and not view.with_suffix(".lock").exists():
+            shutil.rmtree(view, ignore_errors=True)

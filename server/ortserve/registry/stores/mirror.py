@@ -1,63 +1,37 @@
 """Mirrors a repository in a store into a folder, which the rest of the registry reads like any repository.
 
-A model appears in the folder in one step: its files are linked into a tree beside the folder, then a symbolic link to
-the tree is renamed into the folder. Unchanged files keep their inodes, so a new version does not reload the others.
+A mirror decides which models are due, and places several of them at a time. A placement that takes long delays neither
+listings nor other placements.
 """
 
 import logging
-import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions, says_required
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores.cache import StoreCache, with_known_digests
-from ortserve.registry.stores.fetch import FetchProgress, fetch_object
-from ortserve.registry.stores.model_plan import (
-    DIGESTS_FILE,
-    first_objects,
-    listed_versions,
-    missing_objects,
-    needed_objects,
-    read_digests,
-    wanted_versions,
-)
-from ortserve.registry.stores.objects import (
-    Store,
-    StoredObject,
-    StoreError,
-    group_by_entry,
-    model_name,
-    path_problem,
-)
+from ortserve.registry.stores.failures import Failures
+from ortserve.registry.stores.fetch import FetchProgress
+from ortserve.registry.stores.objects import Store, StoredObject, StoreError, group_by_entry, model_name
+from ortserve.registry.stores.placement import FILES_SIDE_BY_SIDE, Choice, Objects, Placement, Placer
 from ortserve.telemetry.logs import log_event, log_fault
 
 logger: Final = logging.getLogger(__name__)
 
 _MODELS_SIDE_BY_SIDE: Final = 4
-_FIRST_RETRY_NS: Final = 10 * 10**9
-_MAX_RETRY_NS: Final = 3600 * 10**9
-"""Maximum wait between attempts at a model whose objects have not changed. The wait doubles with each failure, because
-an attempt may fetch gigabytes."""
-
-Objects: TypeAlias = Mapping[str, StoredObject]
-_Signature: TypeAlias = tuple[bool, tuple[int, ...], tuple[tuple[str, int, str], ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    signature: _Signature
-    problem: str
-    is_required: bool
-    due_ns: int
-    waited_ns: int
+_LISTING_NS: Final = 5 * 10**9
+"""Interval in which the listing is written while placements are under way. A process that is killed then loses the
+digests of a few seconds: the next one fetches these files again."""
 
 
 @dataclass(slots=True)
@@ -77,21 +51,28 @@ class MirrorCounts:
 
 @dataclass(slots=True)
 class _State:
-    """State of a mirror, changed under its lock.
+    """What a mirror knows.
 
-    Entries are folders of models and single-file models. ``placed`` and ``failures`` are by entry.
+    Attributes:
+        objects: The last listing, by path.
+        entries: Its objects by entry.
+        placed: The choice that the folder shows, by entry.
+        failures: Entries whose current files could not be placed.
+        is_known: Whether a listing from the store or the cache exists.
     """
 
     objects: dict[str, StoredObject] = field(default_factory=dict)
     entries: Mapping[str, Objects] = field(default_factory=dict)
-    placed: dict[str, _Signature] = field(default_factory=dict)
-    failures: dict[str, _Failure] = field(default_factory=dict)
+    placed: dict[str, Choice] = field(default_factory=dict)
+    failures: Failures = field(default_factory=Failures)
     is_known: bool = False
-    """Whether a listing from the store or the cache exists."""
 
 
 class Mirror:
-    """Fetches models of one store into its folder. Any thread; ``names`` and ``sync`` block on the network."""
+    """Fetches models of one store into its folder. Any thread.
+
+    ``refresh_names``, ``begin`` and ``sync`` block on the network.
+    """
 
     def __init__(
         self,
@@ -100,7 +81,6 @@ class Mirror:
         cache: StoreCache,
         folder: Path,
         defaults: LoadOptions,
-        files: Executor,
         clock: Clock,
         *,
         checks_etags: bool = True,
@@ -113,7 +93,6 @@ class Mirror:
             cache: Cache of the server.
             folder: New folder in the cache's view; created here.
             defaults: Values of options that a model's own configuration does not set.
-            files: Threads that fetch files, shared by all mirrors.
             clock: Monotonic nanoseconds.
             checks_etags: Whether ETags that look like MD5 digests must match the contents.
         """
@@ -123,26 +102,46 @@ class Mirror:
         self.progress: Final = FetchProgress(url, clock)
         self._store = store
         self._cache = cache
-        self._defaults = defaults
-        self._files = files
         self._clock = clock
-        self._checks_etags = checks_etags
+        self._listing = threading.Lock()
+        """Held during a listing. A store may fetch much for one, which the next one then need not fetch again."""
         self._lock = threading.Lock()
         self._state = _State()
+        self._placing: dict[str, Placement] = {}
+        """The newest placement of each entry that waits or is under way."""
+        self._users = 0
+        """Number of calls and placements that may read the store."""
+        self._models = ThreadPool(_MODELS_SIDE_BY_SIDE, "store-models")
+        self._placer = Placer(
+            store,
+            cache,
+            folder,
+            defaults,
+            ThreadPoolExecutor(FILES_SIDE_BY_SIDE, thread_name_prefix="store-files"),
+            self.progress,
+            checks_etags=checks_etags,
+            on_digest=self._note_digest,
+        )
         self._reported = ""
-        self._listed_ns = 0
+        self._listed_ns = self._written_ns = 0
+        self._is_unwritten = False
+        """Whether the listing has changed since it was last written to the cache."""
         self.named_versions: Callable[[str], Collection[int]] = lambda _: ()
         """Returns versions of a model to fetch in addition, if the store has them. Called on any thread."""
         folder.mkdir()
 
-    def names(self, max_age_s: float) -> list[str]:
-        """Names of the models in the store. Lists the store again if the last listing is older than ``max_age_s``."""
-        if self._clock() >= self._listed_ns + max_age_s * 1e9:
-            self._listed_ns = self._clock()  # Also delays the next attempt if the listing fails.
-            try:
-                self._list()
-            except StoreError as error:
-                self._report(error)
+    def refresh_names(self, max_age_s: float) -> None:
+        """List the store again if the last listing is older than ``max_age_s`` and none is under way."""
+        if self._clock() < self._listed_ns + max_age_s * 1e9 or self._listing.locked():
+            return
+        self._listed_ns = self._clock()  # Also delays the next attempt if the listing fails.
+        try:
+            self._list()
+        except StoreError as error:
+            self._report(error)
+
+    def names(self) -> list[str]:
+        """Names of the models in the last listing."""
         return [model_name(entry) for entry in self._state.entries]
 
     @property
@@ -150,23 +149,19 @@ class Mirror:
         """Whether a listing from the store or the cache exists."""
         return self._state.is_known
 
-    def has_any(self, names: Collection[str]) -> bool:
-        """Whether the last listing has any of the named models."""
-        return any(model_name(entry) in names for entry in self._state.entries)
+    def may_have(self, names: Collection[str]) -> bool:
+        """Whether the last listing has any of the named models, or there is no listing yet."""
+        return not self._state.is_known or any(name in names for name in self.names())
 
     def problems(self) -> list[ModelSource]:
         """Sources of the models whose current files could not be fetched, with the problem. Any thread."""
         with self._lock:
-            return [
-                ModelSource(model_name(entry), is_required=failure.is_required, problem=failure.problem)
-                for entry, failure in self._state.failures.items()
-            ]
+            return self._state.failures.sources()
 
     def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
-        """Update models in the folder. A model that cannot be fetched keeps its current files.
+        """Update models in the folder, as ``begin`` does. Returns when their current files are there or have failed.
 
-        A model that is gone from the store is removed from the folder. If the store has never been listed and cannot be
-        listed now, the models that are complete in the cache are used.
+        If the store has never been listed and cannot be listed now, the models that are complete in the cache are used.
 
         Args:
             names: Names of the models to update; None for all.
@@ -176,62 +171,86 @@ class Mirror:
             StoreError: The store cannot be listed. Then nothing has changed.
         """
         is_offline = False
-        try:
-            self._list()
-        except StoreError as error:
-            self._report(error)
-            if self._state.is_known:
-                raise
-            self._use_last_listing(error)
-            is_offline = True
-        due = [
-            (entry, objects)
-            for entry, objects in self._state.entries.items()
-            if (names is None or model_name(entry) in names)
-            and self._is_due(entry, objects, with_all_versions, is_retry=names is not None)
-        ]
-        try:
-            if len(due) == 1:
-                self._try_to_place(*due[0], with_all_versions, is_offline)
-            elif due:
-                with ThreadPoolExecutor(_MODELS_SIDE_BY_SIDE, thread_name_prefix="store-models") as threads:
-                    for entry, objects in due:
-                        threads.submit(self._try_to_place, entry, objects, with_all_versions, is_offline)
-        finally:
-            self._store.settle()
-        present = self._state.entries.keys()  # from the latest listing, which another thread may have made
-        placed = {entry for entry in list(self._state.placed) if names is None or model_name(entry) in names}
-        self._remove(placed - present)
-        with self._lock:
-            for entry in self._state.failures.keys() - present:
-                self._state.failures.pop(entry, None)
-        if due and not is_offline:
-            others = self._cache.read_listing(self.url)  # has digests of files that other processes fetched
-            self._cache.write_listing(self.url, with_known_digests(self._state.objects.values(), others).values())
+        with self._use():
+            try:
+                self._list()
+            except StoreError as error:
+                self._report(error)
+                if self._state.is_known:
+                    raise
+                self._use_last_listing(error)
+                is_offline = True
+            self._update(names, with_all_versions=with_all_versions, is_offline=is_offline)
+            while pending := self._pending(names):  # A newer placement may follow.
+                wait(pending)
         if is_offline and not self._state.placed:
             self._state = _State()
             raise StoreError("the store cannot be listed, and the cache has no complete model of this store")
+
+    def begin(self) -> tuple[bool, list[Future[None]]]:
+        """List the store, and begin to update all models in the folder. Does not wait for fetches.
+
+        A model that cannot be fetched keeps its current files. A model that is gone from the store is removed.
+
+        Returns:
+            Whether models were removed from the folder, and the ends of the placements that this call began.
+
+        Raises:
+            StoreError: The store cannot be listed. Then nothing has changed.
+        """
+        with self._use():
+            try:
+                self._list()
+            except StoreError as error:
+                self._report(error)
+                raise
+            return self._update(None, with_all_versions=False, is_offline=False)
 
     def release(self, name: str) -> None:
         """Remove an unloaded model from the folder. The cache may then evict its contents."""
         self._remove({name, f"{name}.onnx"} & self._state.placed.keys())
 
-    def _list(self) -> None:
-        known = self._state.objects or self._cache.read_listing(self.url)
-        try:
-            listed = with_known_digests(self._store.list(known), known)
-        except StoreError:
-            self.counts.is_up = False
-            self.counts.failed_lists += 1
-            raise
-        self._listed_ns = self._clock()
+    def close(self) -> None:
+        """End the placements under way soon, and begin no further ones."""
         with self._lock:
-            for path, one in self._state.objects.items():  # digests from fetches that have ended since
-                if path in listed and one.tag == listed[path].tag and one.sha256:
-                    listed[path] = one
-            self._state.objects = listed
-            self._state.entries = group_by_entry(listed.values())
-            self._state.is_known = True
+            for placement in self._placing.values():
+                placement.is_outdated = True
+        self._models.shutdown(wait=False)
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Keep what the store holds between listing and reading, until the last user has ended."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._end_use()
+
+    def _end_use(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self._store.settle()
+
+    def _list(self) -> None:
+        with self._listing:
+            known = self._state.objects or self._cache.read_listing(self.url)
+            try:
+                listed = with_known_digests(self._store.list(known), known)
+            except StoreError:
+                self.counts.is_up = False
+                self.counts.failed_lists += 1
+                raise
+            self._listed_ns = self._clock()
+            with self._lock:
+                for path, one in self._state.objects.items():  # digests from fetches that have ended since
+                    if path in listed and one.tag == listed[path].tag and one.sha256:
+                        listed[path] = one
+                self._state.objects = listed
+                self._state.entries = group_by_entry(listed.values())
+                self._state.is_known = True
         self.counts.is_up = True
         if self._reported:
             self._reported = ""
@@ -253,25 +272,84 @@ class Mirror:
         message = "using the models of the cache, according to the last listing of the store"
         log_event(logger, logging.WARNING, message, repository=self.url)
 
-    def _is_due(self, entry: str, objects: Objects, with_all_versions: bool, *, is_retry: bool) -> bool:
-        signature = self._sign(entry, objects, with_all_versions)
-        if self._state.placed.get(entry) == signature:
-            with self._lock:
-                self._state.failures.pop(entry, None)  # it is about objects that the store no longer has
-            return False
-        failure = self._state.failures.get(entry)
-        return is_retry or failure is None or failure.signature != signature or self._clock() >= failure.due_ns
+    def _update(
+        self, names: Collection[str] | None, *, with_all_versions: bool, is_offline: bool
+    ) -> tuple[bool, list[Future[None]]]:
+        """Begin the placements that are due, and remove what is gone. Returns as ``begin``."""
+        chosen = {
+            entry: (objects, self._choose(entry, objects, with_all_versions))
+            for entry, objects in self._state.entries.items()
+            if names is None or model_name(entry) in names
+        }
+        with self._lock:
+            begun = [
+                self._place(Placement(entry, objects, choice, is_offline, self._cache.new_path()))
+                for entry, (objects, choice) in chosen.items()
+                if self._is_due(entry, choice, is_retry=names is not None)
+            ]
+            present = self._state.entries.keys()  # from the latest listing, which another thread may have made
+            for entry in self._placing.keys() - present:
+                self._placing[entry].is_outdated = True
+            self._state.failures.keep(present)
+            gone = [
+                entry for entry in self._state.placed.keys() - present if names is None or model_name(entry) in names
+            ]
+        self._remove(gone)
+        return bool(gone), begun
 
-    def _sign(self, entry: str, objects: Objects, with_all_versions: bool) -> _Signature:
-        """The objects of an entry, and the choice of versions. A failed or placed entry is due when this changes."""
+    def _choose(self, entry: str, objects: Objects, with_all_versions: bool) -> Choice:
         named = tuple(sorted(self.named_versions(model_name(entry))))
-        return with_all_versions, named, tuple(sorted((one.path, one.size, one.tag) for one in objects.values()))
+        return Choice(
+            with_all_versions, named, tuple(sorted((one.path, one.size, one.tag) for one in objects.values()))
+        )
 
-    def _try_to_place(self, entry: str, objects: Objects, with_all_versions: bool, is_offline: bool) -> None:
-        signature = self._sign(entry, objects, with_all_versions)
-        tree = self._cache.new_path()
+    def _is_due(self, entry: str, choice: Choice, *, is_retry: bool) -> bool:
+        """Whether an entry should be placed now. The caller holds the lock."""
+        if (placement := self._placing.get(entry)) is not None:
+            return placement.choice != choice
+        if self._state.placed.get(entry) == choice:
+            self._state.failures.forget(entry)  # it is about objects that the store no longer has
+            return False
+        return is_retry or self._state.failures.is_due(entry, choice, self._clock())
+
+    def _place(self, placement: Placement) -> Future[None]:
+        """Begin a placement. It follows the one of its entry that is under way. The caller holds the lock."""
+        before = self._placing.get(placement.entry)
+        if before is not None and before.choice.objects != placement.choice.objects:
+            before.is_outdated = True
+        self._placing[placement.entry] = placement
+        self._users += 1
+        self._models.submit(self._run, placement, before)
+        return placement.ended
+
+    def _pending(self, names: Collection[str] | None) -> list[Future[None]]:
+        """The ends of the placements of the named models that wait or are under way."""
+        with self._lock:
+            return [
+                placement.ended
+                for entry, placement in self._placing.items()
+                if names is None or model_name(entry) in names
+            ]
+
+    def _run(self, placement: Placement, before: Placement | None) -> None:
         try:
-            self._place(entry, objects, tree, with_all_versions, is_offline)
+            if before is not None:  # It holds a thread or has ended, because threads take placements in their order.
+                wait([before.ended])
+            self._try_to_place(placement)
+        except Exception as error:  # noqa: BLE001 - a bug must not keep the other models from loading
+            log_fault(logger, "a model of a store could not be placed", error, model=model_name(placement.entry))
+        finally:
+            with self._lock:
+                if self._placing.get(placement.entry) is placement:
+                    del self._placing[placement.entry]
+            self._write_listing()
+            self._end_use()
+            placement.ended.set_result(None)
+
+    def _try_to_place(self, placement: Placement) -> None:
+        entry = placement.entry
+        try:
+            self._placer.place(placement)
         except StoreError as error:
             problem = f"its files cannot be fetched: {error.message}"
         except OSError as error:
@@ -281,105 +359,42 @@ class Mirror:
             problem = "its files cannot be fetched"
         else:
             with self._lock:
-                self._state.placed[entry] = signature
-                self._state.failures.pop(entry, None)
+                self._state.placed[entry] = placement.choice
+                self._state.failures.forget(entry)
+            self._is_unwritten = not placement.is_offline
             return
+        tree = placement.tree
         is_required = any(says_required(tree / entry / name) for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
         shutil.rmtree(tree, ignore_errors=True)
-        self.counts.failed_models += 1
-        with self._lock:
-            before = self._state.failures.get(entry)
-            is_same = before is not None and before.signature == signature
-            waited_ns = before.waited_ns if before is not None and is_same else _FIRST_RETRY_NS // 2
-            wait_ns = min(2 * waited_ns, _MAX_RETRY_NS)
-            failure = _Failure(signature, problem, is_required, self._clock() + wait_ns, wait_ns)
-            self._state.failures[entry] = failure
+        if not placement.is_outdated:
+            self.counts.failed_models += 1
+            with self._lock:
+                self._state.failures.note(placement, problem, self._clock(), is_required=is_required)
 
-    def _place(self, entry: str, objects: Objects, tree: Path, with_all_versions: bool, is_offline: bool) -> None:
-        for path in objects:
-            if problem := path_problem(path):
-                raise StoreError(problem, is_final=True)
-        if entry in objects:
-            self._take(objects.values(), tree, {}, is_offline)
-            self._show(entry, tree / entry)
-            return
-        folder = tree / entry
-        first = first_objects(objects)
-        self._take((one for one in first if one.path == f"{entry}/{DIGESTS_FILE}"), tree, {}, is_offline)
-        by_path = read_digests(folder / DIGESTS_FILE)
-        digests = {f"{entry}/{path}": digest for path, digest in by_path.items()}
-        self._take((one for one in first if not one.path.endswith(DIGESTS_FILE)), tree, digests, is_offline)
-        listed = listed_versions(entry, objects.values())
-        wanted = wanted_versions(entry, folder, listed, self._defaults, self.named_versions(model_name(entry)))
-        if wanted is not None:
-            versions = set(listed) if with_all_versions else wanted
-            if missing := missing_objects(by_path, entry, objects, versions):
-                raise StoreError(f"{DIGESTS_FILE} lists {missing}, which the store does not have", is_final=True)
-            more = [one for one in needed_objects(entry, objects, listed, versions) if one not in first]
-            self._take(more, tree, digests, is_offline)
-        (folder / DIGESTS_FILE).unlink(missing_ok=True)
-        for version in listed:  # Also creates folders of other versions, so that the configuration chooses as above.
-            (folder / version).mkdir(parents=True, exist_ok=True)
-        self._show(entry, folder)
-
-    def _take(self, objects: Iterable[StoredObject], tree: Path, digests: Mapping[str, str], is_offline: bool) -> None:
-        """Link objects into a tree. Objects that the cache lacks are first fetched, concurrently."""
-        missing = []
-        for one in objects:
-            if (expected := digests.get(one.path)) and one.sha256 and one.sha256 != expected:
-                one = StoredObject(one.path, one.size, one.tag)  # Fetched before the digest was written: fetch again.
-            if not one.sha256 or not self._cache.link(one, tree / one.path):
-                missing.append(one)
-        if not missing:
-            return
-        if is_offline:
-            raise StoreError(f"the store cannot be listed, and the cache lacks {len(missing)} of its files")
-        size = sum(one.size for one in missing)
-        with self._cache.room(size):
-            self.progress.begin(size)
-            try:
-                fetches = [self._files.submit(self._fetch, one, tree, digests.get(one.path, "")) for one in missing]
-                errors = [error for fetch in fetches if (error := fetch.exception()) is not None]
-            finally:
-                self.progress.end()
-        if errors:
-            raise errors[0]
-
-    def _fetch(self, one: StoredObject, tree: Path, sha256: str) -> None:
-        file = self._cache.new_path()
-        try:
-            digest = fetch_object(
-                self._store,
-                one,
-                file,
-                sha256=sha256 or one.sha256,
-                checks_etags=self._checks_etags,
-                on_bytes=self.progress.add,
-            )
-        except StoreError as error:
-            raise StoreError(f"{one.path}: {error.message}", is_final=error.is_final) from None
-        self._cache.add(file, digest, tree / one.path)
+    def _note_digest(self, one: StoredObject, digest: str) -> None:
         with self._lock:
             known = self._state.objects.get(one.path)
             if known is not None and known.tag == one.tag:
                 self._state.objects[one.path] = StoredObject(one.path, one.size, one.tag, digest)
 
-    def _show(self, entry: str, placed: Path) -> None:
-        """Replace an entry of the folder in one step, and remove its previous tree."""
-        shown = self.folder / entry
-        before = shown.resolve() if shown.is_symlink() else None
-        link = self._cache.new_path()
-        link.symlink_to(os.path.relpath(placed, shown.parent))
-        link.replace(shown)
-        if before is not None:
-            shutil.rmtree(before.parent, ignore_errors=True)
+    def _write_listing(self) -> None:
+        """Write the listing and its digests for the next start: now and then, and after the last placement."""
+        with self._lock:
+            is_due = not self._placing or self._clock() >= self._written_ns + _LISTING_NS
+            if not self._is_unwritten or not is_due:
+                return
+            self._is_unwritten = False
+            self._written_ns = self._clock()
+            objects = list(self._state.objects.values())
+        others = self._cache.read_listing(self.url)  # has digests of files that other processes fetched
+        try:
+            self._cache.write_listing(self.url, with_known_digests(objects, others).values())
+        except StoreError as error:
+            message = "the listing of the store cannot be written; the next start fetches more than it needs"
+            log_event(logger, logging.WARNING, message, repository=self.url, reason=error.message)
 
-    def _remove(self, entries: Collection[str]) -> None:
+    def _remove(self, entries: Iterable[str]) -> None:
         for entry in entries:
-            shown = self.folder / entry
             with self._lock:
-                if self._state.placed.pop(entry, None) is None or not shown.is_symlink():
-                    continue  # another thread has removed it
-                tree = shown.resolve().parent
-                shown.unlink()
-            shutil.rmtree(tree, ignore_errors=True)
+                self._state.placed.pop(entry, None)
+            self._placer.remove(entry)

@@ -1,8 +1,9 @@
 """The mirrors of a server, for the registry. They run on threads of their own."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -17,14 +18,17 @@ from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores.cache import StoreCache, default_cache_dir
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import Store, StoreError
+from ortserve.telemetry.logs import log_fault
 from ortserve.telemetry.readings import StoreReading, StoresReading
 
-_FILES_SIDE_BY_SIDE: Final = 8
-"""Maximum number of concurrent fetches, for all models. One connection to a store reaches about 100 MB/s."""
-_SYNCS_SIDE_BY_SIDE: Final = 4
-"""Maximum number of concurrent calls of mirrors. Further calls wait."""
+logger: Final = logging.getLogger(__name__)
+
+_LOADS_SIDE_BY_SIDE: Final = 16
+"""Maximum number of concurrent calls of mirrors in addition to the poll of each mirror. Further calls wait."""
 _NAMES_MAX_AGE_S: Final = 10.0
 """Maximum age of the names in the repository index, so that not every request for it lists the stores."""
+_NAMES_WAIT_S: Final = 2.0
+"""Maximum wait of the repository index for listings. After that, it shows the last listing."""
 
 _Result = TypeVar("_Result")
 
@@ -36,7 +40,10 @@ class Mirrors:
         self._mirrors = mirrors
         self._cache = cache
         # Threads of their own, because on asyncio's threads other calls would wait for a slow store.
-        self._threads = ThreadPool(_SYNCS_SIDE_BY_SIDE, "stores")
+        self._threads = ThreadPool(len(mirrors) + _LOADS_SIDE_BY_SIDE, "stores")
+        self._polls: dict[Mirror, asyncio.Task[None]] = {}
+        """The mirrors whose stores are being listed for a poll."""
+        self._arrived = asyncio.Event()
 
     def follow(self, named_versions: Callable[[str], Collection[int]]) -> None:
         """Set the function that names versions of a model to fetch in addition, if they exist. Called on any thread."""
@@ -46,26 +53,74 @@ class Mirrors:
     async def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
         """Update the folders, as ``Mirror.sync`` does.
 
-        If a store that was listed before cannot be listed, the other repositories are still updated.
+        If a store that was listed before cannot be listed, the other repositories are still updated. If other stores
+        have all of ``names``, this does not wait for those whose last listing has none of them.
 
         Raises:
             ServeError: not_ready, if a store cannot be listed and has never been listed, or its last listing has one of
                 ``names``.
         """
-        calls = [partial(mirror.sync, names, with_all_versions=with_all_versions) for mirror in self._mirrors]
-        results = await asyncio.gather(*map(self._run, calls), return_exceptions=True)
-        for mirror, result in zip(self._mirrors, results, strict=True):
-            if isinstance(result, StoreError):
-                if mirror.is_known and (names is None or not mirror.has_any(names)):
-                    continue
-                raise ServeError(ErrorKind.NOT_READY, f"repository {mirror.url}: {result.message}")
-            if isinstance(result, BaseException):
-                raise result
+        calls = {
+            mirror: asyncio.ensure_future(self._run(partial(mirror.sync, names, with_all_versions=with_all_versions)))
+            for mirror in self._mirrors
+        }
+        while pending := [mirror for mirror, call in calls.items() if not call.done()]:
+            found = {name for mirror in calls.keys() - pending for name in mirror.names()}
+            if names and found.issuperset(names) and not any(mirror.may_have(names) for mirror in pending):
+                break
+            await asyncio.wait([calls[mirror] for mirror in pending], return_when=asyncio.FIRST_COMPLETED)
+        for mirror, call in calls.items():
+            if not call.done():
+                call.add_done_callback(lambda late: late.cancelled() or late.exception())  # or asyncio would log it
+                continue
+            try:
+                call.result()
+            except StoreError as error:
+                if not mirror.is_known or (names is not None and mirror.may_have(names)):
+                    raise ServeError(ErrorKind.NOT_READY, f"repository {mirror.url}: {error.message}") from None
+
+    def may_have(self, name: str) -> bool:
+        """Whether the last listing of a store has a model, or a store was never listed."""
+        return any(mirror.may_have([name]) for mirror in self._mirrors)
+
+    def begin_poll(self) -> None:
+        """Begin to update all folders. Stores whose listing of an earlier poll is under way are left out."""
+        self._arrived.clear()
+        for mirror in self._mirrors:
+            if mirror not in self._polls:
+                self._polls[mirror] = asyncio.create_task(self._poll(mirror))
+
+    async def wait_for_files(self) -> None:
+        """Wait until a folder has changed because of ``begin_poll``, or a model could not be fetched."""
+        await self._arrived.wait()
+
+    def held_still(self) -> AbstractContextManager[object]:
+        """A context in which no folder changes. Hold it while the folders are read, on any thread except the loop's."""
+        return self._cache.folders
+
+    async def _poll(self, mirror: Mirror) -> None:
+        try:
+            has_removed, placements = await self._run(mirror.begin)
+        except StoreError:  # it is logged, and the next poll tries again
+            return
+        except Exception as error:  # noqa: BLE001 - a bug must not end the polls of other stores
+            log_fault(logger, "a store could not be polled", error, repository=mirror.url)
+            return
+        finally:
+            del self._polls[mirror]
+        if has_removed:
+            self._arrived.set()
+        for placement in placements:
+            asyncio.wrap_future(placement).add_done_callback(lambda _: self._arrived.set())
 
     async def names(self) -> set[str]:
-        """Names of the models in the stores, from listings that are at most a few seconds old."""
-        calls = [partial(mirror.names, _NAMES_MAX_AGE_S) for mirror in self._mirrors]
-        return {name for names in await asyncio.gather(*map(self._run, calls)) for name in names}
+        """Names of the models in the stores. Listings are at most a few seconds old, unless a store is slow."""
+        listing = [
+            asyncio.ensure_future(self._run(partial(mirror.refresh_names, _NAMES_MAX_AGE_S)))
+            for mirror in self._mirrors
+        ]
+        await asyncio.wait(listing, timeout=_NAMES_WAIT_S)
+        return {name for mirror in self._mirrors for name in mirror.names()}
 
     async def release(self, name: str) -> None:
         """Release the files of an unloaded model."""
@@ -95,6 +150,10 @@ class Mirrors:
 
     async def close(self) -> None:
         """Remove the folders. Call it when no model is loaded any more."""
+        for poll in self._polls.values():
+            poll.cancel()
+        for mirror in self._mirrors:
+            mirror.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._cache.close)
 
@@ -114,7 +173,6 @@ def open_repositories(
     if not any(isinstance(repository, RepositoryUrl) for repository in given):
         return [repository for repository in given if isinstance(repository, Path)], None
     cache = StoreCache(options.store_cache_dir or default_cache_dir(), options.store_cache_bytes)
-    files = ThreadPoolExecutor(_FILES_SIDE_BY_SIDE, thread_name_prefix="store-files")
     folders: list[Path] = []
     mirrors: list[Mirror] = []
     for number, repository in enumerate(given):
@@ -124,7 +182,7 @@ def open_repositories(
         folder = cache.view / f"repository-{number}"
         store = _open_store(repository, options, cache)
         etags = options.store_check_etags
-        mirrors.append(Mirror(repository.text, store, cache, folder, defaults, files, clock, checks_etags=etags))
+        mirrors.append(Mirror(repository.text, store, cache, folder, defaults, clock, checks_etags=etags))
         folders.append(folder)
     return folders, Mirrors(mirrors, cache)
 

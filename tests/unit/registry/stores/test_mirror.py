@@ -1,8 +1,9 @@
 """Mirrors and caches with a store in memory and virtual time: retries, eviction, damaged and offline caches."""
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ class StoreInMemory:
         self.is_up = True
         self.wrong: set[str] = set()
         self.on_settle: Callable[[], object] = lambda: None
+        self.slow: dict[str, threading.Event] = {}
+        """Contents of which nothing arrives until the event is set."""
 
     def list(self, known: Mapping[str, StoredObject]) -> Iterable[StoredObject]:
         if not self.is_up:
@@ -31,6 +34,9 @@ class StoreInMemory:
     def read(self, found: StoredObject) -> Iterator[bytes]:
         self.reads.append(found.path)
         content = self.files[found.path]
+        if (is_over := self.slow.get(found.path)) is not None:
+            while not is_over.wait(0.001):
+                yield b""
         yield content[::-1] if found.path in self.wrong else content
 
     def settle(self) -> None:
@@ -38,13 +44,16 @@ class StoreInMemory:
 
 
 class Lab:
-    def __init__(self, tmp_path: Path, files: Executor, store: StoreInMemory, max_bytes: int = 1000) -> None:
+    def __init__(self, tmp_path: Path, store: StoreInMemory, max_bytes: int = 1000) -> None:
         self.store = store
         self.now_ns = 0
         self.cache = StoreCache(tmp_path / "cache", max_bytes)
         self.mirror = Mirror(
-            "s3://b", store, self.cache, self.cache.view / "repository-0", LoadOptions(), files, lambda: self.now_ns
+            "s3://b", store, self.cache, self.cache.view / "repository-0", LoadOptions(), lambda: self.now_ns
         )
+
+    def poll(self) -> list[Future[None]]:
+        return self.mirror.begin()[1]
 
     def content(self, model: str) -> bytes:
         return (self.mirror.folder / model / "1" / "model.onnx").read_bytes()
@@ -54,16 +63,8 @@ def problems(lab: Lab) -> dict[str, str]:
     return {source.name: source.problem for source in lab.mirror.problems()}
 
 
-@pytest.fixture
-def files() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
-
-
-def test_wrong_content_keeps_the_old_one_and_is_fetched_again_after_growing_waits(
-    tmp_path: Path, files: Executor
-) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+def test_wrong_content_keeps_the_old_one_and_is_fetched_again_after_growing_waits(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"other"))
     lab.mirror.sync()
     lab.store.files["a/1/model.onnx"] = b"second"
     lab.store.wrong = {"a/1/model.onnx"}
@@ -79,8 +80,8 @@ def test_wrong_content_keeps_the_old_one_and_is_fetched_again_after_growing_wait
     assert problems(lab) == {}
 
 
-def test_load_by_name_does_not_wait_for_the_next_retry(tmp_path: Path, files: Executor) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+def test_load_by_name_does_not_wait_for_the_next_retry(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
     lab.store.wrong = {"a/1/model.onnx"}
     lab.mirror.sync()
     assert problems(lab)
@@ -89,8 +90,8 @@ def test_load_by_name_does_not_wait_for_the_next_retry(tmp_path: Path, files: Ex
     assert lab.content("a") == b"first"
 
 
-def test_unused_contents_leave_by_least_recent_use_and_used_ones_never(tmp_path: Path, files: Executor) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"a" * 400, b=b"b" * 400, c=b"c" * 400, d=b"d" * 700), max_bytes=1000)
+def test_unused_contents_leave_by_least_recent_use_and_used_ones_never(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"a" * 400, b=b"b" * 400, c=b"c" * 400, d=b"d" * 700), max_bytes=1000)
     lab.mirror.sync(["a"])
     lab.mirror.release("a")
     lab.mirror.sync(["b"])
@@ -105,13 +106,13 @@ def test_unused_contents_leave_by_least_recent_use_and_used_ones_never(tmp_path:
     assert lab.content("d") == b"d" * 700
 
 
-def test_without_the_store_only_models_that_are_complete_in_the_cache_appear(tmp_path: Path, files: Executor) -> None:
+def test_without_the_store_only_models_that_are_complete_in_the_cache_appear(tmp_path: Path) -> None:
     store = StoreInMemory(a=b"first", b=b"other")
-    lab = Lab(tmp_path, files, store)
+    lab = Lab(tmp_path, store)
     lab.mirror.sync(["a"])
     lab.cache.close()
     store.is_up = False
-    restarted = Lab(tmp_path, files, store)
+    restarted = Lab(tmp_path, store)
     restarted.mirror.sync()
     assert restarted.content("a") == b"first"
     assert "the cache lacks 1 of its files" in problems(restarted)["b"]
@@ -119,27 +120,27 @@ def test_without_the_store_only_models_that_are_complete_in_the_cache_appear(tmp
         restarted.mirror.sync(["b"])
 
 
-def test_store_that_was_never_listed_fails_the_first_sync(tmp_path: Path, files: Executor) -> None:
+def test_store_that_was_never_listed_fails_the_first_sync(tmp_path: Path) -> None:
     store = StoreInMemory(a=b"first")
     store.is_up = False
     with pytest.raises(StoreError, match="down"):
-        Lab(tmp_path, files, store).mirror.sync()
+        Lab(tmp_path, store).mirror.sync()
 
 
-def test_views_of_ended_processes_are_removed_and_those_of_others_are_not(tmp_path: Path, files: Executor) -> None:
-    first = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+def test_views_of_ended_processes_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
+    first = Lab(tmp_path, StoreInMemory(a=b"first"))
     abandoned = tmp_path / "cache" / "views" / "gone"
     abandoned.mkdir()
     abandoned.with_suffix(".lock").touch()
     first.mirror.sync()
-    second = Lab(tmp_path, files, first.store)
+    second = Lab(tmp_path, first.store)
     assert not abandoned.exists()
     assert first.content("a") == b"first"
     assert second.cache.view != first.cache.view
 
 
-def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path, files: Executor) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
     lab.mirror.sync()
     file = lab.mirror.folder / "a" / "1" / "model.onnx"
     before = file.stat()
@@ -151,8 +152,8 @@ def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path, fi
     assert len(list((lab.cache.view / "incoming").iterdir())) == 1  # the previous tree has been removed
 
 
-def test_version_that_a_call_named_since_is_fetched_and_nothing_else_again(tmp_path: Path, files: Executor) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+def test_version_that_a_call_named_since_is_fetched_and_nothing_else_again(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
     lab.store.files["a/2/model.onnx"] = b"second"
     lab.mirror.sync()
     named: set[int] = set()
@@ -164,37 +165,37 @@ def test_version_that_a_call_named_since_is_fetched_and_nothing_else_again(tmp_p
     assert lab.content("a") == b"first"
 
 
-def test_model_that_left_the_store_leaves_the_folder(tmp_path: Path, files: Executor) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+def test_model_that_left_the_store_leaves_the_folder(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"other"))
     lab.mirror.sync()
     del lab.store.files["a/1/model.onnx"]
     lab.mirror.sync()
     assert [entry.name for entry in lab.mirror.folder.iterdir()] == ["b"]
 
 
-def test_required_model_stays_required_if_its_files_cannot_be_fetched(tmp_path: Path, files: Executor) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+def test_required_model_stays_required_if_its_files_cannot_be_fetched(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"other"))
     lab.store.files["a/model.yaml"] = b"required: true\n"
     lab.store.wrong = {"a/1/model.onnx", "b/1/model.onnx"}
     lab.mirror.sync()
     assert {source.name: source.is_required for source in lab.mirror.problems()} == {"a": True, "b": False}
 
 
-def test_digests_that_another_process_wrote_are_kept(tmp_path: Path, files: Executor) -> None:
+def test_digests_that_another_process_wrote_are_kept(tmp_path: Path) -> None:
     store = StoreInMemory(a=b"first", b=b"other")
-    one, other = Lab(tmp_path, files, store), Lab(tmp_path, files, store)
+    one, other = Lab(tmp_path, store), Lab(tmp_path, store)
     other.mirror.sync(["b"])
     one.mirror.sync(["a"])
     store.files["c/1/model.onnx"] = b"third"
     other.mirror.sync(["c"])
     store.reads.clear()
-    Lab(tmp_path, files, store).mirror.sync()
+    Lab(tmp_path, store).mirror.sync()
     assert store.reads == []
 
 
-def test_model_that_a_load_fetches_during_a_sync_stays(tmp_path: Path, files: Executor) -> None:
+def test_model_that_a_load_fetches_during_a_sync_stays(tmp_path: Path) -> None:
     """The sync has an older listing and is not finished when another thread loads a new model."""
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
 
     def load_b() -> None:
         lab.store.on_settle = lambda: None
@@ -206,8 +207,8 @@ def test_model_that_a_load_fetches_during_a_sync_stays(tmp_path: Path, files: Ex
     assert (lab.content("a"), lab.content("b")) == (b"first", b"other")
 
 
-def test_model_that_leaves_the_store_during_another_sync_leaves_the_folder(tmp_path: Path, files: Executor) -> None:
-    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+def test_model_that_leaves_the_store_during_another_sync_leaves_the_folder(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"other"))
     lab.mirror.sync()
 
     def named_versions(model: str) -> tuple[int, ...]:
@@ -218,3 +219,59 @@ def test_model_that_leaves_the_store_during_another_sync_leaves_the_folder(tmp_p
     lab.mirror.named_versions = named_versions
     lab.mirror.sync()
     assert [path.name for path in lab.mirror.folder.iterdir()] == ["a"]
+
+
+def test_fetch_that_takes_long_delays_no_other_model(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"large"))
+    lab.store.slow["a/1/model.onnx"] = is_over = threading.Event()
+    (slow,) = lab.poll()
+    for content in (b"first", b"second"):
+        lab.store.files["b/1/model.onnx"] = content
+        (quick,) = lab.poll()
+        wait([quick])
+        assert lab.content("b") == content
+    lab.mirror.sync(["b"])
+    assert not slow.done()
+    assert not (lab.mirror.folder / "a").exists()
+    is_over.set()
+    wait([slow])
+
+
+def test_upload_replaces_the_fetch_of_the_one_before_it(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"large"))
+    lab.store.slow["a/1/model.onnx"] = threading.Event()
+    lab.poll()
+    assert lab.poll() == []
+    lab.store.files["a/1/model.onnx"] = b"second"
+    del lab.store.slow["a/1/model.onnx"]
+    lab.mirror.sync(["a"])
+    assert lab.content("a") == b"second"
+    assert problems(lab) == {}
+    assert lab.mirror.counts.failed_models == 0
+    assert len(list((lab.cache.view / "incoming").iterdir())) == 1
+
+
+def test_digests_survive_a_process_that_is_killed_during_a_fetch(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"large", b=b"other"))
+    lab.store.slow["a/1/model.onnx"] = is_over = threading.Event()
+    lab.now_ns = 10**10
+    slow, quick = lab.poll()
+    wait([quick])
+    lab.store.reads.clear()
+    lab.store.is_up = False
+    Lab(tmp_path, lab.store).mirror.sync()
+    assert lab.store.reads == []
+    is_over.set()
+    wait([slow])
+
+
+def test_files_with_listed_digests_are_taken_from_the_cache(tmp_path: Path) -> None:
+    """For example a version that is uploaded again under another number."""
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
+    lab.mirror.sync()
+    lab.store.files["b/7/model.onnx"] = b"first"
+    lab.store.files["b/SHA256SUMS"] = f"{hashlib.sha256(b'first').hexdigest()}  7/model.onnx\n".encode()
+    lab.store.reads.clear()
+    lab.mirror.sync()
+    assert lab.store.reads == ["b/SHA256SUMS"]
+    assert (lab.mirror.folder / "b" / "7" / "model.onnx").read_bytes() == b"first"

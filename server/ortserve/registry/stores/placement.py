@@ -1,0 +1,243 @@
+"""Places one model of a store in the folder of its mirror: fetches the files that the cache lacks, and links all files.
+
+The files are linked into a tree beside the folder, then a symbolic link to the tree is renamed into the folder.
+Unchanged files keep their inodes, so a new version does not reload the others.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ortserve.config.model import LoadOptions
+from ortserve.registry.stores.cache import StoreCache
+from ortserve.registry.stores.fetch import FetchProgress, fetch_object
+from ortserve.registry.stores.model_plan import (
+    DIGESTS_FILE,
+    first_objects,
+    listed_versions,
+    missing_objects,
+    needed_objects,
+    read_digests,
+    wanted_versions,
+)
+from ortserve.registry.stores.objects import Store, StoredObject, StoreError, path_problem
+
+FILES_SIDE_BY_SIDE: Final = 8
+"""Maximum number of concurrent fetches from one store. One connection to a store reaches about 100 MB/s."""
+_FILES_OF_ONE_MODEL: Final = 6
+"""Maximum number of concurrent fetches for one model, so that models with large files do not delay all others."""
+
+Objects: TypeAlias = Mapping[str, StoredObject]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The objects of an entry, and what determines the choice of its versions.
+
+    An entry that failed or was placed is due again when this changes.
+
+    Attributes:
+        with_all_versions: Whether to fetch versions that the configuration does not choose, too.
+        named: Versions to fetch in addition, ascending.
+        objects: Path, size and tag of each object, sorted.
+    """
+
+    with_all_versions: bool
+    named: tuple[int, ...]
+    objects: tuple[tuple[str, int, str], ...]
+
+
+@dataclass(eq=False, slots=True)
+class Placement:
+    """One attempt to place the current files of an entry.
+
+    Attributes:
+        entry: First part of the paths of the objects.
+        objects: The objects of the entry, as listed.
+        choice: The choice that ``objects`` stand for.
+        is_offline: Whether only files in the cache may be used.
+        tree: New folder of the files in the cache's view.
+        ended: Set when the attempt has ended.
+        is_outdated: Whether the attempt should end early without a result, because the objects have changed.
+    """
+
+    entry: str
+    objects: Objects
+    choice: Choice
+    is_offline: bool
+    tree: Path
+    ended: Future[None] = field(default_factory=Future)
+    is_outdated: bool = False
+
+    def check(self) -> None:
+        """Raises StoreError: the placement is outdated."""
+        if self.is_outdated:
+            raise StoreError("its files changed while they were fetched", is_final=True)
+
+
+class Placer:
+    """Places models of one store in the folder of its mirror. Any thread; ``place`` blocks on the network."""
+
+    def __init__(
+        self,
+        store: Store,
+        cache: StoreCache,
+        folder: Path,
+        defaults: LoadOptions,
+        files: Executor,
+        progress: FetchProgress,
+        *,
+        checks_etags: bool,
+        on_digest: Callable[[StoredObject, str], None],
+    ) -> None:
+        """Place nothing yet.
+
+        Args:
+            store: Store of the repository.
+            cache: Cache of the server.
+            folder: Folder of the mirror.
+            defaults: Values of options that a model's own configuration does not set.
+            files: Threads that fetch files.
+            progress: Counts the fetched bytes.
+            checks_etags: Whether ETags that look like MD5 digests must match the contents.
+            on_digest: Called with an object and the SHA-256 digest of its content. Any thread.
+        """
+        self._store = store
+        self._cache = cache
+        self._folder = folder
+        self._defaults = defaults
+        self._files = files
+        self._progress = progress
+        self._checks_etags = checks_etags
+        self._on_digest = on_digest
+
+    def place(self, placement: Placement) -> None:
+        """Fetch the files of an entry that the cache lacks, and show all of them in the folder in one step.
+
+        Raises:
+            StoreError: The files cannot be fetched, or the placement is outdated. Then the folder has not changed.
+            OSError: The cache cannot be used.
+        """
+        placement.check()
+        entry, objects = placement.entry, placement.objects
+        for path in objects:
+            if problem := path_problem(path):
+                raise StoreError(problem, is_final=True)
+        if entry in objects:
+            self._take(placement, objects.values(), {})
+        else:
+            self._take_folder(placement)
+        placement.check()
+        self._show(entry, placement.tree / entry)
+
+    def remove(self, entry: str) -> None:
+        """Remove an entry from the folder, if it is there."""
+        shown = self._folder / entry
+        with self._cache.folders:
+            if not shown.is_symlink():
+                return
+            tree = shown.resolve().parent
+            shown.unlink()
+        shutil.rmtree(tree, ignore_errors=True)
+
+    def _take_folder(self, placement: Placement) -> None:
+        """Link the objects of a model's folder into the tree of the placement: those of the chosen versions."""
+        entry, objects, choice = placement.entry, placement.objects, placement.choice
+        folder = placement.tree / entry
+        first = first_objects(objects)
+        self._take(placement, (one for one in first if one.path == f"{entry}/{DIGESTS_FILE}"), {})
+        by_path = read_digests(folder / DIGESTS_FILE)
+        digests = {f"{entry}/{path}": digest for path, digest in by_path.items()}
+        self._take(placement, (one for one in first if not one.path.endswith(DIGESTS_FILE)), digests)
+        listed = listed_versions(entry, objects.values())
+        wanted = wanted_versions(entry, folder, listed, self._defaults, choice.named)
+        if wanted is not None:
+            versions = set(listed) if choice.with_all_versions else wanted
+            if missing := missing_objects(by_path, entry, objects, versions):
+                raise StoreError(f"{DIGESTS_FILE} lists {missing}, which the store does not have", is_final=True)
+            more = [one for one in needed_objects(entry, objects, listed, versions) if one not in first]
+            self._take(placement, more, digests)
+        (folder / DIGESTS_FILE).unlink(missing_ok=True)
+        for version in listed:  # Also creates folders of other versions, so that the configuration chooses as above.
+            (folder / version).mkdir(parents=True, exist_ok=True)
+
+    def _take(self, placement: Placement, objects: Iterable[StoredObject], digests: Mapping[str, str]) -> None:
+        """Link objects into the tree. Objects that the cache lacks are first fetched.
+
+        Args:
+            placement: Placement of the objects.
+            objects: What to link.
+            digests: Expected digests by path. They take precedence over those of earlier fetches.
+        """
+        missing = []
+        for one in objects:
+            digest = digests.get(one.path) or one.sha256
+            known = StoredObject(one.path, one.size, one.tag, digest)
+            if digest and self._cache.link(known, placement.tree / one.path):
+                self._on_digest(one, digest)
+            else:
+                missing.append(known)
+        if not missing:
+            return
+        if placement.is_offline:
+            raise StoreError(f"the store cannot be listed, and the cache lacks {len(missing)} of its files")
+        size = sum(one.size for one in missing)
+        with self._cache.room(size):
+            self._progress.begin(size)
+            try:
+                self._fetch_all(placement, missing)
+            finally:
+                self._progress.end()
+
+    def _fetch_all(self, placement: Placement, objects: Collection[StoredObject]) -> None:
+        """Fetch objects concurrently. Raises the first error when the fetches that have begun are over."""
+        waiting = iter(objects)
+        running: set[Future[None]] = set()
+        error: BaseException | None = None
+        while True:
+            while error is None and len(running) < _FILES_OF_ONE_MODEL and (one := next(waiting, None)) is not None:
+                running.add(self._files.submit(self._fetch, placement, one))
+            if not running:
+                break
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            error = error or next((fault for fetch in done if (fault := fetch.exception()) is not None), None)
+        if error is not None:
+            raise error
+
+    def _fetch(self, placement: Placement, one: StoredObject) -> None:
+        """Fetch an object. Its digest, if it has one, is that of the content."""
+        placement.check()
+        file = self._cache.new_path()
+        try:
+            digest = fetch_object(
+                self._store,
+                one,
+                file,
+                sha256=one.sha256,
+                checks_etags=self._checks_etags,
+                on_bytes=partial(self._note_bytes, placement),
+            )
+        except StoreError as error:
+            raise StoreError(f"{one.path}: {error.message}", is_final=error.is_final) from None
+        self._cache.add(file, digest, placement.tree / one.path)
+        self._on_digest(one, digest)
+
+    def _note_bytes(self, placement: Placement, count: int) -> None:
+        self._progress.add(count)
+        placement.check()
+
+    def _show(self, entry: str, placed: Path) -> None:
+        """Replace an entry of the folder in one step, and remove its previous tree."""
+        shown = self._folder / entry
+        link = self._cache.new_path()
+        link.symlink_to(os.path.relpath(placed, shown.parent))
+        with self._cache.folders:
+            before = shown.resolve() if shown.is_symlink() else None
+            link.replace(shown)
+        if before is not None:
+            shutil.rmtree(before.parent, ignore_errors=True)
