@@ -314,6 +314,22 @@ def load_on(server: ServerProcess, per_s: float) -> Iterator[list[str]]:
     assert failures == []
 
 
+def test_first_stable_label_of_the_file_takes_no_request_from_a_version_that_serves(tmp_path: Path) -> None:
+    folder = add_versions(tmp_path, "{}", 1, 2)
+    polled = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
+    with serving(tmp_path, *polled) as server, load_on(server, 200) as answered:
+        (folder / "model.yaml").write_text("labels: {stable: 9}")
+        server.wait_for_line("labels name versions that do not exist", "stable=9")
+        assert labels_of(server) == {}
+        (folder / "model.yaml").write_text("labels: {stable: 1}")
+        server.wait_for_line("labels changed", "stable=1")
+        assert versions_that_answer(server, "") == {"1"}
+        (folder / "model.yaml").write_text("labels: {stable: 8}")
+        server.wait_for_line("labels name versions that do not exist", "stable=8")
+        assert labels_of(server) == {"stable": "1"}
+    assert set(answered) == {"1", "2"}
+
+
 def test_no_request_fails_while_versions_are_promoted_and_rolled_back(labelled: ServerProcess) -> None:
     with load_on(labelled, 200) as answered:
         for _ in range(25):

@@ -9,6 +9,7 @@ from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.config.rollout import RolloutOptions
+from ortserve.core.version_names import STABLE
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.repository.source import ModelSource, versions_to_serve
 from ortserve.registry.state_file import NOTHING_CHANGED, ModelState, StateFile
@@ -33,6 +34,8 @@ class Labels:
         self._state = state
         self._configured: dict[str, dict[str, int]] = {}
         """Configured labels that are in effect, by model."""
+        self._missing: dict[str, dict[str, int]] = {}
+        """Labels of versions that do not exist, by model, as logged last."""
         self._coming: dict[str, ModelState] = {}
         """Changes by calls that are being written. Their versions must serve on until then."""
         self.state_of: Final = state.of
@@ -43,12 +46,16 @@ class Labels:
         source, ready = self._sources[name], [record.version for record in self._catalog.ready(name)]
         there = {*source.versions, *ready}
         before = {label: version for label, version in self._configured.get(name, {}).items() if version in there}
-        self._configured[name] = follow_file(before, source.labels, ready)
+        configured = follow_file(before, source.labels, ready)
+        if ready and configured.get(STABLE) not in ready and STABLE not in self._catalog.labels(name):
+            configured.pop(STABLE, None)  # The first one must not take the requests from the highest version either.
+        self._configured[name] = configured
         self._show(name)
 
     def forget(self, name: str) -> None:
         """Forget the configured labels of a model that was unloaded."""
         self._configured.pop(name, None)
+        self._missing.pop(name, None)
 
     async def change(self, name: str, state: ModelState) -> None:
         """Store a change that a call made to a model, and put its labels into effect in one step.
@@ -80,6 +87,7 @@ class Labels:
         return named | candidate | frozenset(self._configured.get(name, {}).values())
 
     def _show(self, name: str) -> None:
+        self._report_missing(name)
         labels = {**self._configured.get(name, {}), **self._state.of(name).labels}
         before = self._catalog.labels(name)
         if labels == before:
@@ -88,14 +96,20 @@ class Labels:
         moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
         texts = (f"{label}={'-' if version is None else version}" for label, version in moved.items())
         log_event(logger, logging.INFO, "labels changed", model=name, labels=", ".join(texts))
+
+    def _report_missing(self, name: str) -> None:
+        """Log the labels of versions that do not exist, whether they are in effect or stay where they were. Once."""
         source = self._sources.get(name)
-        there = {*self._catalog.of(name), *(() if source is None else source.versions)}
-        missing = [
-            f"{label}={version}" for label, version in moved.items() if version is not None and version not in there
-        ]
-        if missing:
+        if source is None:
+            return
+        there = {*self._catalog.of(name), *source.versions}
+        labels = {**source.labels, **self._state.of(name).labels}
+        missing = {label: version for label, version in labels.items() if version not in there}
+        if missing and missing != self._missing.get(name):
             event = "labels name versions that do not exist"
-            log_event(logger, logging.WARNING, event, model=name, labels=", ".join(missing))
+            texts = ", ".join(f"{label}={version}" for label, version in missing.items())
+            log_event(logger, logging.WARNING, event, model=name, labels=texts)
+        self._missing[name] = missing
 
 
 def follow_file(before: Mapping[str, int], given: Mapping[str, int], ready: Collection[int]) -> dict[str, int]:
