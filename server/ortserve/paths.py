@@ -9,7 +9,8 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Final
 
-_MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Errors of a path that leads to nothing, for example because it is a link to itself."""
 
 
 def is_folder(path: Path) -> bool:
@@ -32,6 +33,6 @@ def _mode(path: Path) -> int:
     try:
         return path.stat().st_mode
     except OSError as error:
-        if error.errno in _MISSING:
+        if error.errno in MISSING:
             return 0
         raise

@@ -394,6 +394,41 @@ def test_polling_follows_the_folders(tmp_path: Path) -> None:
         tmp_path.with_name("away").rename(tmp_path)
 
 
+def test_links_are_served_and_followed(tmp_path: Path) -> None:
+    """Links out of the repository to a model, a version and to files, as caches of hubs and Kubernetes make them."""
+    repository, elsewhere = tmp_path / "repository", tmp_path / "elsewhere"
+    model = add_model(elsewhere, "model", builders.identity)
+    (repository / "files" / "1").mkdir(parents=True)
+    (repository / "version").mkdir()
+    (repository / "model").symlink_to(model)
+    (repository / "version" / "1").symlink_to(model / "1")
+    content, weights = elsewhere / "content", elsewhere / "other" / "weights"
+    builders.external_weights(content, "weights.bin")
+    weights.parent.mkdir()
+    weights.write_bytes(np.full(4, 2, np.float32).tobytes())
+    (repository / "files" / "1" / "model.onnx").symlink_to(content)
+    (repository / "files" / "1" / "weights.bin").symlink_to(weights)
+    mounted = repository / "mounted"
+    for name, build in (("..first", builders.identity), ("..second", builders.unnamed_dims)):
+        (mounted / name).mkdir(parents=True)
+        build(mounted / name / "model.onnx")
+    (mounted / "1").mkdir()
+    (mounted / "..data").symlink_to("..first")
+    (mounted / "1" / "model.onnx").symlink_to("../..data/model.onnx")
+    with serving(repository, *POLL) as server:
+        assert {name: answer_of(server, name) for name in ("model", "version", "files", "mounted")} == {
+            "model": 1,
+            "version": 1,
+            "files": 3,
+            "mounted": 1,
+        }
+        (mounted / "..new").symlink_to("..second")
+        (mounted / "..new").rename(mounted / "..data")
+        wait_until(lambda: answer_of(server, "mounted") == 2)
+        put(model, 2, builders.unnamed_dims)
+        wait_until(lambda: answer_of(server, "model") == 2)
+
+
 @pytest.mark.parametrize("mode", [(), POLL])
 def test_load_calls_are_rejected_outside_the_explicit_mode(tmp_path: Path, mode: tuple[str, ...]) -> None:
     add_model(tmp_path, "m", builders.identity)

@@ -95,7 +95,7 @@ def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
 
 
 def read_model_file(folder: Path | None, name: str, role: str) -> bytes:
-    """Read a file that the configuration names, relative to the model's folder.
+    """Read a file that the configuration names, relative to the model's folder. Links in the folder are followed.
 
     Args:
         folder: Folder of the model; None for a model that is a single file.
@@ -103,16 +103,15 @@ def read_model_file(folder: Path | None, name: str, role: str) -> bytes:
         role: Role of the file, for errors.
 
     Raises:
-        ServeError: invalid_input, if the file cannot be read or is not in the folder.
+        ServeError: invalid_input, if the file cannot be read or the name leaves the folder.
     """
     if folder is None:
         raise invalid_input(f"{role}: '{name}' needs a model in a folder of its own, got a single file")
-    root = folder.resolve()
-    path = (root / name).resolve()
-    if not path.is_relative_to(root):
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
         raise invalid_input(f"{role}: expected a file in the model's folder, got '{name}'")
     try:
-        return path.read_bytes()
+        return (folder / path).read_bytes()
     except (OSError, ValueError) as error:
         raise invalid_input(f"{role}: '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

@@ -17,7 +17,7 @@ from ortserve.config.rollout import RolloutOptions
 from ortserve.config.session import Scalar, option_text, provider_parts
 from ortserve.config.versions import AllVersions, LatestVersions, VersionPolicy
 from ortserve.errors import ServeError, invalid_input
-from ortserve.paths import is_folder
+from ortserve.paths import MISSING, is_folder
 from ortserve.registry.repository.configuration import Configuration, read_configuration
 from ortserve.registry.repository.model_files import ModelFiles, read_repositories
 from ortserve.telemetry.logs import log_fault
@@ -248,8 +248,15 @@ def _files(folder: Path, version: str, left_out: set[Path]) -> Iterator[Path]:
 
 
 def _files_below(folder: Path, left_out: set[Path]) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):  # os.walk skips folders that were removed meanwhile.
+    """The files at any depth. Links to folders are followed, each folder once, because they may lead to one above."""
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):  # skips folders that were removed meanwhile
         above = Path(parent)
+        status = _status(above)
+        if status is None or (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith(".") and above / name not in left_out)
         for name in sorted(names):
             if not name.startswith(".") and above / name not in left_out:
@@ -258,11 +265,18 @@ def _files_below(folder: Path, left_out: set[Path]) -> Iterator[Path]:
 
 def _fingerprints(paths: Iterator[Path] | list[Path]) -> Iterator[Fingerprint]:
     for path in paths:
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        yield str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
+        if (status := _status(path)) is not None:
+            yield str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """The status of what a path leads to; None if it leads to nothing. Raises OSError if the system cannot tell."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in MISSING:
+            return None
+        raise
 
 
 def _written_files(folder: Path, model: Path, options: ModelOptions) -> set[Path]:

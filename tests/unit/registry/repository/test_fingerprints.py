@@ -113,3 +113,21 @@ def test_compiled_model_counts_as_a_model_file_unless_written(folder: Path) -> N
     before = stamp(folder, options)
     (folder / "1" / "model_ctx.onnx").touch()
     assert stamp(folder, options) != before
+
+
+def test_links_count_as_what_they_lead_to(folder: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights" / "deep"
+    weights.mkdir(parents=True)
+    (weights / "w.bin").write_bytes(b"first")
+    (folder / "1" / "linked").symlink_to(tmp_path / "weights")
+    before = stamp(folder, ModelOptions())
+    assert len(before) == 2
+    (weights / "w.bin").write_bytes(b"another")
+    assert stamp(folder, ModelOptions()) != before
+
+
+def test_links_to_themselves_to_nothing_and_to_folders_above_do_no_harm(folder: Path) -> None:
+    before = stamp(folder, ModelOptions())
+    for name, target in (("itself", "itself"), ("broken", "nothing"), ("above", "."), ("folder", "../1")):
+        (folder / "1" / name).symlink_to(target)
+    assert stamp(folder, ModelOptions()) == before

@@ -20,13 +20,20 @@ def test_labels_are_the_lines_of_a_file_or_a_list(tmp_path: Path) -> None:
     assert read_labels(ModelOptions(), None) == {}
 
 
+def test_links_in_the_folder_of_a_model_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.txt").write_text("cat")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "labels.txt").symlink_to(tmp_path / "elsewhere.txt")
+    assert read_labels(labelled("labels.txt"), tmp_path / "m") == {"y": ("cat",)}
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("none.txt", "'none.txt' cannot be read: No such file or directory"),
         ("../other/labels.txt", "expected a file in the model's folder, got '../other/labels.txt'"),
         ("/etc/hostname", "expected a file in the model's folder, got '/etc/hostname'"),
-        ("link", "expected a file in the model's folder, got 'link'"),
+        ("1/../../other/labels.txt", "expected a file in the model's folder, got '1/../../other/labels.txt'"),
         ("binary", "expected text in UTF-8, got other bytes in 'binary'"),
         ("", "cannot be read: Is a directory"),
     ],
@@ -36,7 +43,6 @@ def test_labels_that_are_unreadable_or_elsewhere_are_rejected(tmp_path: Path, na
     folder.mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "labels.txt").write_text("secret")
-    (folder / "link").symlink_to(tmp_path / "other" / "labels.txt")
     (folder / "binary").write_bytes(b"\xff\xff")
     with pytest.raises(ServeError) as caught:
         read_labels(labelled(name), folder)
