@@ -95,7 +95,8 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
         SystemExit: An argument is wrong, or ``--help`` is one of them.
     """
     if missing := [name for name in _TOOLS_NEED if find_spec(name) is None]:
-        sys.stderr.write(f"ortserve {command} needs {', '.join(missing)}: pip install 'ortserve[tools]'\n")
+        extras = "cpu,tools" if "onnxruntime" in missing else "tools"
+        sys.stderr.write(f"ortserve {command} needs {', '.join(missing)}: pip install 'ortserve[{extras}]'\n")
         return 1
     if strange := [text for text in arguments if text != text.encode(errors="replace").decode()]:
         sys.stderr.write(f"ortserve {command}: expected arguments in the encoding of the locale, got {strange[0]!r}\n")

@@ -216,6 +216,19 @@ def test_unusable_environment_is_rejected_before_the_start(
     assert not served
 
 
+@pytest.mark.parametrize(
+    ("missing", "extras"), [(("onnxruntime", "rich"), "cpu,tools"), (("optuna", "sympy"), "tools")]
+)
+def test_tools_name_the_extras_that_bring_the_missing_packages(
+    missing: tuple[str, ...], extras: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ortserve.cli.main.find_spec", lambda name: None if name in missing else name)
+
+    assert main(["check", "models"]) == 1
+
+    assert capsys.readouterr().err == (f"ortserve check needs {', '.join(missing)}: pip install 'ortserve[{extras}]'\n")
+
+
 def test_tools_refuse_arguments_that_are_no_text_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "model-\udcff.onnx"]) == 2
 
