@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import onnxruntime
 import pytest
 import yaml
 
@@ -210,6 +211,22 @@ def test_documented_settings_are_valid(tmp_path: Path) -> None:
 
     assert load_golden_file(tmp_path / "golden.yaml").tolerances["probabilities"].bounds() == {"max": 0.02, "top1": 0}
     assert ModelOptions.model_validate(yaml.safe_load(gates)).max_slowdown == 1.5
+
+
+def test_documented_snippet_writes_samples_that_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(str(repository_path()), tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    Path("models/digits/1/golden").mkdir()
+    (snippet,) = blocks("python", (DOCS / "tools" / "golden.md").read_text())
+    images = np.random.default_rng(0).random((3, 1, 8, 8), np.float32)
+    session = onnxruntime.InferenceSession("models/digits/1/model.onnx", providers=["CPUExecutionProvider"])
+    (expected,) = session.run(["probabilities"], {"image": images})
+
+    exec(snippet, {"np": np, "images": images, "expected": expected})
+
+    assert "3 samples agree" in golden(capsys, "check", "models/digits")["agreement"]
 
 
 @pytest.fixture(scope="module")
