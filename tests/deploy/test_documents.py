@@ -125,6 +125,20 @@ def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
     assert set(volume) == {"name", "image"}
 
 
+def test_documented_store_is_served_through_a_cache_on_a_volume(tmp_path: Path) -> None:
+    overlay = yaml_block("newTag")
+    (store,) = map(yaml.safe_load, blocks("yaml", (DOCS / "repositories.md").read_text()))
+    installed = rendered(own_overlay(tmp_path, {**overlay, "components": [], **store}))
+    assert installed.server["args"] == ["serve", "s3://my-bucket/models"]
+    options = {name.removeprefix("ORTSERVE_").lower(): value for name, value in installed.environment.items()}
+    mounted = {mount["mountPath"] for mount in installed.server["volumeMounts"]}
+    assert options["store_cache_dir"] in mounted
+    assert options["model_control_mode"] == "poll"
+    assert {"tmp", "shm", "cache"} == {volume["name"] for volume in installed.pod["spec"]["volumes"]}
+    ports = {port["port"] for rule in installed.one("NetworkPolicy")["spec"]["egress"] for port in rule["ports"]}
+    assert ports == {53, 443}
+
+
 def test_documented_traces_reach_the_named_collector(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     traces = yaml_block("ORTSERVE_OTLP_ENDPOINT")
