@@ -192,6 +192,15 @@ def test_samples_of_options_are_valid(tmp_path: Path) -> None:
     assert len(ModelOptions.model_validate(yaml.safe_load(of_provider)).execution_providers or ()) == 3
 
 
+def test_samples_of_model_yaml_are_valid_on_all_pages() -> None:
+    of_other_files = {"apiVersion", "configMapGenerator", "load_balancing_policy", "http_port", "tolerances"}
+    samples = [yaml.safe_load(block) for page in DOCS.rglob("*.md") for block in blocks("yaml", page.read_text())]
+    of_models = [sample for sample in samples if not of_other_files & set(sample)]
+    assert len(of_models) >= 14
+    for sample in of_models:
+        ModelOptions.model_validate(sample)
+
+
 def test_table_of_errors_equals_the_server_table() -> None:
     rows = re.findall(r"^\| (\w+) \| (\d+) \| ([A-Z_]+) \|", (DOCS / "protocol.md").read_text(), re.MULTILINE)
     assert {kind: (int(http), grpc) for kind, http, grpc in rows} == {
