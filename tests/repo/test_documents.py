@@ -40,7 +40,7 @@ PROGRAMS: Final = {
 ``apt-get``, which needs root.
 """
 
-FLAGS_OF_OTHERS: Final = {"--config", "--foreground", "--init", "--live", "--pid", "--strict", "--ulimit"}
+FLAGS_OF_OTHERS: Final = {"--config", "--foreground", "--gpus", "--init", "--live", "--pid", "--strict", "--ulimit"}
 """Flags of ``ortserve health``, Docker, ``timeout`` and mypy; ``--config`` is not an option of the server."""
 VARIABLES_OF_BUILDS: Final = {"ORTSERVE_COMPILE"}
 TESTS: Final = {
