@@ -1,5 +1,7 @@
 """The objects of a model that are fetched, and the names that are rejected."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from ortserve.registry.stores.model_plan import (
     wanted_versions,
 )
 from ortserve.registry.stores.objects import StoredObject, StoreError, group_by_entry, path_problem
+from pages import DOCS
 
 DIGEST = "a" * 64
 
@@ -80,6 +83,18 @@ def test_digests_are_read_as_sha256sum_writes_them(tmp_path: Path) -> None:
     file.write_text("no digest\n")
     with pytest.raises(StoreError, match="in line 1"):
         read_digests(file)
+
+
+def test_documented_command_writes_the_digests_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.onnx").write_bytes(b"test")
+    (found,) = re.findall(r"`(find .*?)`", (DOCS / "repositories.md").read_text())
+
+    for _ in range(2):  # also beside the list of an earlier version
+        subprocess.run(found, cwd=tmp_path, shell=True, check=True, timeout=60)
+
+        digest = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+        assert read_digests(tmp_path / "SHA256SUMS") == {"1/model.onnx": digest}
 
 
 def test_missing_files_of_wanted_versions_are_found() -> None:
