@@ -511,9 +511,9 @@ def _broken_bounds(case: Case, message: Message, seen: Seen) -> list[str]:
         broken.append(f"liveness waited {seen.longest_wait_s * 1e3:.0f} ms")
     if is_refused and seen.cpu_s > case.cpu_s:
         broken.append(f"the refusal took {seen.cpu_s * 1e3:.0f} ms of processor time")
-    most_bytes = 64 * MIB + case.copies * message.size
-    if seen.grown_bytes > most_bytes:
-        broken.append(f"the server grew by {seen.grown_bytes / MIB:.0f} MiB, {most_bytes / MIB:.0f} allowed")
+    max_bytes = 64 * MIB + case.copies * message.size
+    if seen.grown_bytes > max_bytes:
+        broken.append(f"the server grew by {seen.grown_bytes / MIB:.0f} MiB, {max_bytes / MIB:.0f} allowed")
     return broken
 
 

@@ -12,7 +12,7 @@ from ortserve.tools.tune.ending import Ending, end_search
 from ortserve.tools.tune.journal import open_journal
 from ortserve.tools.tune.loads import Offer, Reading
 from ortserve.tools.tune.ratios import Noise
-from ortserve.tools.tune.search import Bench, Search, measure_floor
+from ortserve.tools.tune.search import Experiment, Search, measure_floor
 from ortserve.tools.tune.sides import Goal, Side
 from ortserve.tools.tune.space import Changes, Parameter, Point
 
@@ -101,9 +101,9 @@ class VirtualContender:
 
 def end(lab: VirtualLab, winner: Point, goal: Goal = GOAL) -> Ending:
     """End a search with this winner."""
-    bench = Bench(lab, goal, SPACE, Budget(600, lambda: lab.now_s), Noise(), lambda line: None)
-    bench.noise.learn([-lab.spread, lab.spread] * 10)
-    return end_search(bench, winner, RATE)
+    experiment = Experiment(lab, goal, SPACE, Budget(600, lambda: lab.now_s), Noise(), lambda line: None)
+    experiment.noise.learn([-lab.spread, lab.spread] * 10)
+    return end_search(experiment, winner, RATE)
 
 
 def search(
@@ -111,15 +111,15 @@ def search(
 ) -> tuple[Ending | None, int]:
     """Run a whole search. Returns its ending and the number of trials."""
     budget = Budget(minutes * 60, lambda: lab.now_s)
-    bench = Bench(lab, GOAL, SPACE, budget, Noise(), lambda line: None)
+    experiment = Experiment(lab, GOAL, SPACE, budget, Noise(), lambda line: None)
     with open_journal(journal, {"model": "m"}, SPACE, resume=None) as opened:
         contender = lab.open({})
         try:
             current = Side(contender, RATE / 3)
-            measure_floor(bench, current)
+            measure_floor(experiment, current)
             contender.left = kill_current_after
-            winner = Search(bench, opened, current).run()
+            winner = Search(experiment, opened, current).run()
         finally:
             contender.close()
-        ending = end_search(bench, winner, current.guess) if winner else None
+        ending = end_search(experiment, winner, current.guess) if winner else None
         return ending, len(opened.trials)

@@ -22,12 +22,12 @@ MAX_ARRAYS: Final = 1024
 """Maximum number of arrays in one file."""
 
 
-def read_arrays(file: Path, most_bytes: int) -> Mapping[str, np.ndarray]:
+def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
     """Read a file written by ``numpy.savez``. Pickled objects are rejected. Blocks on the disk.
 
     Args:
         file: Path of the file. Errors name it without its folder.
-        most_bytes: Maximum size of all arrays together, after decompression. A larger file is rejected unread.
+        max_bytes: Maximum size of all arrays together, after decompression. A larger file is rejected unread.
 
     Raises:
         ServeError: invalid_input, with the expectation and the problem.
@@ -37,9 +37,9 @@ def read_arrays(file: Path, most_bytes: int) -> Mapping[str, np.ndarray]:
         with ZipFile(file) as archive:
             members = archive.infolist()
             nbytes = sum(member.file_size for member in members)
-            if len(members) > MAX_ARRAYS or nbytes > most_bytes:
+            if len(members) > MAX_ARRAYS or nbytes > max_bytes:
                 raise invalid_input(
-                    f"{file.name}: expected at most {MAX_ARRAYS} arrays and {most_bytes} bytes, "
+                    f"{file.name}: expected at most {MAX_ARRAYS} arrays and {max_bytes} bytes, "
                     f"got {len(members)} arrays and {nbytes} bytes"
                 )
             for member in members:

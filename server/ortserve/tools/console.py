@@ -108,7 +108,7 @@ def _print_table(block: Table, console: Console) -> None:
     for index, name in enumerate(block.columns):
         is_number = any(_is_number(row[index]) for row in block.rows)
         table.add_column(_text(name), justify="right" if is_number else "left", overflow="fold")
-    shown = block.rows if block.most_rows is None else block.rows[: block.most_rows]
+    shown = block.rows if block.max_rows is None else block.rows[: block.max_rows]
     for row in shown:
         table.add_row(*(_text(cell_text(cell)) for cell in row))
     console.print(table)

@@ -173,7 +173,7 @@ class _Opener:
         plan = make_plan(name, options)
         signature = resolve_signature(name, options, plan, seen)
         # A member that is not batched takes one row at a time.
-        most = [options.max_rows, *(one.most_rows if one.signature.is_batched else 1 for one in seen)]
+        most = [options.max_rows, *(one.max_rows if one.signature.is_batched else 1 for one in seen)]
         least = min((rows for rows in most if rows is not None), default=None)
         subject = replace(subject, options=options.model_copy(update={"max_rows": least}))
         return OpenEnsemble(subject, signature, plan, members, _order(plan))

@@ -170,10 +170,10 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
     raise invalid_input(f"the model rejects synthetic inputs; pass real samples with --inputs: {problem}")
 
 
-def take_inputs(inputs: Inputs, rows: int, most: int = 16, most_nbytes: int = 64 * 2**20) -> tuple[Arrays, ...]:
-    """Up to ``most`` different inputs of ``rows`` rows, fewer if they exceed ``most_nbytes``."""
+def take_inputs(inputs: Inputs, rows: int, most: int = 16, max_nbytes: int = 64 * 2**20) -> tuple[Arrays, ...]:
+    """Up to ``most`` different inputs of ``rows`` rows, fewer if they exceed ``max_nbytes``."""
     first = inputs.take(rows, 0)
-    count = max(1, min(most, most_nbytes // max(1, sum(array.nbytes for array in first))))
+    count = max(1, min(most, max_nbytes // max(1, sum(array.nbytes for array in first))))
     return first, *(inputs.take(rows, number) for number in range(1, count))
 
 

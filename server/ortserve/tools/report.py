@@ -78,19 +78,19 @@ class Table:
         columns: Names of the columns, with units.
         rows: Cells.
         note: Text below the table; may be empty.
-        most_rows: The number of rows that the terminal shows; the page shows all. None for no limit.
+        max_rows: The number of rows that the terminal shows; the page shows all. None for no limit.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     note: str = ""
-    most_rows: int | None = None
+    max_rows: int | None = None
 
     @staticmethod
-    def of(title: str, rows: Sequence[Mapping[str, Cell]], note: str = "", most_rows: int | None = None) -> "Table":
+    def of(title: str, rows: Sequence[Mapping[str, Cell]], note: str = "", max_rows: int | None = None) -> "Table":
         """A table from rows that map columns to cells. All rows have the same columns; without rows there are none."""
-        return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, most_rows)
+        return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, max_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,10 @@ def facts_of(title: str, record: Any, *, without: Sequence[str] = ()) -> Facts:
 
 
 def table_of(
-    title: str, records: Sequence[Any], *, without: Sequence[str] = (), most_rows: int | None = None, note: str = ""
+    title: str, records: Sequence[Any], *, without: Sequence[str] = (), max_rows: int | None = None, note: str = ""
 ) -> Table:
     """A table with a row per dataclass and a column per field, except those in ``without``."""
-    return Table.of(title, [facts_of("", record, without=without).entries for record in records], note, most_rows)
+    return Table.of(title, [facts_of("", record, without=without).entries for record in records], note, max_rows)
 
 
 def _label(name: str) -> str:

@@ -33,7 +33,7 @@ def report() -> Report:
         [
             Text("A paragraph with [brackets] & <tags>."),
             Facts("Facts", {"nodes": 12345, "share": 0.1234, "unknown": None, "is dynamic": True}),
-            Table("Nodes", ["name", "ms"], [["[a]", 1.5], ["b", None], ["c", 3.0]], note="a note", most_rows=2),
+            Table("Nodes", ["name", "ms"], [["[a]", 1.5], ["b", None], ["c", 3.0]], note="a note", max_rows=2),
             Findings([FINDING]),
             Picture("Chart", chart(lambda axes: axes.plot([1, 2], [3, 4]), name="first")),
             Picture("Chart 2", chart(lambda axes: axes.plot([1, 2], [3, 4]), name="second")),

@@ -17,11 +17,11 @@ UNBATCHED: Final = "the configuration of the ensemble says so"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member, as far as its steps are checked. ``most_rows`` is its configured limit, or None."""
+    """A member, as far as its steps are checked. ``max_rows`` is its configured limit, or None."""
 
     name: str
     signature: ModelSignature
-    most_rows: int | None
+    max_rows: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def resolve_signature(name: str, options: ModelOptions, plan: Plan, members: Seq
         is_batched = all(member.signature.rows_lead for member in members)
     if is_batched and options.max_rows is not None:
         for member in members:
-            most = member.most_rows
+            most = member.max_rows
             if member.signature.is_batched and most is not None and most < options.max_rows:
                 raise invalid_input(
                     f"ensemble {name} allows maximum batch size {options.max_rows}, but it contains model "

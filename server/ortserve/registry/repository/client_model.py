@@ -174,9 +174,9 @@ def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
             if key not in _PROVIDER_OPTIONS and usual.get(name, {}).get(key) != value:
                 raise _not_for_clients(f"option '{key}' of the execution provider {name}")
     threads = options.instances * ((options.intra_op_threads or 1) + options.session.inter_op_threads - 1)
-    most_threads = max(_MAX_THREADS, defaults.intra_op_threads or 1)
-    if threads > most_threads:
-        raise invalid_input(f"{SOURCE}: expected at most {most_threads} threads in all instances, got {threads}")
+    max_threads = max(_MAX_THREADS, defaults.intra_op_threads or 1)
+    if threads > max_threads:
+        raise invalid_input(f"{SOURCE}: expected at most {max_threads} threads in all instances, got {threads}")
     for output in options.outputs.values():
         if isinstance(output.labels, str):
             _check_inside(output.labels, "label_filename")

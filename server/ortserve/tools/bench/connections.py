@@ -67,7 +67,7 @@ class Connections(Target):
         self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, count: int) -> None:
-        for _ in range(min(count, self.plan.most_connections) - len(self._all)):
+        for _ in range(min(count, self.plan.max_connections) - len(self._all)):
             self._idle.append(await self._connect())
 
     def send(self, ticket: Ticket) -> None:
@@ -76,7 +76,7 @@ class Connections(Target):
             return
         self._waiting.append(ticket)
         opening = len(self._opening)
-        if len(self._all) + opening < self.plan.most_connections and opening < len(self._waiting):
+        if len(self._all) + opening < self.plan.max_connections and opening < len(self._waiting):
             task = asyncio.ensure_future(self._add())
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)

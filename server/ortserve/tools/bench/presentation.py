@@ -154,7 +154,7 @@ def _details(points: Sequence[Point], names: _Names) -> Iterator[Table]:
         for point in points
         if point.batches
     ]
-    yield Table("Batches", ["load", "rows: batches"], batches, most_rows=30)
+    yield Table("Batches", ["load", "rows: batches"], batches, max_rows=30)
     own: list[dict[str, Cell]] = [
         {
             "load": names.text(point),

@@ -20,7 +20,7 @@ class ServerPlan:
         address: The address of the server.
         requests: Whole HTTP requests, or gRPC messages with their 5-byte prefix.
         is_stream: Whether gRPC requests use ``ModelStreamInfer``.
-        most_connections: Limit of open connections.
+        max_connections: Limit of open connections.
         sequence_length: The number of requests of a sequence; 0 if requests do not belong to sequences. For sequences,
             ``requests`` has three per caller: the first, a middle and the last request.
     """
@@ -28,7 +28,7 @@ class ServerPlan:
     address: Address
     requests: tuple[bytes, ...]
     is_stream: bool
-    most_connections: int
+    max_connections: int
     sequence_length: int = 0
 
     def request_of(self, number: int, callers: int | None) -> int:

@@ -37,7 +37,7 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
         yield _table("GPUs", runtime.gpus) if runtime.gpus else none
     yield from models_table(result.models)
     if result.server is not None:
-        yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), most_rows=50)
+        yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), max_rows=50)
         hint = {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"}
         yield Facts("Metrics since the start", hint if result.server.metrics is None else result.server.metrics)
     if result.request is not None:
@@ -72,7 +72,7 @@ def _entries(record: Any) -> dict[str, Cell]:
 def _table(title: str, records: tuple[Any, ...], *chosen: str) -> Table:
     names = chosen or [field.name for field in fields(records[0])]
     rows = [[_cell(name, getattr(record, name)) for name in names] for record in records]
-    return Table(title, [_words(name) for name in names], rows, most_rows=50)
+    return Table(title, [_words(name) for name in names], rows, max_rows=50)
 
 
 def _words(name: str) -> str:

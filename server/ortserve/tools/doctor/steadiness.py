@@ -81,9 +81,9 @@ def summarize(
     )
 
 
-def _copy_speed(threads: int, most_threads: int, free_bytes: int) -> float | None:
-    """GB/s that ``threads`` concurrent copies read and write; None without memory for ``most_threads``."""
-    nbytes = min(_MAX_COPY_BYTES, free_bytes // 16 // (2 * most_threads))
+def _copy_speed(threads: int, max_threads: int, free_bytes: int) -> float | None:
+    """GB/s that ``threads`` concurrent copies read and write; None without memory for ``max_threads``."""
+    nbytes = min(_MAX_COPY_BYTES, free_bytes // 16 // (2 * max_threads))
     if nbytes < _MIN_COPY_BYTES:
         return None
     arrays = [(np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)) for _ in range(threads)]

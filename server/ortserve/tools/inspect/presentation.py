@@ -24,8 +24,8 @@ def present(result: InspectResult) -> Report:
 def _blocks(result: InspectResult) -> Iterator[Block]:
     yield Findings(result.findings)
     yield facts_of("Content", result.content, without=("operators", "weights"))
-    yield table_of("Inputs", result.inputs, most_rows=_MAX_ROWS)
-    yield table_of("Outputs", result.outputs, most_rows=_MAX_ROWS)
+    yield table_of("Inputs", result.inputs, max_rows=_MAX_ROWS)
+    yield table_of("Outputs", result.outputs, max_rows=_MAX_ROWS)
     yield _counts("Operators", result.content.operators)
     yield table_of("Weights", result.content.weights)
     title = f"Execution providers of ONNX Runtime {result.runtime}"
@@ -43,4 +43,4 @@ def _blocks(result: InspectResult) -> Iterator[Block]:
 
 
 def _counts(title: str, operators: dict[str, int]) -> Table:
-    return Table(title, ["operator", "nodes"], list(operators.items()), most_rows=_MAX_ROWS)
+    return Table(title, ["operator", "nodes"], list(operators.items()), max_rows=_MAX_ROWS)

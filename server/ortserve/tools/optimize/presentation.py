@@ -50,7 +50,7 @@ def _blocks(result: OptimizeResult) -> Iterator[Block]:
             yield Table(title, ["operator", "nodes"], list(counts.items()))
     if result.almost_fused:
         title = "Not fused in the graph that runs"
-        yield table_of(title, result.almost_fused, most_rows=_MAX_ROWS)
+        yield table_of(title, result.almost_fused, max_rows=_MAX_ROWS)
     yield Findings(result.findings)
 
 

@@ -62,7 +62,7 @@ def measure(
     for number, variant in enumerate(variants):
         step(0, f"opening {variant.label}")
         arms.append(_Arm(variant, folder / f"{number}.json", rows, inputs))
-    most = min(arm.most_runs(runs) for arm in arms)
+    most = min(arm.max_runs(runs) for arm in arms)
     order = random.Random(0)  # noqa: S311 - a fixed order could favour an arm
     until = time.monotonic() + seconds
     for number in range(WARM_UP + most):
@@ -111,7 +111,7 @@ class _Arm:
         settings = {**self._variant.settings, "optimized_model_file": graph_file and str(graph_file.absolute())}
         return replace(self._variant, settings=settings).open(profile_prefix)
 
-    def most_runs(self, asked: int) -> int:
+    def max_runs(self, asked: int) -> int:
         """The number of runs that the profiler can record, at most ``asked``."""
         events = profiler_events(count_operators(self._plain.session))
         if events is None:

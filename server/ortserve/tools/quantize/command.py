@@ -136,7 +136,7 @@ def _quantize(
             bounds,
             attempt,
             lambda: time.monotonic() > deadline,
-            most_trials=given.trials,
+            max_trials=given.trials,
             always_rank=given.rank,
         )
         best = found.best if tried[-1] is found.best else attempt(found.best.nodes)

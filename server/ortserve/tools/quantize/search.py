@@ -67,7 +67,7 @@ def find_nodes(
     attempt: Callable[[tuple[str, ...]], Tried],
     is_late: Callable[[], bool],
     *,
-    most_trials: int,
+    max_trials: int,
     always_rank: bool = False,
 ) -> Found:
     """Search for the nodes to quantize.
@@ -77,14 +77,14 @@ def find_nodes(
         bounds: At least one.
         attempt: Makes a model with these nodes quantized, and compares it.
         is_late: Whether the time is used up. The search then ends with the best model so far.
-        most_trials: Maximum number of models until the end of the ranking.
+        max_trials: Maximum number of models until the end of the ranking.
         always_rank: Rank the nodes also if all can be quantized.
     """
     search = _Search(nodes, bounds, attempt, is_late)
     best = search.attempt(tuple(nodes))
     if not best.excess(bounds) and not always_rank:
         return Found(best, "", (), search.trials, is_complete=True)
-    parts = search.rank(most_trials)
+    parts = search.rank(max_trials)
     is_complete = all(len(part.nodes) == 1 and part.error is not None for part in parts)
     if best.excess(bounds) and len(parts) > 1:
         best = search.exclude(parts, best)
@@ -110,13 +110,13 @@ class _Search:
         self.trials += 1
         return self.make(nodes)
 
-    def rank(self, most_trials: int) -> list[NodeCost]:
+    def rank(self, max_trials: int) -> list[NodeCost]:
         """Rank parts of the graph, the most expensive first. Expensive parts are divided while trials are left."""
         names = tuple(self.nodes)
-        count = min(len(names), max(2, most_trials // 2))
+        count = min(len(names), max(2, max_trials // 2))
         edges = [round(index * len(names) / count) for index in range(count + 1)]
         parts = [self._alone(names[begin:end]) for begin, end in pairwise(edges)]
-        while self.trials + 2 <= most_trials and not self.is_late():
+        while self.trials + 2 <= max_trials and not self.is_late():
             divisible = [part for part in parts if len(part.nodes) > 1 and part.error is not None]
             if not divisible:
                 break

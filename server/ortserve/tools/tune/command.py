@@ -35,7 +35,7 @@ from ortserve.tools.tune.lab import ProcessLab, Requests, prepare_requests
 from ortserve.tools.tune.presentation import mark_front, present
 from ortserve.tools.tune.ratios import Noise, is_too_noisy
 from ortserve.tools.tune.result import TuneResult, Variant
-from ortserve.tools.tune.search import Bench, Search, measure_floor
+from ortserve.tools.tune.search import Experiment, Search, measure_floor
 from ortserve.tools.tune.sides import Goal, Side
 from ortserve.tools.tune.space import Changes, Facts, Parameter, apply_changes, changes_of, make_space
 from ortserve.tools.tune.writing import edit_text, write_options
@@ -79,11 +79,11 @@ def tune(given: argparse.Namespace) -> Outcome:
         budget = Budget(given.max_minutes * 60 - (time.monotonic() - began_s), time.monotonic)
         budget.later = len(variants)
         show = lambda line: step(0, f"{budget.spent_s / 60:.1f} min, {line}")  # noqa: E731
-        bench = Bench(lab, goal, space, budget, Noise(), show, given.max_trials)
+        experiment = Experiment(lab, goal, space, budget, Noise(), show, given.max_trials)
         with _journal(given, subject, requests, space) as journal:
-            noise, ending = _search(given.rate, bench, journal)
+            noise, ending = _search(given.rate, experiment, journal)
             changes = changes_of(space, ending.point) if ending else {}
-            others = tuple(_measure_variants(bench, variants, changes))
+            others = tuple(_measure_variants(experiment, variants, changes))
             trials = sorted(journal.trials.values(), key=lambda one: one.number)
             comments = _comments(given.objective, ending) if ending else {}
             written, why = _write(given, subject, changes, comments)
@@ -94,12 +94,12 @@ def tune(given: argparse.Namespace) -> Outcome:
         objective=given.objective,
         slo_ms=None if given.slo is None else given.slo * 1e3,
         percentile=given.percentile,
-        rate_per_s=bench.goal.rate_per_s,
+        rate_per_s=experiment.goal.rate_per_s,
         machine=f"{cpu_budget()} processors, load {os.getloadavg()[0]:.1f} at the end",
         inputs=requests.origin,
         seconds=time.monotonic() - began_s,
         noise=noise,
-        is_too_noisy=noise is not None and is_too_noisy(bench.noise),
+        is_too_noisy=noise is not None and is_too_noisy(experiment.noise),
         conclusion=_conclusion(given.objective, ending, len(trials)),
         has_gain=bool(changes),
         confirmation=ending.confirmation if ending else None,
@@ -113,24 +113,26 @@ def tune(given: argparse.Namespace) -> Outcome:
     return Outcome(result, present(result, has_pictures=given.page is not None))
 
 
-def _search(rate: float | None, bench: Bench, journal: Journal) -> tuple[Estimate | None, Ending | None]:
+def _search(rate: float | None, experiment: Experiment, journal: Journal) -> tuple[Estimate | None, Ending | None]:
     """Search, and end the search.
 
     Returns:
         The current configuration compared with itself, None if it answers nothing in time; and the end of the search,
         None if no trial was better.
     """
-    bench.show("opening the current configuration")
-    with closing(bench.lab.open({})) as contender:
+    experiment.show("opening the current configuration")
+    with closing(experiment.lab.open({})) as contender:
         current = Side(contender, contender.probed_per_s)
-        if bench.goal.objective != "throughput":
-            if rate is None and bench.goal.slo_s is not None:
-                Side.measure(probed := replace(current), replace(bench.goal, objective="throughput"), 0, may_fall=True)
+        if experiment.goal.objective != "throughput":
+            if rate is None and experiment.goal.slo_s is not None:
+                Side.measure(
+                    probed := replace(current), replace(experiment.goal, objective="throughput"), 0, may_fall=True
+                )
                 rate = probed.guess * _MODERATE
-            bench.goal = replace(bench.goal, rate_per_s=rate or current.guess * _MODERATE)
-        noise = measure_floor(bench, current)
-        winner = Search(bench, journal, current).run()
-    return noise, end_search(bench, winner, current.guess) if winner else None
+            experiment.goal = replace(experiment.goal, rate_per_s=rate or current.guess * _MODERATE)
+        noise = measure_floor(experiment, current)
+        winner = Search(experiment, journal, current).run()
+    return noise, end_search(experiment, winner, current.guess) if winner else None
 
 
 def _facts(requests: Requests, slo_s: float | None) -> Facts:
@@ -193,16 +195,16 @@ def _find_variants(subject: Subject) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Changes) -> Iterator[Variant]:
+def _measure_variants(experiment: Experiment, variants: Mapping[int, Path], changes: Changes) -> Iterator[Variant]:
     """Compare other versions with the tuned one, all with the best configuration, in alternate rounds."""
     if not variants:
         return
-    budget = bench.budget
+    budget = experiment.budget
     budget.later = 0
-    with closing(bench.open(changes)) as own:
+    with closing(experiment.open(changes)) as own:
         reference = Side(own, own.probed_per_s)
         for index, (number, file) in enumerate(variants.items()):
-            bench.show(f"version {number}")
+            experiment.show(f"version {number}")
             provenance = read_provenance(file)
             ratio, error, why = None, None, "no time was left; allow more with --max-minutes"
             first = len(reference.readings)
@@ -211,12 +213,12 @@ def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Chang
             pairs = max(_MIN_PAIRS, min(KEEPING_PAIRS, int(share_s / budget.cost_s(0, 1))))
             if left_s >= least_s:
                 try:
-                    with closing(bench.open(changes, number)) as other:
+                    with closing(experiment.open(changes, number)) as other:
                         side = reference.beside(other)
-                        logs = bench.compare(reference, side, pairs)
-                        why = bench.goal.misses(side.readings, reference.readings[first:])
-                        ratio = None if why else bench.noise.estimate(logs)
-                        error = side.figures(bench.goal).error
+                        logs = experiment.compare(reference, side, pairs)
+                        why = experiment.goal.misses(side.readings, reference.readings[first:])
+                        ratio = None if why else experiment.noise.estimate(logs)
+                        error = side.figures(experiment.goal).error
                 except ServeError as failure:
                     why = failure.message
             yield Variant(number, provenance.commands if provenance else (), ratio, error, why)

@@ -48,7 +48,7 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         }
         for one in result.trials
     ]
-    tables.append(Table.of("Trials, against the current configuration in turn", trials, most_rows=15))
+    tables.append(Table.of("Trials, against the current configuration in turn", trials, max_rows=15))
     blocks: list[Block] = [Text(result.conclusion), facts_of("Search", result, without=_OTHERS)]
     if result.yaml:
         blocks.append(Text(f"{result.written or result.why_not_written}:\n\n{result.yaml.rstrip()}"))

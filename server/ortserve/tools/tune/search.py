@@ -28,7 +28,7 @@ _PATIENCE: Final = 20
 
 
 @dataclass(slots=True)
-class Bench:
+class Experiment:
     """The parts that a search and its end work with.
 
     Attributes:
@@ -38,7 +38,7 @@ class Bench:
         budget: The time budget.
         noise: The noise of all pairs so far.
         show: Receives a line about the current work.
-        most_trials: Maximum number of trials, without the one of the current configuration.
+        max_trials: Maximum number of trials, without the one of the current configuration.
     """
 
     lab: Lab
@@ -47,7 +47,7 @@ class Bench:
     budget: Budget
     noise: Noise
     show: Callable[[str], object]
-    most_trials: int = 10_000
+    max_trials: int = 10_000
 
     def open(self, changes: Changes, version: int | None = None) -> Contender:
         """Open a configuration, and learn how long that takes. Raises ServeError."""
@@ -79,7 +79,7 @@ class Bench:
         return logs
 
 
-def measure_floor(bench: Bench, current: Side) -> Estimate | None:
+def measure_floor(experiment: Experiment, current: Side) -> Estimate | None:
     """Compare the current configuration with itself, in two processes. Real differences exceed this noise.
 
     Returns:
@@ -88,21 +88,21 @@ def measure_floor(bench: Bench, current: Side) -> Estimate | None:
     Raises:
         ServeError: The current configuration does not run.
     """
-    bench.show("measuring the noise of this machine")
-    current.measure(bench.goal, 0, may_fall=True)
+    experiment.show("measuring the noise of this machine")
+    current.measure(experiment.goal, 0, may_fall=True)
     if current.readings.pop().late_share == 1:
         return None
-    with closing(bench.open({})) as twin:
-        is_enough = lambda logs, _: len(logs) > 1 and bench.budget.is_mostly_spent(_FLOOR_SHARE)  # noqa: E731
-        return estimate_ratio(bench.compare(current, current.beside(twin), _FLOOR_PAIRS, is_enough))
+    with closing(experiment.open({})) as twin:
+        is_enough = lambda logs, _: len(logs) > 1 and experiment.budget.is_mostly_spent(_FLOOR_SHARE)  # noqa: E731
+        return estimate_ratio(experiment.compare(current, current.beside(twin), _FLOOR_PAIRS, is_enough))
 
 
 class Search:
     """Trials against the current configuration until the time is over, or nothing better is found."""
 
-    def __init__(self, bench: Bench, journal: Journal, current: Side) -> None:
+    def __init__(self, experiment: Experiment, journal: Journal, current: Side) -> None:
         """``current`` is not closed."""
-        self._bench = bench
+        self._experiment = experiment
         self._journal = journal
         self._current = current
         self._best: Point = {}
@@ -135,13 +135,13 @@ class Search:
         if key_of({}) not in self._journal.trials:
             self._journal.enqueue({})
             self._journal.ask()
-            figures = self._current.figures(self._bench.goal) if self._current.readings else None
+            figures = self._current.figures(self._experiment.goal) if self._current.readings else None
             trial = Trial(0, {}, "measured", "", Estimate(1.0, 1.0, 1.0), 0, figures)
             self._journal.tell({}, trial, 0.0)
 
     def _coordinates(self) -> Iterator[Point]:
         """Points with one more change than the best point so far. The defaults come first, if they differ."""
-        space = self._bench.space
+        space = self._experiment.space
         if defaults := default_point(space):
             yield defaults
         for parameter in space:
@@ -152,8 +152,8 @@ class Search:
                     yield {**self._best, **joint}
 
     def _has_time(self) -> bool:
-        budget = self._bench.budget
-        if len(self._journal.trials) > self._bench.most_trials:
+        budget = self._experiment.budget
+        if len(self._journal.trials) > self._experiment.max_trials:
             return False
         return budget.left_s > budget.end_s(len(self._winner() or ())) + budget.cost_s(1, 2)
 
@@ -171,27 +171,27 @@ class Search:
 
     def _measure(self, point: Point) -> Trial:
         """Measure the point that ``ask`` returned, and record the trial."""
-        bench, current = self._bench, self._current
-        changes = changes_of(bench.space, point)
+        experiment, current = self._experiment, self._current
+        changes = changes_of(experiment.space, point)
         number = len(self._journal.trials)
-        bench.show(f"trial {number}: {describe(changes)}")
+        experiment.show(f"trial {number}: {describe(changes)}")
         before = len(current.readings)
         logs: list[float] = []
         figures = None
         try:
-            with closing(bench.open(changes)) as contender:
+            with closing(experiment.open(changes)) as contender:
                 side = current.beside(contender)
-                logs = bench.compare(current, side, _PAIRS, is_hopeless)
-                figures = side.figures(bench.goal)
-                why = bench.goal.misses(side.readings, current.readings[before:])
+                logs = experiment.compare(current, side, _PAIRS, is_hopeless)
+                figures = side.figures(experiment.goal)
+                why = experiment.goal.misses(side.readings, current.readings[before:])
         except ServeError as error:
             if current.has_failed:  # no trial can be compared any more
                 raise
             why = error.message
-        ratio = None if why else bench.noise.estimate(logs)
+        ratio = None if why else experiment.noise.estimate(logs)
         state: State = "failed" if why else "pruned" if len(logs) < _PAIRS else "measured"
         mean = None if why else sum(logs) / len(logs)
-        if state == "pruned" and bench.budget.is_over:
+        if state == "pruned" and experiment.budget.is_over:
             why = "the time was over"
         trial = Trial(number, changes, state, why, ratio, len(logs), figures)
         self._journal.tell(point, trial, mean)
@@ -207,7 +207,7 @@ class Search:
         """The logarithm of the ratio, less one standard error."""
         if trial.ratio is None:
             return -math.inf
-        return math.log(trial.ratio.value) - self._bench.noise.spread / math.sqrt(max(1, trial.pairs))
+        return math.log(trial.ratio.value) - self._experiment.noise.spread / math.sqrt(max(1, trial.pairs))
 
     def _winner(self) -> Point | None:
         """The point of the best trial. Among trials that may be equally good, the one with the fewest changes wins."""

@@ -15,7 +15,7 @@ def test_a_generator_that_waits_for_the_start_ends_with_its_pipe() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         address = Address(f"http://127.0.0.1:{port}", "127.0.0.1", port, is_tls=False, is_grpc=False, headers={})
-        plan = ServerPlan(address, (b"request",), is_stream=False, most_connections=1)
+        plan = ServerPlan(address, (b"request",), is_stream=False, max_connections=1)
         with Generators(1) as generators:
             (pipe,), (process,) = generators._pipes, generators._processes
             pipe.send(Work("key", plan, 1, None, warmup_s=0, seconds=1, timeout_s=1))

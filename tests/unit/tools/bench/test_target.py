@@ -7,7 +7,7 @@ from ortserve.tools.bench.target import ServerPlan
 def plan(sequence_length: int = 0) -> ServerPlan:
     address = Address("http://127.0.0.1:1", "127.0.0.1", 1, is_tls=False, is_grpc=False, headers={})
     requests = tuple(bytes([number]) for number in range(6))
-    return ServerPlan(address, requests, is_stream=False, most_connections=1, sequence_length=sequence_length)
+    return ServerPlan(address, requests, is_stream=False, max_connections=1, sequence_length=sequence_length)
 
 
 def sent(length: int, callers: int, caller: int, failing: tuple[int, ...] = ()) -> list[int]:

@@ -30,7 +30,7 @@ class Models:
             [BOUND],
             self.attempt,
             lambda: len(self.made) >= late_after,
-            most_trials=trials,
+            max_trials=trials,
             always_rank=always_rank,
         )
 
@@ -76,7 +76,7 @@ def test_a_bound_that_no_model_keeps_gives_the_best_one() -> None:
 
 def test_a_single_node_is_not_excluded() -> None:
     models = Models({"a": 0.2})
-    found = find_nodes({"a": "MatMul"}, [BOUND], models.attempt, lambda: False, most_trials=10)
+    found = find_nodes({"a": "MatMul"}, [BOUND], models.attempt, lambda: False, max_trials=10)
     assert (found.best.nodes, len(found.parts)) == (("a",), 1)
 
 
