@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
+import httpx
 import jsonschema
 import pytest
 
@@ -144,6 +145,22 @@ def test_certificate_and_keys_are_used(tmp_path: Path) -> None:
     assert with_key["findings"] == []
     assert with_key["server"]["models"] == {"m/1": "READY"}
     assert 29 < with_key["server"]["certificate_expires_s"] / 86_400 <= 30
+
+
+def test_models_that_nobody_loaded_are_shown_and_no_finding(tmp_path: Path) -> None:
+    for name in ("loaded", "never", "unloaded"):
+        add_model(tmp_path / "models", name, builders.mlp)
+    flags = ("--model-control-mode", "explicit", "--load-model", "loaded", "--load-model", "unloaded", *SHORT_WARMUP)
+    with serving(tmp_path / "models", *flags) as server:
+        httpx.post(f"{server.url}/v2/repository/models/unloaded/unload").raise_for_status()
+        found = result_of(server.url)
+
+    assert found["server"]["models"] == {
+        "loaded/1": "READY",
+        "never": "not loaded",
+        "unloaded/1": "UNAVAILABLE: unloaded",
+    }
+    assert found["findings"] == []
 
 
 @pytest.mark.parametrize("is_asked", [True, False])

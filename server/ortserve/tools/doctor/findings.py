@@ -6,8 +6,10 @@ from typing import Final
 from ortserve.engine.distributions import runtime_problem
 from ortserve.engine.process_limits import SPARE_FILES
 from ortserve.engine.provider_options import CPU, CUDA, GPU_PROVIDERS, TENSORRT
+from ortserve.registry.catalog import ON_DEMAND, UNLOADED
 from ortserve.tools.doctor.catalog import finding
 from ortserve.tools.doctor.result import (
+    NOT_LOADED,
     GpuFacts,
     Memory,
     ModelCheck,
@@ -40,6 +42,8 @@ _COUNTS: Final = {
     "rows_depend": "answers depended on the other requests of their batch",
 }
 """Metrics that should be 0. The kinds of their findings have the same names."""
+_LEFT_OUT: Final = {NOT_LOADED, f"UNAVAILABLE: {UNLOADED}", f"UNAVAILABLE: {ON_DEMAND}"}
+"""States of versions that do not serve because a caller or an option wants it so."""
 
 
 def find_in_processors(found: Processors) -> Iterator[Finding]:
@@ -184,7 +188,7 @@ def find_in_server(found: ServerFacts) -> Iterator[Finding]:
     elif not found.ready:
         yield finding("not_ready", "the server is live, but not ready")
     for label, state in (found.models or {}).items():
-        if not state.startswith("READY"):
+        if not state.startswith("READY") and state not in _LEFT_OUT:
             yield finding("model_not_ready", f"{label} is {state}", label)
     if found.certificate_problem:
         yield finding("untrusted_certificate", f"the certificate is not trusted here: {found.certificate_problem}")

@@ -5,8 +5,12 @@ The JSON Schema has the descriptions of the fields. The tables of the report hav
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from ortserve.tools.report import Finding
+
+NOT_LOADED: Final = "not loaded"
+"""State of a model that the index lists without one: the server waits for a call to load it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,7 @@ class ServerFacts:
         certificate_expires_s: Seconds until the certificate expires.
         certificate_problem: Why this machine does not trust the certificate.
         control_is_open: Whether control calls need no key.
-        models: State by ``name/version``; None if the index cannot be read.
+        models: State by ``name/version``, or ``not loaded`` by name; None if the index cannot be read.
         metrics: Values of metrics, added up over models; None if they were not found.
     """
 

@@ -14,7 +14,7 @@ from ortserve.errors import ServeError
 from ortserve.tools.address import Address, parse_address
 from ortserve.tools.client import Client, another_kind
 from ortserve.tools.doctor.options import reach_of
-from ortserve.tools.doctor.result import ServerFacts
+from ortserve.tools.doctor.result import NOT_LOADED, ServerFacts
 
 _METRICS_PORT: Final = 8002
 METRICS: Final[Mapping[str, str]] = {
@@ -65,7 +65,7 @@ def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -
 
 def _state(entry: Mapping[str, Any]) -> tuple[str, str]:
     label = "/".join(str(entry[key]) for key in ("name", "version") if entry.get(key))
-    return label, ": ".join(str(entry[key]) for key in ("state", "reason") if entry.get(key))
+    return label, ": ".join(str(entry[key]) for key in ("state", "reason") if entry.get(key)) or NOT_LOADED
 
 
 def _read_metrics(server: Address, url: str | None, address: str) -> Mapping[str, float] | None:

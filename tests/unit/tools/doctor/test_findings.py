@@ -213,6 +213,13 @@ def test_problem_of_models_is_found(kind: str) -> None:
 @pytest.mark.parametrize("kind", SERVERS)
 def test_problem_of_a_server_is_found(kind: str) -> None:
     assert kinds(in_server(**SERVERS[kind])) == {kind}
+
+
+@pytest.mark.parametrize(
+    "state", ["not loaded", "UNAVAILABLE: unloaded", "UNAVAILABLE: not in memory: the next request loads it"]
+)
+def test_models_that_are_not_loaded_on_purpose_are_no_finding(state: str) -> None:
+    assert not in_server(models={"m/1": state})
     assert "plain_text" not in kinds(in_server(reach="loopback", tls=False))
 
 
