@@ -54,7 +54,10 @@ class PartReader(Protocol):
         ...
 
     def may_read(self) -> bool:
-        """Whether the transport may continue to read: the protocol has not paused it."""
+        """Whether the transport may continue to read: the protocol has not paused it.
+
+        The rest of a read waits, too, until the protocol calls ``resume_reads``.
+        """
         ...
 
 
@@ -75,6 +78,15 @@ def read_long(reader: PartReader, transport: Readable, data: bytes) -> None:
         pause_for_turn(transport, reader.may_read)
 
 
+def resume_reads(transport: Readable) -> None:
+    """Resume reading after the protocol has paused it, with the rest of the last read if it waits."""
+    protocol = transport.get_protocol()
+    if isinstance(protocol, _ShortReads):
+        protocol.resume()
+    else:
+        transport.resume_reading()
+
+
 def pause_for_turn(transport: Readable, may_read: Callable[[], bool]) -> None:
     """Pause reading until the next turn. It stays paused if ``may_read`` then returns False."""
     if not transport.is_closing():
@@ -88,10 +100,13 @@ def _read_on(transport: Readable, may_read: Callable[[], bool]) -> None:
 
 
 def _process(reader: PartReader, transport: Readable, data: bytes, begin: int) -> int:
-    """Process ``data`` from ``begin`` on, for about ``_TURN_NS``. Returns the position of the rest."""
+    """Process ``data`` from ``begin`` on, for about ``_TURN_NS`` or until the reader pauses.
+
+    Returns the position of the rest.
+    """
     part_bytes = _FIRST_PART_BYTES
     began_ns = monotonic_ns()
-    while begin < len(data) and not transport.is_closing():
+    while begin < len(data) and not transport.is_closing() and reader.may_read():
         reader.on_part(data[begin : begin + part_bytes])
         begin += part_bytes
         if monotonic_ns() - began_ns >= _TURN_NS:
@@ -114,7 +129,15 @@ class _ShortReads(Receiver):
         self._data = data
         self._end = end
         self._has_ended = False
+        self._is_turn_due = False
         self._wait_for_turn()
+
+    def resume(self) -> None:
+        """Continue in the next turn: the reader may read again."""
+        if self._is_waiting:
+            self._begin_turn_soon()
+        else:
+            self._transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
@@ -146,10 +169,16 @@ class _ShortReads(Receiver):
     def _wait_for_turn(self) -> None:
         self._is_waiting = True
         self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._on_turn)
+        if self._reader.may_read():
+            self._begin_turn_soon()
+
+    def _begin_turn_soon(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._on_turn)
 
     def _on_turn(self) -> None:
-        self._is_waiting = False
+        self._is_waiting = self._is_turn_due = False
         transport = self._transport
         if self._data:
             self._end = _process(self._reader, transport, self._data, self._end)

@@ -32,6 +32,10 @@ class FakeSocket(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.is_closed
 
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """Stands for a protocol that receives no parts of a read: nothing reads from this socket."""
+        return asyncio.Protocol()
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
 

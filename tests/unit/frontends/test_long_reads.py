@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from fakes.transport import FakeTransport
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long, resume_reads
 
 LONG: Final = 256 * 1024
 COSTLY_S: Final = 0.003
@@ -92,12 +92,32 @@ async def test_costly_read_is_followed_by_short_ones_until_they_are_cheap() -> N
     assert reader.transport.get_protocol() is reader
 
 
-async def test_paused_reader_gets_the_rest_but_reads_no_more() -> None:
+async def test_rest_waits_until_the_reader_may_read_again() -> None:
     reader = Reader(COSTLY_S)
-    reader.transport.receive(bytes(LONG))
+    data = content(LONG)
+    reader.transport.receive(data)
+    processed = len(reader.parts)
     reader.is_paused = True
-    await reader.have_processed(LONG)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(reader.parts) == processed
     assert not reader.transport.is_reading()
+    reader.is_paused = False
+    resume_reads(reader.transport)
+    await reader.have_processed(LONG)
+    assert b"".join(reader.parts) == data
+    assert reader.transport.is_reading()
+
+
+async def test_reader_that_pauses_in_a_cheap_read_gets_no_more_of_it() -> None:
+    reader = Reader(0)
+    reader.is_paused = True
+    reader.transport.receive(content(LONG))
+    assert not reader.parts
+    reader.is_paused = False
+    resume_reads(reader.transport)
+    await reader.have_processed(LONG)
+    assert b"".join(reader.parts) == content(LONG)
 
 
 async def test_bytes_that_arrive_before_the_rest_is_processed_follow_it() -> None:

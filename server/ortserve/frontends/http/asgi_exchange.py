@@ -168,7 +168,8 @@ class AsgiExchange(Exchange):
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._awaits_continue = False
         if not self._is_disconnected and not self.response_complete:
-            connection.resume_reading()
+            if connection.newest is self:
+                connection.resume_reading()
             await self._arrival.wait()
             self._arrival.clear()
         if self._is_disconnected or self.response_complete:

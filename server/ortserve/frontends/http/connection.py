@@ -16,6 +16,7 @@ from ortserve.frontends.http.limits import LINGER_BYTES, LINGER_S, HttpLimits, t
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.http.responses import STATUS_LINES, CorkedTransport, HttpResponse, failure
 from ortserve.frontends.large_body import LargeBody
+from ortserve.frontends.long_reads import resume_reads
 from ortserve.listening import draw_age_s
 
 _JOINED_BYTES: Final = 64 * 1024
@@ -252,14 +253,14 @@ class Connection:
         self.exchange = None
         if self.is_closing or self.transport.is_closing():
             return
-        if self.is_read_paused:
-            self.resume_reading()
         if self._waiting:
             self.exchange = self._waiting.popleft()
             # A direct call would recurse once for each request of a pipeline of rejected requests.
             self.loop.call_soon(self.exchange.start)
         elif self._rejection is not None:
             self.reject(self._rejection)
+        if not self._waiting:  # otherwise a caller that sends faster than it is answered would fill the memory
+            self.resume_reading()
 
     def reject_in_turn(self, error: ServeError, *, in_body: bool) -> None:
         """Answer the request that is being read with an error, after the responses before it, and read no more.
@@ -388,7 +389,7 @@ class Connection:
     def resume_reading(self) -> None:
         if self.is_read_paused:
             self.is_read_paused = False
-            self.transport.resume_reading()
+            resume_reads(self.transport)
 
     def pause_writing(self) -> None:
         self.is_write_paused = True

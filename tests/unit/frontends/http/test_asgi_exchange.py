@@ -10,9 +10,11 @@ import pytest
 from starlette.types import ASGIApp, Message, Scope
 
 from fakes.http import TURNS, HttpSide, turns
+from fakes.transport import FakeTransport
 from interpreted import interpreted_only
 from ortserve.frontends.http.console_routes import EventStream
 from ortserve.frontends.http.control_app import make_control_app
+from ortserve.frontends.http.protocol import HttpProtocol
 from ortserve.service.observation import Viewer
 
 pytestmark = interpreted_only
@@ -209,6 +211,22 @@ async def test_responses_do_not_accumulate_while_the_caller_reads_nothing(path: 
     protocol.resume_writing()
     await turns(TURNS * count)
     assert written.count(b"HTTP/1.1 ") == count
+    protocol.connection_lost(None)
+
+
+async def test_no_request_is_read_while_many_wait_for_their_answers() -> None:
+    """Otherwise a caller that sends faster than it is answered fills the memory with waiting requests."""
+    count = 5_000
+    side = HttpSide()
+    protocol = HttpProtocol(side.context, side.endpoint, side.asgi, side.state, {})
+    transport = FakeTransport(asyncio.get_running_loop(), protocol)
+    protocol.connection_made(transport)
+    transport.receive(get("/x") * count)
+    answered = 0
+    while answered < count:
+        await asyncio.sleep(0)
+        answered += transport.take().count(b"HTTP/1.1 200 ")
+        assert not transport.is_reading() or answered >= count - 2, answered
     protocol.connection_lost(None)
 
 

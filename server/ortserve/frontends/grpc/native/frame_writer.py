@@ -3,6 +3,8 @@
 import asyncio
 from typing import Final
 
+from ortserve.frontends.long_reads import resume_reads
+
 _MAX_PIECES: Final = 256
 """Number of pending pieces above which they are passed to the transport within the turn."""
 
@@ -70,9 +72,10 @@ class FrameWriter:
     def resume(self) -> None:
         """Note that the transport accepts more, and resume reading."""
         self.is_paused = False
-        if not self.may_read():
-            self._transport.resume_reading()
+        has_paused_reading = not self.may_read()
         self._paused_bytes = 0
+        if has_paused_reading:
+            resume_reads(self._transport)
 
     @property
     def buffered_bytes(self) -> int:
