@@ -231,7 +231,12 @@ class ModelOptions(LoadOptions):
     below that of the server needs ``CAP_SYS_NICE``; a warning is logged where it has no effect. Models with another
     level than the server's never run on the event loop. Unset: the level of the server."""
     metric_tags: Mapping[TagName, TagValue] = Field(
-        default_factory=dict, max_length=16, json_schema_extra={"expects": "{name: text, ...}, at most 16"}
+        default_factory=dict,
+        max_length=16,
+        json_schema_extra={
+            "expects": "{name: text, ...}, at most 16, with names of at most 63 letters, digits and '_' that do not "
+            "begin with '_', and texts of at most 128 characters"
+        },
     )
     """Labels that are added to all metrics of the model, with an underscore before the name as in Triton: ``{team:
     vision}`` becomes ``_team="vision"``. The tags of the latest load apply to all versions."""

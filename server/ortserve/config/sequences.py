@@ -45,7 +45,9 @@ class SequenceState(BaseModel):
     """Checked against the model. Dimensions without the batch dimension."""
     initial_dims: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...] | None = None
     """Dimensions of the first state. Unset: ``dims``, with 1 for free ones. 0 lets a state begin empty and grow."""
-    initial_file: FileName | None = None
+    initial_file: FileName | None = Field(
+        default=None, json_schema_extra={"expects": "name of a file, without a folder"}
+    )
     """A file in the folder ``initial_state`` of the model with the raw first state. Unset: zeros, or empty texts."""
 
 

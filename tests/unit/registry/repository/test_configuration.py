@@ -343,5 +343,5 @@ def test_parameters_without_effect_are_reported(tmp_path: Path) -> None:
     ],
 )
 def test_metric_tags_are_bounded_label_names_and_values(tmp_path: Path, tags: str) -> None:
-    with pytest.raises(ServeError, match="metric_tags"):
+    with pytest.raises(ServeError, match=r"metric_tags: expected {name: text, ...}, at most 16, with names of .*, got"):
         read(tmp_path, f"metric_tags: {tags}", "model.yaml")

@@ -147,7 +147,7 @@ END = START.replace("_START", "_END").replace("START", "END")
             "'initial_state' dim for input name 'S' doesn't match 'state' dim description. 2 != 1",
         ),
         (STATE % (FIRST % "dims: 1"), "initial_state setting expects state'S' to have state_data set"),
-        (STATE % (FIRST % 'dims: 1 data_file: "../x"'), "initial_file: expected"),
+        (STATE % (FIRST % 'dims: 1 data_file: "../x"'), "initial_file: expected name of a file, without a folder"),
     ],
 )
 def test_errors_have_the_texts_of_triton(tmp_path: Path, batching: str, text: str) -> None:
