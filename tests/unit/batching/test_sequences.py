@@ -569,6 +569,21 @@ async def test_direct_waits_for_a_share_of_the_slots(stage: Stage) -> None:
     assert stage.queue[0].rows == 2
 
 
+@pytest.mark.parametrize(
+    ("slots", "share", "least"), [(10, np.float32(0.3), 3), (5, np.float32(0.8), 4), (100, 0.07, 7), (3, 0.34, 2)]
+)
+def test_direct_starts_with_the_configured_share_of_its_slots(slots: int, share: float, least: int) -> None:
+    @virtual(slots=slots, strategy="direct", delay_ns=100 * MS, min_utilization=float(share))
+    async def run(stage: Stage) -> None:
+        for name in range(1, least + 1):
+            assert not stage.queue
+            stage.submit(name, 1, "S")
+            await asyncio.sleep(0.001)
+        assert len(stage.queue) == 1
+
+    run()
+
+
 @virtual(slots=4, strategy="direct")
 async def test_direct_takes_a_cancelled_request_out_of_its_slot(stage: Stage) -> None:
     first, second = stage.submit(1, 1, "S"), stage.submit(2, 2, "S")
