@@ -64,6 +64,8 @@ class Versions:
         self._on_replace = on_replace
         self._loading: dict[str, set[VersionRecord]] = {}
         """Records of loads that wait or are under way, by model."""
+        self._refused: set[tuple[str, int]] = set()
+        """Versions whose last load got no room: model and number. Each request may begin another load."""
         self._abandoned: dict[str, list[Runner]] = {}
         """Abandoned instances by model. Adding one drops those whose runs have ended since."""
         self.lost = ""
@@ -179,6 +181,7 @@ class Versions:
             return await self._fail(record, error)
         record.metrics.load_ns = self._clock() - began_ns
         record.advance(State.READY)
+        self._refused.discard((record.model, record.version))
         self._room.note_loaded(record)
         self._metrics.loaded(record.model, is_ok=True)
         return ""
@@ -243,6 +246,7 @@ class Versions:
         """Remove records from the catalog and their series from the metrics."""
         for record in list(records):
             self._catalog.drop(record)
+            self._refused.discard((record.model, record.version))
             self._room.forget(record)
             self._metrics.forget(record.model, record.shown_version)
         self._on_change()
@@ -298,7 +302,10 @@ class Versions:
         record.no_room = error
         record.advance(State.GONE, ON_DEMAND)
         self._catalog.route(record.model)
-        log_event(logger, logging.INFO, "model is not in memory", model=record.model, reason=error.message)
+        key = record.model, record.version
+        if key not in self._refused:  # once until it is loaded, not for every request
+            self._refused.add(key)
+            log_event(logger, logging.INFO, "model is not in memory", model=record.model, reason=error.message)
         return error.message
 
     async def _fail(self, record: VersionRecord, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -303,6 +304,18 @@ async def test_request_loads_a_version_that_got_no_room_with_the_others(tmp_path
     assert "too few" in (await refused(registry, "m", "2")).message
     await registry.unload("other")
     assert await ask(registry, "m", "2") == "2"
+
+
+async def test_refused_loads_are_logged_once(tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path, "pinned", options="load_policy: pinned")
+    put(tmp_path, "m", options="load_policy: on_demand")
+    registry = make(memory_budget_bytes=2 * MIB)
+    await registry.load_all()
+    caplog.set_level(logging.INFO, "ortserve")
+    for _ in range(3):
+        error = await refused(registry, "m")
+        assert "models that cannot be evicted now hold" in error.message
+    assert sum("model is not in memory" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("is_called", [False, True])
