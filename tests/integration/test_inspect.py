@@ -156,6 +156,25 @@ def test_memory_is_predicted_within_a_tenth(inspected: Inspected, kind: str, tmp
             assert within(0.1, one[f"{figure}_nbytes"], one[f"{figure}_measured_nbytes"]), (figure, one)
 
 
+def test_blocks_of_almost_twice_the_size_of_tensors_do_not_count_as_activations(
+    inspected: Inspected, tmp_path: Path
+) -> None:
+    path = builders.chain(tmp_path / "m.onnx", nodes=4, width=9_000_000)
+
+    one = inspected(path, "--batch", "1", "--seconds", "100")["memory"]["batches"][0]
+
+    assert within(0.01, one["activations_nbytes"], one["activations_measured_nbytes"])
+    assert within(0.01, one["arena_nbytes"], one["arena_measured_nbytes"])
+
+
+def test_memory_of_the_process_does_not_include_the_events_of_a_profile(inspected: Inspected, tmp_path: Path) -> None:
+    path = builders.chain(tmp_path / "m.onnx", nodes=1000, width=4)
+
+    one, many = inspected(path, "--batch", "1,32")["memory"]["batches"]
+
+    assert many["process_measured_nbytes"] - one["process_measured_nbytes"] < 2**20
+
+
 def test_model_is_run_on_the_samples_of_the_user(inspected: Inspected, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", image=np.zeros((3, 1, 8, 8), np.float32))
 

@@ -6,6 +6,7 @@ the axis named ``batch`` is free.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -437,6 +438,13 @@ def many_tensors(path: Path, count: int) -> Path:
     nodes = [helper.make_node("Identity", [f"x{number}"], [f"y{number}"]) for number in range(count)]
     inputs, outputs = ([_fp32(f"{letter}{number}", "batch", 1) for number in range(count)] for letter in "xy")
     return write(path, nodes, inputs, outputs)
+
+
+def chain(path: Path, nodes: int, width: int) -> Path:
+    """Nodes one after the other: x FP32 [batch, width] → y FP32 [batch, width], the sine of x, ``nodes`` times."""
+    names = ["x", *(f"t{number}" for number in range(1, nodes)), "y"]
+    sines = [helper.make_node("Sin", [a], [b]) for a, b in pairwise(names)]
+    return write(path, sines, [_fp32("x", "batch", width)], [_fp32("y", "batch", width)])
 
 
 def not_onnx(path: Path) -> Path:

@@ -11,7 +11,7 @@ _ABOUT_NODES: Final = "Nodes as sessions report them: after simplification, befo
 _ABOUT_MEMORY: Final = (
     "Memory on the CPU. Predictions come from batches of 2 and 4 rows: activations and process grow linearly, and "
     "the arena doubles its extensions. The process includes the weights. Another process measures: ONNX Runtime's "
-    "profile shows activations (peak use of the arena without weights) and arena, the operating system shows the "
+    "profile shows activations (peak of the memory that nodes request) and arena, the operating system shows the "
     "private memory of the process."
 )
 

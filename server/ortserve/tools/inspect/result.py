@@ -146,9 +146,10 @@ class BatchMemory:
 
     Attributes:
         rows: The batch size.
-        activations_nbytes: Peak of tensors and scratch space within a run; None for a session without an arena.
+        activations_nbytes: Peak of the memory that nodes request within a run; None for a session without an arena.
         activations_measured_nbytes: This peak, measured by a profile.
-        arena_nbytes: Size of ONNX Runtime's arena after such batches; None for a session without one.
+        arena_nbytes: Size of ONNX Runtime's arena after such batches and those of all smaller powers of two; None for a
+            session without one.
         arena_measured_nbytes: This size, measured by a profile.
         process_nbytes: Growth of the process by the open model and such batches.
         process_measured_nbytes: This growth, measured by the operating system.
