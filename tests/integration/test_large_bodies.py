@@ -166,7 +166,7 @@ def test_disconnect_within_a_large_body_releases_its_memory(server: ServerProces
             request = binary(tensor(20_000_000))
             leaver.sendall(request[: 400 + sent])
             wait_until(partial(is_read, leaver))
-            assert holds(server, sent)
+            wait_until(partial(holds, server, sent))
         wait_until(lambda: not holds(server, 1))
 
 
@@ -183,7 +183,7 @@ def test_announced_but_unsent_body_uses_little_memory(server: ServerProcess) -> 
         for connection in connections:
             connection.sendall(head + bytes(sent))
         wait_until(lambda: all(map(is_read, connections)))
-        assert holds(server, 30 * sent)
+        wait_until(lambda: holds(server, 30 * sent))  # with TLS, bytes that were read are decrypted later
         assert process.memory_info().rss - before < 30 * 3 * sent
     finally:
         for connection in connections:
