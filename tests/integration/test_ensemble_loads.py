@@ -229,7 +229,9 @@ def test_an_ensemble_goes_out_of_service_when_a_member_does_not_fit_any_more(
     assert change(server, "plus").status_code == 200
     refused = httpx.post(rest_url(server, "chain"), json=BODY, timeout=LONG_S)
     assert refused.status_code == 503
-    assert "ensemble tensor t: inconsistent shape: [-1,3] is inferred from model plus" in refused.json()["error"]
+    reason = "ensemble tensor t: inconsistent shape: [-1,3] is inferred from model plus"
+    assert reason in refused.json()["error"]
+    assert "model cannot be served" in server.wait_for_line("model=chain", reason)
     (repository / "plus" / "1" / "model.onnx").write_bytes(good)
     assert change(server, "plus").status_code == 200
     assert answer(server) == [4, 6]

@@ -217,6 +217,7 @@ class Versions:
         successor = VersionRecord(
             record.model, record.version, self._on_change, is_required=record.is_required, source=record.source
         )
+        successor.is_reconnection = record.source.configuration.options.ensemble is not None
         if record.state is not State.READY:
             self._show(successor)
         reason = await self.load(successor, record.source)
@@ -326,7 +327,7 @@ class Versions:
         self._metrics.loaded(record.model, is_ok=False)
         shown = self._catalog.of(record.model).get(record.version, record)
         shown.reason = reason
-        if shown.state is State.READY:
+        if shown.state is State.READY and not record.is_reconnection:
             _log_failure("model reload failed; the previous load keeps serving", record, reason)
         else:
             _log_failure("model cannot be served", record, reason)
