@@ -245,8 +245,8 @@ def _make_sample(
                 f"input '{spec.name}': expected the sample to omit it, because it is the same for all rows"
             )
         declared = sample.inputs.get(spec.name, WarmupInput())
-        if declared.datatype not in (None, spec.datatype):
-            raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype}")
+        if declared.datatype is not None and declared.datatype is not spec.datatype:
+            raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype.value}")
         dims, axis = _sample_dims(spec, declared), spec.batch_axis
         shape = dims if axis is None else (*dims[:axis], rows, *dims[axis:])
         arrays.append(_fill(generator, spec, declared, shape, folder))

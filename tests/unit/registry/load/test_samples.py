@@ -71,7 +71,7 @@ def test_samples_have_the_model_layout() -> None:
     [
         ({"name": "s", "rows": 9}, "warm-up sample 's': expected at most 8 rows, got 9"),
         ({"inputs": {"c": {}}}, "warm-up sample '0': unexpected input 'c', allowed are: a, b, t"),
-        ({"inputs": {"a": {"datatype": "INT8"}}}, "input 'a': expected FP32, got"),
+        ({"inputs": {"a": {"datatype": "INT8"}}}, "input 'a': expected FP32, got INT8"),
         ({"inputs": {"a": {"dims": (5,)}}}, "input 'a': expected dims like [4], got [5]"),
         ({"inputs": {"b": {"dims": (5, 5)}}}, "input 'b': expected dims like [-1], got [5, 5]"),
         ({"inputs": {"b": {"file": "none"}}}, "input 'b': 'warmup/none' cannot be read: No such file"),
