@@ -111,6 +111,10 @@ class DirectRuns:
         slot = turn.sequence.slot
         return self._groups[slot % len(self._groups)].withdraw(slot // len(self._groups), turn)
 
+    @property
+    def waiting_rows(self) -> int:
+        return sum([group.waiting_rows for group in self._groups])
+
     def end_delays(self) -> None:
         for group in self._groups:
             group.end_delays()
@@ -145,6 +149,11 @@ class _Group:
         self._is_running = False
         self._is_woken = False
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting_rows(self) -> int:
+        """Number of requests that wait in their slots. Any thread."""
+        return len(self._turns)
 
     def offer(self, slot: int, turn: Turn) -> None:
         """Accept a request whose turn has come. Raises the error of its shape class."""

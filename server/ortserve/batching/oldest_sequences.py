@@ -42,6 +42,10 @@ class OldestRuns:
         child.cancel()
         return True
 
+    @property
+    def waiting_rows(self) -> int:
+        return 0
+
     def end_delays(self) -> None:
         pass
 

@@ -57,6 +57,11 @@ class Strategy(Protocol):
         """Take back a request whose run has not begun. Returns False if it has."""
         ...
 
+    @property
+    def waiting_rows(self) -> int:
+        """Number of requests whose turn has come, and which wait outside of the batcher's queue. Any thread."""
+        ...
+
     def end_delays(self) -> None:
         """Stop delaying batches, because no further requests will arrive."""
         ...
@@ -98,8 +103,9 @@ class SequenceRuns:
 
     @property
     def waiting_rows(self) -> int:
-        """Number of requests whose turn has not come; each has one row. Any thread."""
-        return self._admission.waiting_rows
+        """Number of requests that wait outside of the batcher's queue; each has one row. Any thread."""
+        in_slots = 0 if self.strategy is None else self.strategy.waiting_rows
+        return self._admission.waiting_rows + in_slots
 
     def reading(self) -> SequenceReading:
         """The present counts, for metrics. Any thread."""

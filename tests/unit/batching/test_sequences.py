@@ -585,6 +585,20 @@ def test_direct_starts_with_the_configured_share_of_its_slots(slots: int, share:
 
 
 @virtual(slots=4, strategy="direct")
+async def test_requests_that_wait_in_their_slots_count_as_waiting(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    await asyncio.sleep(0)
+    run = stage.take()
+    assert stage.runs.waiting_rows == 0
+    second, _, _ = stage.submit(2, 1, "S"), stage.submit(3, 1, "S"), stage.submit(1, 1)
+    assert stage.runs.waiting_rows == 3
+    second.cancel()
+    finish(run)
+    await stage.answer()
+    assert stage.runs.waiting_rows == 0
+
+
+@virtual(slots=4, strategy="direct")
 async def test_direct_takes_a_cancelled_request_out_of_its_slot(stage: Stage) -> None:
     first, second = stage.submit(1, 1, "S"), stage.submit(2, 2, "S")
     first.cancel()
