@@ -171,7 +171,9 @@ class EnsembleRun:
         """
         numbers: set[int] = set()
         if why is not ErrorKind.CANCELLED and self._reached:
-            numbers = self._reached | self._unreached
+            # The last request has ended the sequence where it arrived. Another one may have begun there since.
+            is_end = self._part is not None and self._part.is_end
+            numbers = self._unreached if is_end else self._reached | self._unreached
         elif self._part is not None and ends_sequence(why, is_pipelined=is_pipelined or self._part.is_ahead):
             numbers = self._unreached
         return [self._route.steps[number].member for number in sorted(numbers)]

@@ -382,6 +382,20 @@ async def test_a_sequence_ends_with_a_request_that_its_model_lacks_or_that_canno
     assert members["follows"].ended == [5] * ends
 
 
+async def test_the_last_request_ends_no_sequence_that_begins_after_it(clock: Clock) -> None:
+    """Another sequence with the id may have begun in the member when a later step of the last request fails."""
+    members = {name: FakeMember(name, takes_sequences=name == "follows") for name in ("follows", "after")}
+    steps: Steps = [("follows", {"a": "x"}, {"b": "q"}), ("after", {"a": "q"}, {"b": "y"})]
+    served = serve(members, ["y"], steps, clock)
+    for is_end in (True, False):
+        request = InflightRequest(Timing(clock()), (X,), 1)
+        served.submit_part(request, served.terms(clock()), SequencePart(5, is_end=is_end))
+        members["follows"].answer(X)
+        members["after"].requests.pop().fail(ServeError(ErrorKind.INTERNAL, "no"))
+        assert request.is_settled
+        assert members["follows"].ended == [5] * (not is_end)
+
+
 async def test_a_first_step_that_is_rejected_after_its_deadline_ends_the_sequence(clock: Clock) -> None:
     stage = SequenceStage(clock)
     stage.plain.rejection = ServeError(ErrorKind.DEADLINE, "late")
