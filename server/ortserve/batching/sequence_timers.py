@@ -1,4 +1,4 @@
-"""Timers for sequences that are idle for too long, and for sequences that wait too long for a slot."""
+"""Timers for sequences that are idle or wait for a slot for too long, and for requests that are late."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _LATE_TIMER_S: Final = 0.001
 
 
 class SequenceTimers:
-    """Reports sequences that are idle, or wait for a slot, for too long. Loop thread only."""
+    """Reports sequences that are idle, or wait for a slot, for too long, and late requests. Loop thread only."""
 
     def __init__(
         self,
