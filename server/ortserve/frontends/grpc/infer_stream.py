@@ -32,6 +32,9 @@ from ortserve.service.gate import BodyAdmission
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _ENCODER: Final = StreamEncoder()
+_TURN_REQUESTS: Final = 16
+"""Requests of a stream that begin or are answered before the event loop serves other callers, in 1 to 4 ms."""
+
 _MODEL_STREAM_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelStreamInfer")
 
 
@@ -157,6 +160,7 @@ class InferStream:
         """
         reading = asyncio.create_task(self._streams.until_drain(self._read()))
         reading.add_done_callback(self._on_read)
+        answered = 0
         try:
             while True:
                 if self._running:
@@ -167,6 +171,9 @@ class InferStream:
                     self._running.popleft()
                     self._quota.release(len(answer))
                     del answer  # free it while waiting for the next one
+                    answered += 1
+                    if answered % _TURN_REQUESTS == 0:
+                        await asyncio.sleep(0)
                 elif reading.done():
                     break
                 else:
@@ -187,6 +194,7 @@ class InferStream:
 
     async def _read(self) -> None:
         """Read requests until the last one, and start a task for each."""
+        begun = 0
         while True:
             await self._quota.wait()
             data = await read(self._context)
@@ -197,6 +205,9 @@ class InferStream:
             self._running.append(asyncio.create_task(self._answer(data, place)))
             self._changed.set()
             del data  # free it while waiting for the next one
+            begun += 1
+            if begun % _TURN_REQUESTS == 0:
+                await asyncio.sleep(0)
 
     async def _answer(self, data: bytes | memoryview, place: StreamPlace) -> bytes | memoryview | Status:
         trace: Trace | None = None

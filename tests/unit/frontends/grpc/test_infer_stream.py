@@ -1,10 +1,15 @@
-"""The quota of one stream, in requests and in bytes."""
+"""The quota of one stream, in requests and in bytes, and its share of a turn of the event loop."""
 
 import asyncio
+from typing import Any
 
+import grpc
 import pytest
 
-from ortserve.frontends.grpc.infer_stream import StreamQuota
+from fakes.service import FakeInferenceService
+from grpc_frontends import infer_request
+from ortserve.frontends.grpc.infer_stream import InferStreamCalls, StreamQuota
+from ortserve.frontends.grpc.streams import Streams
 
 
 def has_room(quota: StreamQuota) -> bool:
@@ -63,3 +68,37 @@ async def test_reader_resumes_below_the_limit(is_waiting: bool) -> None:
         assert not reader.done()
     quota.release(1)
     await reader
+
+
+class HastyCaller:
+    """Has sent all of its requests already, and reads every answer at once."""
+
+    def __init__(self, count: int) -> None:
+        self._messages = [infer_request()] * count
+        self.written = 0
+
+    async def read(self) -> Any:
+        return self._messages.pop() if self._messages else grpc.aio.EOF
+
+    async def write(self, message: bytes) -> None:
+        self.written += 1
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_other_callers_are_served_between_the_requests_of_a_stream() -> None:
+    count, most = 200, 20
+    inference, caller = FakeInferenceService(), HastyCaller(count)
+    calls: Any = InferStreamCalls(inference, inference.admission, Streams(1), max_requests=256, max_bytes=2**30)
+    serving = asyncio.ensure_future(calls.handlers()["ModelStreamInfer"].stream_stream(None, caller))
+    while not serving.done():
+        begun, answered = len(inference.received), caller.written
+        await asyncio.sleep(0)
+        assert len(inference.received) - begun <= most
+        assert caller.written - answered <= most
+    await serving
+    assert caller.written == count
