@@ -100,6 +100,18 @@ def test_text_lines_are_the_default_and_contain_no_tensor_values(tmp_path: Path)
         assert len(line) < 400
 
 
+def test_line_of_a_request_with_long_texts_is_short(tmp_path: Path) -> None:
+    _add_models(tmp_path)
+    ones = {"x": np.ones((1, 4), np.float32)}
+    with serving(tmp_path, "--warmup-s", "0", "--access-log") as server, triton_clients(server) as (http, grpc):
+        for client, module in ((http, triton_http), (grpc, triton_grpc)):
+            client.infer("numbers", triton_inputs(module, ones), request_id="i" * 30_000)
+            with pytest.raises(InferenceServerException, match="unknown model"):
+                client.infer("m" * 2_000, triton_inputs(module, ones), request_id="i" * 30_000)
+        server.wait_for_line("protocol=grpc model=mmm", f"request_id={'i' * 99}…")
+    assert max(map(len, server.lines)) < 400
+
+
 def test_lines_are_turned_off_and_on_by_severity_while_the_server_runs(tmp_path: Path) -> None:
     _add_models(tmp_path)
     ones = {"x": np.ones((1, 4), np.float32)}

@@ -16,6 +16,9 @@ _EARLY_NS: Final = 20_000_000
 """A caller that enforces its deadline itself may cancel this much earlier, since its clock began before the request
 arrived."""
 
+_MOST_CHARACTERS: Final = 100
+"""Maximum length of a text of the caller in a log line: a request may carry an id of 64 KiB."""
+
 
 class Recorder:
     """Records every call exactly once. Loop thread only."""
@@ -111,14 +114,21 @@ class SamplingRecorder(Recorder):
 
 
 def log_fields(call: Call) -> dict[str, str]:
-    """Model, version and request id of a call, empty while unknown, and the ids of its trace if it is sampled."""
+    """Model, version and request id of a call, empty while unknown, and the ids of its trace if it is sampled.
+
+    Long texts of the caller are truncated.
+    """
     trace = call.trace
     return {
-        "model": call.request.model_name if call.request else "",
+        "model": _short(call.request.model_name) if call.request else "",
         "version": call.served.version if call.served else "",
-        "request_id": call.request.id if call.request else "",
+        "request_id": _short(call.request.id) if call.request else "",
         **({} if trace is None else {"trace_id": trace.trace_id, "span_id": trace.span_id}),
     }
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 
 def _log(log: AccessLog, call: Call, outcome: str, ended_ns: int) -> None:
