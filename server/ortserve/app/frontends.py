@@ -23,7 +23,7 @@ from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.connection import ConnectionContext
 from ortserve.frontends.http.console_routes import console_routes
-from ortserve.frontends.http.control_app import make_control_app
+from ortserve.frontends.http.control_app import build_routes, make_control_app
 from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.limits import http_limits
@@ -87,6 +87,7 @@ class Frontends:
         )
         if (console := self.console) is not None:
             control.include_router(console_routes(console.observation, console.models, console.server))
+        build_routes(control)
         infer = InferEndpoint(
             self.inference,
             max_body_bytes=options.max_body_bytes,

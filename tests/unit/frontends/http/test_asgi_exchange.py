@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp, Message, Scope
 from fakes.http import TURNS, HttpSide, turns
 from fakes.transport import FakeTransport
 from interpreted import interpreted_only
+from ortserve.frontends.http import control_app
 from ortserve.frontends.http.console_routes import EventStream
 from ortserve.frontends.http.control_app import make_control_app
 from ortserve.frontends.http.protocol import HttpProtocol
@@ -73,6 +75,28 @@ async def test_internal_error_is_logged_and_answered_without_its_text(caplog: py
     assert record.message == "a call failed unexpectedly"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], ZeroDivisionError)
+
+
+async def test_other_callers_are_answered_while_the_openapi_document_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def build(**_: object) -> dict[str, Any]:
+        assert may_end.wait(60)
+        return {"paths": {}, "components": {"schemas": {}}}
+
+    monkeypatch.setattr(control_app, "get_openapi", build)
+    nothing: Any = Faulty()
+    app = make_control_app(nothing, nothing, nothing, nothing, nothing, title="t", version="1")
+    side, written = HttpSide(app), bytearray()
+    protocol, _ = side.connect(written)
+    protocol.data_received(get("/openapi.json"))
+    await turns()
+    assert (await answer(app, get("/nowhere")))[0] == 404
+    assert not written
+    may_end.set()
+    await asyncio.wait(side.state.tasks)
+    assert written.startswith(b"HTTP/1.1 200 ")
+    protocol.connection_lost(None)
 
 
 @pytest.mark.parametrize(("query", "passed"), [(b"model=a%20b", b"model=a%20b"), (b"a=b&" * 700, b"")])
