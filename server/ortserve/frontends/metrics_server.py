@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import json
 import re
 import socket
 import ssl
@@ -9,9 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, TypeAlias
 
+from ortserve.frontends.http.responses import wrong_method
 from ortserve.listening import open_listener
 from ortserve.telemetry.families import CONTENT_TYPE
 
@@ -164,6 +167,8 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    default_request_version = "HTTP/1.0"  # answers to malformed requests have a status, too
+
     def read(self) -> bytes:
         raise NotImplementedError
 
@@ -195,8 +200,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815 - the base class looks for this name
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a method without a handler, or a malformed request, with the same documents as the HTTP port."""
+        self.close_connection = True
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._answer(*wrong_method(self.command, "GET, HEAD"))
+        else:
+            text = f"malformed HTTP request: {message or HTTPStatus(code).phrase}"
+            self._answer(code, json.dumps({"error": text}).encode(), _JSON)
+
     def _answer(self, status: int, body: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        self.send_response(status)
+        self.send_response_only(status)  # without a header that names the version of Python
+        self.send_header("Date", self.date_time_string())
         for name, value in headers:
             self.send_header(name.decode(), value.decode())
         self.send_header("Content-Length", str(len(body)))

@@ -1,7 +1,9 @@
 """The metrics port on a real socket."""
 
 import gzip
+import json
 import socket
+from http.client import HTTPResponse
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -60,6 +62,32 @@ def test_other_paths_are_404_and_head_has_no_body() -> None:
         with urlopen(Request(f"{url}/metrics?name[]=up", method="HEAD"), timeout=10) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain")
             assert answer.read() == b""
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status", "error"),
+    [
+        ("POST /metrics HTTP/1.1", 405, "Method Not Allowed: expected GET, HEAD, got POST"),
+        ("GET", 400, "malformed HTTP request: Bad request syntax ('GET')"),
+        ("GET /metrics HTTP/x", 400, "malformed HTTP request: Bad request version ('HTTP/x')"),
+        ('GET /"\x01 now HTTP/1.1', 400, "malformed HTTP request: Bad request syntax ('GET /\"\\x01 now HTTP/1.1')"),
+        ("GET /" + "a" * 70_000 + " HTTP/1.1", 414, "malformed HTTP request: "),
+    ],
+    ids=["method", "short", "version", "quote", "long"],
+)
+def test_other_requests_get_the_errors_of_the_http_port(request_line: str, status: int, error: str) -> None:
+    server = MetricsServer(bytes, "127.0.0.1", 0)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(f"{request_line}\r\n\r\n".encode())
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == status
+            assert json.loads(answer.read())["error"].startswith(error)
+            assert (answer.headers["Content-Type"], answer.headers["Server"]) == ("application/json", None)
+            assert answer.headers["Allow"] == ("GET, HEAD" if status == 405 else None)
     finally:
         server.close()
 
