@@ -350,6 +350,12 @@ def test_rollout_is_promoted_by_hand_once(server: ServerProcess) -> None:
         ("same", {"candidate": 1}, 409, "expected another candidate than version 1, which is labelled 'stable'"),
         ("same", {"candidate": 7}, 404, "candidate: expected a version of model 'same' that serves (1, 2), got 7"),
         ("same", {"candidate": 2, "share": 2}, 400, "rollout: share: expected number, 0 to 1, got 2"),
+        (
+            "same",
+            {"candidate": 2, "rules": {"max_error_rate": -1}},
+            400,
+            "rollout: rules.max_error_rate: expected number, 0 to 1, got -1",
+        ),
         ("same", {"candidate": 2, "tolerance": {"luck": 1}}, 400, "tolerance"),
         ("same", {"mode": "canary"}, 400, "candidate: expected"),
         ("nowhere", {"candidate": 2}, 404, "'nowhere' is not found"),

@@ -13,8 +13,6 @@ _CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
 
 Measure = Literal["max", "relative", "cosine", "top1"]
 
-_Share = Annotated[float, Field(ge=0, le=1)]
-
 
 class RolloutRules(BaseModel):
     """When a rollout ends by itself. Rules that are not set decide nothing."""
@@ -24,10 +22,10 @@ class RolloutRules(BaseModel):
     min_requests: int = Field(default=100, ge=1, le=10**9)
     """Number of requests to the candidate from which rates and times count. A rollout is rolled back earlier if its
     errors or disagreements are already too many for that number."""
-    max_error_rate: _Share | None = None
+    max_error_rate: float | None = Field(default=None, ge=0, le=1)
     """Share of requests that the candidate may fail and ``stable`` answers. If more fail, the rollout is rolled
     back."""
-    max_disagreement: _Share | None = None
+    max_disagreement: float | None = Field(default=None, ge=0, le=1)
     """Share of compared requests, in the mode ``shadow``, whose outputs may differ by more than ``tolerance``."""
     max_p99_ratio: float | None = Field(default=None, gt=0, le=1000)
     """Maximum ratio of the candidate's 99th percentile of times to that of ``stable``: 1.5 for half as long again. Both
@@ -46,7 +44,7 @@ class RolloutOptions(BaseModel):
     mode: Literal["shadow", "canary"] = "shadow"
     """``shadow``: ``stable`` answers, and copies of requests run on the candidate while the server has time for them;
     outputs are compared. ``canary``: the candidate answers; if it fails, ``stable`` does."""
-    share: _Share = 0.1
+    share: float = Field(default=0.1, ge=0, le=1)
     """Share of the requests for ``stable`` or without a version."""
     sticky: str = Field(default="", max_length=256)
     """Name of a request parameter, such as ``user``. Requests with equal values go to the same version; those on the
