@@ -132,9 +132,12 @@ def test_views_of_ended_processes_are_removed_and_those_of_others_are_not(tmp_pa
     abandoned = tmp_path / "cache" / "views" / "gone"
     abandoned.mkdir()
     abandoned.with_suffix(".lock").touch()
+    without_lock = tmp_path / "cache" / "views" / "remainder"
+    without_lock.mkdir()
     first.mirror.sync()
     second = Lab(tmp_path, first.store)
     assert not abandoned.exists()
+    assert not without_lock.exists()
     assert first.content("a") == b"first"
     assert second.cache.view != first.cache.view
 
