@@ -28,7 +28,7 @@ from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batch_runs import BatchRuns  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
-from ortserve.batching.executor import InlineBudget, InlineRuns  # noqa: E402
+from ortserve.batching.inline_runs import InlineBudget, InlineRuns  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
 from ortserve.batching.queue import RequestQueue  # noqa: E402
 from ortserve.batching.shared_threads import SharedThreads  # noqa: E402

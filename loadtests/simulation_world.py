@@ -17,7 +17,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.shared_threads import SharedThreads

@@ -8,7 +8,7 @@ __all__ = [
     "batch_runs",
     "batcher",
     "direct_sequences",
-    "executor",
+    "inline_runs",
     "oldest_sequences",
     "planner",
     "queue",

@@ -1,7 +1,7 @@
 """The runs of one model version: forms a batch when an instance is free, runs it, and settles its requests.
 
-The decisions are in other modules: ``scheduler`` with ``planner``, ``executor``, ``groups``. This module connects them
-to the event loop. ``batcher`` admits requests and enqueues them here.
+The decisions are in other modules: ``scheduler`` with ``planner``, ``instances``, ``inline_runs`` and ``groups``. This
+module connects them to the event loop. ``batcher`` admits requests and enqueues them here.
 """
 
 import asyncio
@@ -11,8 +11,9 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.executor import InlineRuns, Instances
 from ortserve.batching.groups import RequestGroup, divide, fail_group, form_batch, form_first_row, settle_batch
+from ortserve.batching.inline_runs import InlineRuns
+from ortserve.batching.instances import Instances
 from ortserve.batching.latency import AnswerTime
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue, ShapeClass

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ortserve.batching.executor import Instances
 from ortserve.batching.groups import RequestGroup, fail_group
+from ortserve.batching.instances import Instances
 from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.shared_threads import Share
 from ortserve.batching.statistics import Decisions

@@ -16,7 +16,7 @@ from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.executor import TRIAL_RUNS, InlineBudget, InlineRuns
+from ortserve.batching.inline_runs import TRIAL_RUNS, InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import MAX_CLASSES, RequestQueue

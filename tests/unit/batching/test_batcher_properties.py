@@ -23,7 +23,7 @@ from fakes.runner import POISON, FakeRun, FakeRunner, answer
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import MIN_DUE_NS, RequestQueue

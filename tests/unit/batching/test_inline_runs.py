@@ -6,7 +6,7 @@ import pytest
 
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
-from ortserve.batching.executor import MAX_OVERRUN_NS, MAX_RUN_NS, MAX_TURN_NS, TRIAL_RUNS, InlineBudget, InlineRuns
+from ortserve.batching.inline_runs import MAX_OVERRUN_NS, MAX_RUN_NS, MAX_TURN_NS, TRIAL_RUNS, InlineBudget, InlineRuns
 from ortserve.batching.latency import LatencyModel
 
 SHORT = LatencyModel([(1, 1000)])

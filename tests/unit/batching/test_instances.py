@@ -3,7 +3,7 @@
 import pytest
 
 from fakes.runner import NeverOverdue
-from ortserve.batching.executor import Instances
+from ortserve.batching.instances import Instances
 from ortserve.core.batch import Batch, BatchDone, BatchResult, Runner
 
 NOW = 1000

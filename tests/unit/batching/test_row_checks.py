@@ -15,8 +15,8 @@ from fakes.runner import FakeRunner, answer, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.groups import RequestGroup
+from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.row_checks import EVERY_BATCHES, MAX_INPUT_BYTES, SHARE, Answer, Difference, RowChecks

@@ -14,7 +14,7 @@ from fakes.runner import FakeRunner, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.shared_threads import Share, SharedThreads

@@ -12,7 +12,7 @@ from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.direct_sequences import DirectRuns
-from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
