@@ -99,6 +99,13 @@ def test_documented_overlay_serves_a_volume_with_its_image_and_options(tmp_path:
     assert {"tmp", "shm"} <= set(volumes)
 
 
+def test_documented_image_is_that_of_the_runtimes_for_kserve(tmp_path: Path) -> None:
+    overlay = {"resources": ["../deploy/overlays/kserve"], "images": yaml_block("newTag")["images"]}
+    runtimes = rendered(own_overlay(tmp_path, overlay)).all("ClusterServingRuntime")
+    images = [container["image"] for runtime in runtimes for container in runtime["spec"]["containers"]]
+    assert images == [f"registry.example.com/ortserve:{__version__}-cpu"] * 2
+
+
 def test_documented_archive_reaches_the_init_container(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     overlay["components"] = ["../deploy/components/models-download"]
