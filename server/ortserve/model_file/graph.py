@@ -40,7 +40,10 @@ def constant(value: Constant) -> Constant:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A constant. Only small constants of numbers have ``elements``; ``dims`` is None if the shape is unknown."""
+    """A tensor in the file (ONNX's ``TensorProto``): an initializer, or the value of an attribute.
+
+    Only small tensors of numbers have ``elements``; ``dims`` is None if the shape is unknown.
+    """
 
     dtype: int
     dims: tuple[int, ...] | None
