@@ -18,7 +18,7 @@ _MOVES_NOTHING: Final = frozenset(
     ("Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "If", "Loop", "Scan", "Constant")
 )
 """Operators that read only a shape, return a view, or run other nodes."""
-_READS_ROWS: Final = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "Split"))
+_READS_ROWS: Final = frozenset(("Gather", "GatherElements", "GatherND", "Slice"))
 """Operators that read only as much of their first input as they write."""
 
 

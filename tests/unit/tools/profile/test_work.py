@@ -78,6 +78,7 @@ def test_constant_that_is_traced_is_not_counted_twice() -> None:
 def test_views_move_nothing_and_lookups_read_what_they_return() -> None:
     assert find_work(traced("Reshape", [(3, 7), (2,)], [(7, 3)]), None, {}).nbytes is None
     assert find_work(traced("Gather", [(1000, 8), (2,)], [(2, 8)]), None, {}).nbytes == 4 * (16 + 16 + 2)
+    assert find_work(traced("Split", [(8, 3)], [(2, 3)] * 4), None, {}).nbytes == 4 * (24 + 24)
 
 
 def test_unknown_operators_have_no_figures() -> None:
