@@ -16,7 +16,7 @@ _EARLY_NS: Final = 20_000_000
 """A caller that enforces its deadline itself may cancel this much earlier, since its clock began before the request
 arrived."""
 
-_MOST_CHARACTERS: Final = 100
+_MAX_CHARACTERS: Final = 100
 """Maximum length of a text of the caller in a log line: a request may carry an id of 64 KiB."""
 
 
@@ -128,7 +128,7 @@ def log_fields(call: Call) -> dict[str, str]:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 
 def _log(log: AccessLog, call: Call, outcome: str, ended_ns: int) -> None:
