@@ -128,7 +128,7 @@ def log_fields(call: Call) -> dict[str, str]:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 1]}…"
 
 
 def _log(log: AccessLog, call: Call, outcome: str, ended_ns: int) -> None:
