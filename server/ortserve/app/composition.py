@@ -41,6 +41,7 @@ from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
 from ortserve.service.labels import LabelService
 from ortserve.service.load_meter import LoadMeter
+from ortserve.service.loop_turns import LoopTurns
 from ortserve.service.management import LogSettings, Management, StatisticsService
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.profiling import ProfilingService
@@ -185,13 +186,16 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         polling=polling,
         memory=memory,
     )
-    repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
+    turns = LoopTurns()
+    repository = RepositoryService(
+        registry, mode=options.model_control_mode, load_models=options.load_model, turns=turns
+    )
     labels = LabelService(registry)
     rollouts = RolloutService(registry, labels, monotonic_ns)
     metrics.set_rollouts_source(rollouts.readings)
     management = Management(
         repository,
-        StatisticsService(registry, monotonic_ns),
+        StatisticsService(registry, monotonic_ns, turns=turns),
         LogSettings(switches),
         traces,
         ProfilingService(registry, options, monotonic_ns),

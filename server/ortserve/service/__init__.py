@@ -11,6 +11,7 @@ __all__ = [
     "key_files",
     "labels",
     "load_meter",
+    "loop_turns",
     "management",
     "model_details",
     "models",

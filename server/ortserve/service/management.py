@@ -1,6 +1,5 @@
 """Statistics and log settings of a running server, and the record of all management services for the frontends."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.labels import LabelService
+from ortserve.service.loop_turns import LoopTurns
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.repository import RepositoryService
 from ortserve.service.rollout.control import RolloutService
@@ -43,25 +43,39 @@ class ModelStatistics:
 class StatisticsService:
     """Answers statistics calls. Loop thread only."""
 
-    def __init__(self, registry: Registry, clock: Clock, wall_clock: Clock = time.time_ns) -> None:
-        """``clock`` is the monotonic clock of the timings; ``wall_clock`` returns nanoseconds since the epoch."""
+    def __init__(
+        self, registry: Registry, clock: Clock, wall_clock: Clock = time.time_ns, *, turns: LoopTurns | None = None
+    ) -> None:
+        """Read from ``registry``.
+
+        Args:
+            registry: The models.
+            clock: The monotonic clock of the timings.
+            wall_clock: Nanoseconds since the epoch.
+            turns: Divides the turns of the event loop with other services; None if no other one needs many.
+        """
         self._registry = registry
+        self._turns = turns or LoopTurns()
         self._clock = clock
         self._wall_clock = wall_clock
 
     async def statistics(self, name: str = "", version: str = "") -> AsyncIterator[ModelStatistics]:
         """The statistics of a version, of all ready versions of a model, or, without a name, of all models.
 
-        Yields a few in each turn of the event loop, because a server may have thousands.
+        Of all models, it yields a few in each turn of the event loop, because a server may have thousands.
 
         Raises:
             ServeError: invalid_input, as the protocol requires, for a model or version that does not serve.
         """
-        for number, model in enumerate([name] if name else self._registry.names(), 1):
-            for served in self._named(name, version) if name else self._serving(model):
+        if name:
+            for served in self._named(name, version):
                 yield self._describe(served)
+            return
+        for number, model in enumerate(self._registry.names()):
             if number % _PER_TURN == 0:
-                await asyncio.sleep(0)
+                await self._turns.next()
+            for served in self._serving(model):
+                yield self._describe(served)
 
     def _named(self, name: str, version: str) -> list[ServedVersion]:
         """The versions that a call names. Raises ServeError: see ``statistics``."""

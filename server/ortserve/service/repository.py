@@ -10,6 +10,7 @@ from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.registry import Registry
+from ortserve.service.loop_turns import LoopTurns
 from ortserve.telemetry.logs import log_event, log_fault
 
 logger: Final = logging.getLogger(__name__)
@@ -47,9 +48,24 @@ class IndexEntry:
 class RepositoryService:
     """Answers the repository calls. Loop thread only."""
 
-    def __init__(self, registry: Registry, *, mode: ControlMode, load_models: Collection[str] = ()) -> None:
-        """``load_models`` are the models that the mode ``explicit`` loads at the start; ``*`` means all."""
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        mode: ControlMode,
+        load_models: Collection[str] = (),
+        turns: LoopTurns | None = None,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            registry: The models.
+            mode: How the set of models changes.
+            load_models: The models that the mode ``explicit`` loads at the start; ``*`` means all.
+            turns: As in ``StatisticsService``.
+        """
         self._registry = registry
+        self._turns = turns or LoopTurns()
         self._mode = mode
         self._load_models = load_models
 
@@ -89,15 +105,15 @@ class RepositoryService:
                 present = frozenset(await self._registry.names_in_repositories())
             except ServeError as error:
                 log_event(logger, logging.WARNING, "the index shows only known models", reason=error.message)
-        for number, name in enumerate(sorted({*self._registry.names(), *present}), 1):
+        for number, name in enumerate(sorted({*self._registry.names(), *present})):
+            if number % _PER_TURN == 0:
+                await self._turns.next()
             records = self._registry.records_of(name)
             for record in records:
                 if not only_ready or record.state is State.READY:
                     yield _entry(record)
             if not records and name in present:
                 yield IndexEntry(name)
-            if number % _PER_TURN == 0:
-                await asyncio.sleep(0)
 
     async def load(self, name: str, parameters: Mapping[str, LoadParameter]) -> None:
         """Load or reload a model. Returns when it serves.

@@ -1,5 +1,6 @@
 """Statistics of the models that serve."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -76,6 +77,29 @@ async def test_statistics_of_many_versions_leave_the_loop_to_others() -> None:
     found, turns = await run_counting_turns(list_all())
     assert len(found) == 100
     assert turns >= 4
+
+
+async def test_concurrent_statistics_of_many_versions_share_no_turn() -> None:
+    served = SimpleNamespace(metrics=ModelMetrics("m", "1"))
+    found: list[int] = []
+    """The number of versions that each turn of the loop has described."""
+
+    def find(*_: str) -> SimpleNamespace:
+        found[-1] += 1
+        return served
+
+    registry: Any = SimpleNamespace(names=lambda: ["m"] * 40, ready_versions=lambda _: [1], find=find)
+    service = StatisticsService(registry, time.monotonic_ns)
+
+    async def list_all() -> list[ModelStatistics]:
+        return [one async for one in service.statistics()]
+
+    calls = asyncio.gather(*(list_all() for _ in range(20)))
+    while not calls.done():
+        found.append(0)
+        await asyncio.sleep(0)
+    assert sum(found) == 20 * 40
+    assert max(found) == 25
 
 
 async def test_last_inference_has_the_time_of_the_wall_clock(registry: Registry) -> None:
