@@ -25,10 +25,15 @@ from onnx_node_cases import fetch_node_cases, read_node_cases
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 
-_PATTERNS: Final = (0x55, 0x2B)
+_PATTERNS: Final = (0x55, 0xAB)
+"""Memory is filled with their complements: a negative and a positive number, which differ in sums that saturate."""
 _M_PERTURB: Final = -6
 """The number of the option of glibc's mallopt that fills memory."""
 _MAX_SECONDS: Final = 10
+_MAX_CPU_SECONDS: Final = 2
+"""A Conv with an empty kernel does not return."""
+_WHOLE: Final = {"from": np.array([0]), "to": np.array([2**40])}
+"""Bounds of slices."""
 _RANDOM: Final = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
 
 
@@ -44,7 +49,7 @@ def main() -> None:
             continue
         sliced = _behind_slices(model)
         for feeds in _empty(given):
-            if kind := _outcome(sliced, feeds):
+            if kind := outcome(sliced, feeds | _WHOLE):
                 found[next(iter(operators)), kind] += 1
     for (operator, kind), count in sorted(found.items()):
         print(f"{operator}: {kind} ({count})")
@@ -74,16 +79,22 @@ def _empty(given: Mapping[str, np.ndarray]) -> Iterator[Arrays]:
     chosen += [{(name, axis) for name, axis, size in axes if size == one} for one in {size for *_, size in axes}]
     for empty in chosen:
         shapes = {n: [0 if (n, axis) in empty else size for axis, size in enumerate(a.shape)] for n, a in given.items()}
-        yield {name: given[name].reshape(-1)[: np.prod(shape)].reshape(shape) for name, shape in shapes.items()}
+        yield {
+            f"{name}/whole": given[name].reshape(-1)[: np.prod(shape)].reshape(shape) for name, shape in shapes.items()
+        }
 
 
-def _outcome(model: bytes, feeds: Arrays) -> str:
-    """How a run in a child process went wrong; empty if it did not, or if ONNX Runtime rejected the tensors."""
+def outcome(model: bytes, feeds: Arrays) -> str:
+    """How a run in a child process went wrong: ``unwritten``, or the name of the signal that ended the process.
+
+    Empty if nothing went wrong, or if ONNX Runtime rejected the tensors.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_SECONDS, _MAX_CPU_SECONDS + 1))
             signal.alarm(_MAX_SECONDS)
             os.write(writer, pickle.dumps(_is_written(model, feeds)))
         finally:
@@ -105,12 +116,10 @@ def _is_written(model: bytes, feeds: Arrays) -> bool:
     libc = ctypes.CDLL(None)
     try:
         session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-        whole = {f"{name}/whole": array for name, array in feeds.items()}
-        bounds = {"from": np.array([0]), "to": np.array([2**40])}
         outputs = []
         for pattern in _PATTERNS:
             libc.mallopt(_M_PERTURB, pattern)
-            outputs.append([np.asarray(output) for output in session.run(None, whole | bounds)])
+            outputs.append([np.asarray(output) for output in session.run(None, feeds)])
     except Exception:
         return True
     return all(one.dtype == object or one.tobytes() == other.tobytes() for one, other in zip(*outputs, strict=True))
