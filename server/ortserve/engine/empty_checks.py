@@ -197,6 +197,7 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("com.microsoft", "QAttention"): _not_empty(0),
     ("com.microsoft", "QGemm"): _check_summed,
     ("com.microsoft", "QLinearConcat"): _check_join,
+    ("com.microsoft", "QLinearConv"): _not_empty(3),
     ("com.microsoft", "QMoE"): _check_hidden,
     ("com.microsoft", "SkipLayerNormalization"): _check_skipped,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _check_skipped,

@@ -190,6 +190,15 @@ EMPTY_INSIDE: Final = {
         ),
         (1, 1, 4, 4),
     ),
+    "QLinearConv with channels last": (
+        cut(
+            "uint8[n,1,h,w] x, uint8[n,h,w,1] z",
+            "uint8[n,a,b,m] y",
+            "third) y = com.microsoft.QLinearConv <channels_last = 1> (z, half, zero, t, half, zero, half, zero)",
+            _SCALES,
+        ),
+        (1, 4, 4, 4),
+    ),
     "DFT": (cut("int64[k] x, float[n,3,1] z", "float[n,3,2] y", "at) a = Sub (t, t) y = DFT (z, , a)"), (1,)),
     "Scan that reads other axes": (
         cut(
