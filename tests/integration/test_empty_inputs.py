@@ -35,6 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"einsum{suffix}", builders.diagonal_products),
             add_model(repository, f"joined{suffix}", interfaces.joined),
             add_model(repository, f"product{suffix}", interfaces.quantized_product),
+            add_model(repository, f"multiple{suffix}", interfaces.quantized_multiple),
             add_model(repository, f"vector{suffix}", interfaces.product_with_vector),
             add_model(repository, f"heads{suffix}", interfaces.free_heads),
             add_model(repository, f"window{suffix}", interfaces.free_window),
@@ -45,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"features{suffix}", interfaces.joined_features),
         ]
         for folder in folders:
-            (folder / "model.yaml").write_text(options)
+            (folder / "model.yaml").write_text(f"{options}intra_op_threads: 2\n")
     with serving(repository, *SHORT_WARMUP) as running:
         yield running
         # The process still runs after all of the above.
@@ -105,6 +106,14 @@ def test_empty_input_that_is_joined_along_another_axis_is_rejected(server: Serve
 def test_quantized_product_over_an_empty_axis_is_rejected(server: ServerProcess) -> None:
     empty = {"a": np.empty((2, 0), np.float32), "b": np.empty((0, 3), np.float32)}
     check_rejected(server, "product_alone", empty, "'a' is empty for model 'product_alone'")
+
+
+@pytest.mark.parametrize("model", ["multiple", "multiple_alone"])
+def test_quantized_multiple_of_an_empty_tensor_is_rejected(server: ServerProcess, model: str) -> None:
+    """ONNX Runtime would crash the process if it has several threads."""
+    whole = np.array([[1, 2]], np.float32)
+    np.testing.assert_array_equal(rest_json(server, model, {"x": whole})["y"], 3 * whole)
+    check_rejected(server, model, {"x": np.empty((2, 0), np.float32)}, f"'x' is empty for model '{model}'")
 
 
 def test_product_with_an_empty_vector_is_rejected(server: ServerProcess) -> None:

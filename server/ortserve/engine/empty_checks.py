@@ -57,6 +57,13 @@ def _check_product(product: CheckedNode) -> None:
         _check_summed(product)
 
 
+def _check_term(term: CheckedNode) -> None:
+    """Quantized sums and products of elements crash on empty tensors, and ONNX Runtime quantizes those of quantized."""
+    makers = [term.around.makers.get(name) for name in term.node.inputs]
+    if all(maker is not None and maker.op == "DequantizeLinear" for maker in makers):
+        _not_empty(0, 1)(term)
+
+
 def _check_terms(einsum: CheckedNode) -> None:
     """Einsum divides by 0 if it transposes an empty factor."""
     equation = einsum.node.attributes.get("equation")
@@ -162,6 +169,7 @@ def _check_rows(unique: CheckedNode) -> None:
 
 _SECOND_FACTOR: Final = {"QLinearMatMul": 3, "QGemm": 3}
 EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
+    ("", "Add"): _check_term,
     ("", "Attention"): _check_heads,
     ("", "Concat"): _check_join,
     ("", "Conv"): _not_empty(1),
@@ -175,6 +183,7 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "MatMul"): _check_product,
     ("", "Gemm"): _check_product,
     ("", "MatMulInteger"): _check_summed,
+    ("", "Mul"): _check_term,
     ("", "QLinearConv"): _not_empty(3),
     ("", "QLinearMatMul"): _check_summed,
     ("", "QuantizeLinear"): _check_blocks,
@@ -196,8 +205,10 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("com.microsoft", "MultiHeadAttention"): _check_heads,
     ("com.microsoft", "QAttention"): _not_empty(0),
     ("com.microsoft", "QGemm"): _check_summed,
+    ("com.microsoft", "QLinearAdd"): _not_empty(0, 3),
     ("com.microsoft", "QLinearConcat"): _check_join,
     ("com.microsoft", "QLinearConv"): _not_empty(3),
+    ("com.microsoft", "QLinearMul"): _not_empty(0, 3),
     ("com.microsoft", "QMoE"): _check_hidden,
     ("com.microsoft", "SkipLayerNormalization"): _check_skipped,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _check_skipped,

@@ -199,6 +199,44 @@ EMPTY_INSIDE: Final = {
         ),
         (1, 4, 4, 4),
     ),
+    "Add of quantized": (
+        cut(
+            "float[n,c] x",
+            "float[n,c] y",
+            f"next) {_QUANTIZED.format('t', 'a')} b = DequantizeLinear (scales, half, zero) c = Add (a, b) "
+            f"{_QUANTIZED.format('c', 'y')}",
+            f"{_SCALES}, uint8[1] scales = {{3}}",
+        ),
+        (2, 3),
+    ),
+    "Mul of quantized": (
+        cut(
+            "float[n,c] x",
+            "float[n,c] y",
+            f"next) {_QUANTIZED.format('t', 'a')} b = DequantizeLinear (scales, half, zero) c = Mul (a, b) "
+            f"{_QUANTIZED.format('c', 'y')}",
+            f"{_SCALES}, uint8[1] scales = {{3}}",
+        ),
+        (2, 3),
+    ),
+    "QLinearAdd": (
+        cut(
+            "uint8[n,c] x, uint8[1] z",
+            "uint8[n,c] y",
+            "next) y = com.microsoft.QLinearAdd (t, half, zero, z, half, zero, half, zero)",
+            _SCALES,
+        ),
+        (2, 3),
+    ),
+    "QLinearMul": (
+        cut(
+            "uint8[n,c] x, uint8[1] z",
+            "uint8[n,c] y",
+            "next) y = com.microsoft.QLinearMul (z, half, zero, t, half, zero, half, zero)",
+            _SCALES,
+        ),
+        (2, 3),
+    ),
     "DFT": (cut("int64[k] x, float[n,3,1] z", "float[n,3,2] y", "at) a = Sub (t, t) y = DFT (z, , a)"), (1,)),
     "Scan that reads other axes": (
         cut(

@@ -120,6 +120,25 @@ def quantized_product(path: Path) -> Path:
     return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, "batch", 3)])
 
 
+def quantized_multiple(path: Path) -> Path:
+    """Three times x, which ONNX Runtime computes in UINT8: x FP32 [batch, length] → y FP32 [batch, length]."""
+    weights: dict[str, np.ndarray] = {
+        "half": np.array(0.5, np.float32),
+        "zero": np.array(0, np.uint8),
+        "six": np.array([6], np.uint8),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "half", "zero"], ["x8"]),
+        helper.make_node("DequantizeLinear", ["x8", "half", "zero"], ["a"]),
+        helper.make_node("DequantizeLinear", ["six", "half", "zero"], ["b"]),
+        helper.make_node("Mul", ["a", "b"], ["product"]),
+        helper.make_node("QuantizeLinear", ["product", "half", "zero"], ["y8"]),
+        helper.make_node("DequantizeLinear", ["y8", "half", "zero"], ["y"]),
+    ]
+    x, y = (_tensor(name, DataType.FP32, "batch", "length") for name in "xy")
+    return _write(path, nodes, [x], [y], [numpy_helper.from_array(value, name) for name, value in weights.items()])
+
+
 def product_with_vector(path: Path) -> Path:
     """A product with a vector without rows: a FP32 [rows, inner] and b FP32 [inner] → y FP32 [rows]."""
     inputs = [_tensor("a", DataType.FP32, "rows", "inner"), _tensor("b", DataType.FP32, "inner")]

@@ -6,7 +6,8 @@ of the memory, such as inputs of other requests. An empty tensor is correct if i
 as the past of a decoder is before the first token. ONNX Runtime does not write products over an axis of length 0,
 either, if they are quantized, of a vector, or joined with a Transpose. RoiAlign reads beyond an image without pixels.
 Attention without heads, or with heads of size 0, ends the process, and so do a few other operators on some empty axes.
-A Conv with an empty kernel does not return, and a ConvInteger does not write its output.
+A Conv with an empty kernel does not return, and a ConvInteger does not write its output. Quantized sums and products of
+elements crash on several threads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -27,6 +28,9 @@ _PRODUCTS: Final = {"MatMul": 1, "Gemm": 1} | _QUANTIZED_PRODUCTS
 """Products of matrices, with the index of the second one. The first two are quantized behind DequantizeLinear."""
 _KERNELS: Final = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
 """Convolutions, with the place of the kernel."""
+_QUANTIZED_TERMS: Final = frozenset({"QLinearAdd", "QLinearMul"})
+_TERMS: Final = frozenset({"Add", "Mul"})
+"""Operators on elements that ONNX Runtime quantizes behind DequantizeLinear."""
 _OF_BOXES: Final = frozenset({"MaxRoiPool", "RoiAlign"})
 """Operators whose first input is images, with the height and width on axes 2 and 3."""
 _IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Slice", "Split"})
@@ -111,7 +115,7 @@ class _Paths:
             read = self._all_of(names_read(node))
             if not read:
                 continue
-            if self._is_unwritten_product(node, constants) or _crashes_anywhere(node):
+            if self._is_unwritten_product(node, constants) or self._is_term(node) or _crashes_anywhere(node):
                 self.wrong |= read.keys()
                 continue
             for name, axis in self._crashing_axes(node):
@@ -136,6 +140,10 @@ class _Paths:
             return False
         has_vector = node.op == "MatMul" and any(self._ranks.get(name) == 1 for name in node.inputs)
         return has_vector or _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
+
+    def _is_term(self, node: Node) -> bool:
+        """Whether a node is a sum or product of quantized elements."""
+        return node.op in _TERMS and self._dequantized.issuperset(node.inputs)
 
     def _crashing_axes(self, node: Node) -> Iterator[tuple[str, int]]:
         """Inputs of a node, each with an axis along which it must not be empty."""
@@ -258,11 +266,16 @@ def _kernel_of(node: Node) -> str:
 
 
 def _crashes_anywhere(node: Node) -> bool:
-    """Whether a node crashes on any empty input: matrix inverse, quantization in blocks, ConvTranspose of volumes."""
+    """Whether a node crashes on any empty input.
+
+    These are the matrix inverse, quantization in blocks, quantized terms and ConvTranspose of volumes.
+    """
     if node.op == "ConvTranspose":
         kernel = node.attributes.get("kernel_shape")
         return not isinstance(kernel, tuple) or len(kernel) > 2
-    return node.op == "Inverse" or (node.op == "QuantizeLinear" and bool(node.attributes.get("block_size")))
+    if node.op == "Inverse" or node.op in _QUANTIZED_TERMS:
+        return True
+    return node.op == "QuantizeLinear" and bool(node.attributes.get("block_size"))
 
 
 def _is_quantized(node: Node) -> bool:

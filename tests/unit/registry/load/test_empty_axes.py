@@ -135,6 +135,17 @@ def test_quantized_products_of_two_computed_matrices_take_no_empty_ones(
         ("float[n,k] x, float[k,m] z", "y = MatMulIntegerToFloat (x, z, s, s)", {"x": set(), "z": set()}),
         ("float[n,k] x, float[k,m] z", "y = DynamicQuantizeMatMul (x, z, s)", {"x": set(), "z": set()}),
         ("float[n,m] x, float[n,k] z", "y = QLinearConcat <axis = 1> (s, o, x, s, o, z, s, o)", {"x": {1}, "z": {1}}),
+        ("uint8[n,m] x", "y = QLinearMul (x, s, o, x, s, o, s, o)", {"x": set()}),
+        (
+            "float[n,m] x",
+            "q = QuantizeLinear (x, kernel) d = DequantizeLinear (q, kernel) y = Add (d, d)",
+            {"x": set()},
+        ),
+        (
+            "float[n,m] x",
+            "q = QuantizeLinear (x, kernel) d = DequantizeLinear (q, kernel) y = Add (d, kernel)",
+            {"x": {0, 1}},
+        ),
         ("float[batch,size,size] x", "y = Inverse (x)", {"x": set()}),
         ("float[batch,n] x", "y = QuantizeLinear <axis = 1, block_size = 2> (x, x)", {"x": set()}),
         ("float[batch,n] x", "y = QuantizeLinear (x, kernel)", None),
