@@ -122,7 +122,7 @@ def observe(
         alone = [_run(session, row) for row in rows]
     except Exception as error:
         raise RefusedError(str(error)) from error
-    fill_memory(0x3B)
+    fill_memory(0xAB)
     together: dict[Together, Arrays | None] = {}
     for batch in batches:
         try:
@@ -139,7 +139,10 @@ def observe(
 
 
 def fill_memory(byte: int) -> None:
-    """Fill memory allocated from now on, so that values that a kernel does not write differ between runs."""
+    """Fill memory allocated from now on, so that values that a kernel does not write differ between runs.
+
+    Of two bytes, one needs to be above 127: the numbers then differ in sign, also in sums that saturate at 0.
+    """
     _LIBC.mallopt(_PERTURB, byte)
 
 

@@ -103,7 +103,7 @@ class GrowingGraph:
             raise Unsuitable
         results: list[list[np.ndarray] | None] = []
         for index in range(len(RUNS)):
-            fill_memory(0x55 if index < ROWS else 0x3B)
+            fill_memory(0x55 if index < ROWS else 0xAB)
             # Input names of the session, by position: the session may belong to another node.
             feeds = {f"i{position}": runs[index] for position, runs in enumerate(operands.values())}
             is_missing = any(array is None or (op in CRASHING and not array.size) for array in feeds.values())
