@@ -285,6 +285,23 @@ class ModelOptions(LoadOptions):
         return bool(self.batch_inputs or self.batch_outputs) or any(each.ragged for each in self.inputs.values())
 
 
+_NAMES_OF_TRITON: Final = {
+    "default_model_filename": "model_file",
+    "ensemble_scheduling": "ensemble",
+    "instance_group": "instances",
+    "max_batch_size": "max_rows",
+    "model_warmup": "warmup_samples",
+    "sequence_batching": "sequences",
+}
+"""Fields of a ``config.pbtxt`` that users of Triton may write into a ``model.yaml``, and the keys in their place."""
+
+
+def _hint_for(key: str) -> str:
+    """The problem with a key that only Triton knows; empty for other keys."""
+    known = _NAMES_OF_TRITON.get(key)
+    return f"unknown key; this field of a config.pbtxt is '{known}' here" if known else ""
+
+
 def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions:
     """Read a ``model.yaml``; missing keys are taken from ``defaults``. Blocks on the file.
 
@@ -330,7 +347,8 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
     try:
         options = validate(ModelOptions, given, inherited)
     except InvalidValuesError as error:
-        raise invalid_input(f"{source}: {error}") from None
+        found = {key: _hint_for(key) or problem for key, problem in error.problems.items()}
+        raise invalid_input(f"{source}: {InvalidValuesError(found)}") from None
     if problem := "; ".join([*_priority_problems(options), *_sequence_problems(options), *_ragged_problems(options)]):
         raise invalid_input(f"{source}: {problem}")
     return ModelOptions.model_construct(set(given), **dict(options))

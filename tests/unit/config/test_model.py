@@ -60,6 +60,7 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
     ("text", "problem"),
     [
         ("max_row: 4", "max_row: unknown key; did you mean 'max_rows'?"),
+        ("max_batch_size: 8", "max_batch_size: unknown key; this field of a config.pbtxt is 'max_rows' here"),
         (
             "labels: {1st: 1}",
             (
