@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -228,8 +229,11 @@ def test_profiling_needs_the_option_and_a_control_key(
             assert shown.err.count("\n") == 1
 
 
-def test_server_of_another_kind_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_tool("profile", [f"http://{server.metrics}", "mlp"]) == 1
+def test_server_of_another_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        assert run_tool("profile", [f"http://127.0.0.1:{other.server_port}", "mlp"]) == 1
+        other.shutdown()
     assert "expected a server of the Open Inference Protocol v2, got status 501" in capsys.readouterr().err
 
 
