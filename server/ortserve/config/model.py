@@ -17,6 +17,7 @@ from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import BatchInputOptions, FileName, InputOptions, OutputOptions, PadAxis, WarmupSample
+from ortserve.config.triton_names import hint_for
 from ortserve.config.versions import MAX_LABELS, Label, LatestVersions, Version, VersionPolicy
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
@@ -285,23 +286,6 @@ class ModelOptions(LoadOptions):
         return bool(self.batch_inputs or self.batch_outputs) or any(each.ragged for each in self.inputs.values())
 
 
-_NAMES_OF_TRITON: Final = {
-    "default_model_filename": "model_file",
-    "ensemble_scheduling": "ensemble",
-    "instance_group": "instances",
-    "max_batch_size": "max_rows",
-    "model_warmup": "warmup_samples",
-    "sequence_batching": "sequences",
-}
-"""Fields of a ``config.pbtxt`` that users of Triton may write into a ``model.yaml``, and the keys in their place."""
-
-
-def _hint_for(key: str) -> str:
-    """The problem with a key that only Triton knows; empty for other keys."""
-    known = _NAMES_OF_TRITON.get(key)
-    return f"unknown key; this field of a config.pbtxt is '{known}' here" if known else ""
-
-
 def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions:
     """Read a ``model.yaml``; missing keys are taken from ``defaults``. Blocks on the file.
 
@@ -347,7 +331,7 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
     try:
         options = validate(ModelOptions, given, inherited)
     except InvalidValuesError as error:
-        found = {key: _hint_for(key) or problem for key, problem in error.problems.items()}
+        found = {key: hint_for(key) or problem for key, problem in error.problems.items()}
         raise invalid_input(f"{source}: {InvalidValuesError(found)}") from None
     if problem := "; ".join([*_priority_problems(options), *_sequence_problems(options), *_ragged_problems(options)]):
         raise invalid_input(f"{source}: {problem}")
