@@ -259,7 +259,7 @@ class Connection:
             self.loop.call_soon(self.exchange.start)
         elif self._rejection is not None:
             self.reject(self._rejection)
-        if not self._waiting:  # otherwise a caller that sends faster than it is answered would fill the memory
+        if self.is_read_paused and not self._waiting:  # otherwise a caller that sends too fast would fill the memory
             self.resume_reading()
 
     def reject_in_turn(self, error: ServeError, *, in_body: bool) -> None:
