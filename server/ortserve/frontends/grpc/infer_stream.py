@@ -33,7 +33,7 @@ from ortserve.telemetry.tracing import Trace, Tracing
 
 _ENCODER: Final = StreamEncoder()
 _TURN_REQUESTS: Final = 16
-"""Requests of a stream that begin or are answered before the event loop serves other callers, in 1 to 4 ms."""
+"""Requests of a stream that begin or are answered before the event loop serves other callers."""
 
 _MODEL_STREAM_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelStreamInfer")
 

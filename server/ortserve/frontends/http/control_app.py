@@ -74,7 +74,7 @@ def make_control_app(
         description="ONNX models over the Open Inference Protocol v2.",
         responses={"4XX": {"model": ErrorDocument}, "5XX": {"model": ErrorDocument}},
         redirect_slashes=False,
-        openapi_url=None,  # FastAPI's route would build the document on the event loop, in 0.1 s
+        openapi_url=None,  # FastAPI's route would build the document on the event loop
         docs_url=None,  # FastAPI's pages load scripts from a CDN
         redoc_url=None,
     )
@@ -115,7 +115,7 @@ def make_control_app(
 
 
 def build_routes(app: FastAPI) -> None:
-    """Build the routes before the server listens. FastAPI would do so for the first requests, in up to 70 ms."""
+    """Build the routes before the server listens. FastAPI would do so for the first requests."""
     list(iter_route_contexts(app.routes))
 
 
