@@ -141,6 +141,15 @@ def check_text_count(count: int, name: str) -> None:
         )
 
 
+def check_text_size(size: int, index: int, name: str) -> None:
+    """Check the bytes of element ``index``. Raises ServeError: too_large for more than ``MAX_TEXT_BYTES``."""
+    if size > MAX_TEXT_BYTES:
+        raise ServeError(
+            ErrorKind.TOO_LARGE,
+            f"string element {index} of inference input '{name}': expected at most {MAX_TEXT_BYTES} bytes, got {size}",
+        )
+
+
 def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: str) -> ServeError:
     """Return the error for element ``index`` at ``offset``, or for a missing or additional element."""
     left = len(data) - offset
@@ -154,13 +163,8 @@ def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: 
         return invalid_input(
             f"string element {index} of inference input '{name}' has length {length}, but only {left} bytes are left"
         )
-    if length > MAX_TEXT_BYTES:
-        return ServeError(
-            ErrorKind.TOO_LARGE,
-            f"string element {index} of inference input '{name}': expected at most {MAX_TEXT_BYTES} bytes, "
-            f"got {length}",
-        )
     try:
+        check_text_size(length, index, name)
         decode_element(data[start : start + length], index, name)
     except ServeError as error:
         return error

@@ -19,6 +19,7 @@ from interpreted import interpreted_only
 from ortserve._pb.grpc_service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from ortserve.codecs import grpc_answer, grpc_infer
 from ortserve.codecs.binary_tensor import encode_bytes_elements
+from ortserve.codecs.bounds import MAX_TEXT_BYTES
 from ortserve.codecs.grpc_answer import encode_response
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.grpc_wire import malformed, varint
@@ -506,6 +507,30 @@ def test_unknown_datatype_is_rejected() -> None:
 def test_string_elements_that_are_not_text_are_rejected(raw: bytes) -> None:
     expect_invalid(request(("x", "BYTES", [1]), raw=[raw]), "not valid UTF-8")
     expect_invalid(typed("BYTES", [1], bytes_contents=[raw[4:]]), "not valid UTF-8")
+    for count in (3, 30_000):  # decoded by protobuf, and in steps
+        texts = [b"any"] * count + [raw[4:]]
+        expect_invalid(typed("BYTES", [len(texts)], bytes_contents=texts), f"element {count} of inference input 'x'")
+
+
+def test_too_long_string_element_is_rejected() -> None:
+    text = b"x" * (MAX_TEXT_BYTES + 1)
+    raw = struct.pack("<II", 0, len(text)) + text
+    for message in (request(("x", "BYTES", [2]), raw=[raw]), typed("BYTES", [2], bytes_contents=[b"", text])):
+        error = refusal(message)
+        assert error.kind is ErrorKind.TOO_LARGE
+        assert f"string element 1 of inference input 'x': expected at most {MAX_TEXT_BYTES} bytes" in error.message
+
+
+def test_texts_of_a_short_message_are_decoded_within_milliseconds() -> None:
+    """The event loop decodes short messages."""
+    request = GrpcRequest(typed("BYTES", [30_000], bytes_contents=[b""] * 30_000).SerializeToString())
+    assert request.is_short
+    durations = []
+    for _ in range(10):
+        began = time.thread_time()
+        assert request.read().inputs[0].array.tolist() == [""] * 30_000
+        durations.append(time.thread_time() - began)
+    assert min(durations) < 0.005
 
 
 def test_duplicate_input_or_output_is_rejected() -> None:
