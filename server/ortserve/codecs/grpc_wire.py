@@ -4,7 +4,7 @@ The scan of the bytes counts the parts, so a message of millions of empty fields
 for them.
 """
 
-from typing import Final
+from typing import Final, TypeAlias
 
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
 from ortserve.codecs.bounds import MAX_HEAD_BYTES, MAX_PARAMETERS, MAX_TENSORS, too_many
@@ -18,6 +18,7 @@ LENGTH_DELIMITED: Final = 2
 FIXED32: Final = 5
 
 _ID: Final = ModelInferRequest.ID_FIELD_NUMBER
+_NAMES: Final = (ModelInferRequest.MODEL_NAME_FIELD_NUMBER, ModelInferRequest.MODEL_VERSION_FIELD_NUMBER, _ID)
 _PARAMETERS: Final = ModelInferRequest.PARAMETERS_FIELD_NUMBER
 _INPUTS: Final = ModelInferRequest.INPUTS_FIELD_NUMBER
 _RAW_INPUTS: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
@@ -38,30 +39,53 @@ _MAX_FIELDS: Final = 16 * 1024
 _FEW_CONTENTS: Final = 64
 """Maximum number of raw contents that are scanned on the event loop, in 0.1 ms."""
 
+_FEW_FIELDS: Final = 512
+"""Maximum number of fields that are scanned on the event loop, in 1 ms when interpreted."""
+
 _MAX_SIZE_BYTES: Final = 5
 _MAX_VARINT_BYTES: Final = 10
 
-Contents = dict[int, bytes | memoryview]
+Contents: TypeAlias = dict[int, bytes | memoryview]
 """Typed contents of a request, by the index of their input."""
+
+Parts: TypeAlias = tuple[bytes, str, list[memoryview], Contents]
+"""The head; the id; views on the raw contents; the typed contents, as serialized ``InferTensorContents``.
+
+The head is the message without the other parts. With raw contents in the usual order it includes any typed contents.
+"""
 
 _NO_CONTENTS: Final[Contents] = {}
 
 
-def split_request(data: bytes | memoryview) -> tuple[bytes, str, list[memoryview], Contents]:
+def split_request(data: bytes | memoryview) -> Parts:
     """Split a serialized ``ModelInferRequest``.
-
-    Returns:
-        The head; the id; views on the raw contents; the typed contents, as serialized ``InferTensorContents``. The head
-        is the message without the other parts. With raw contents in the usual order it includes any typed contents.
 
     Raises:
         ServeError: invalid_input for a malformed message and for too many parts.
     """
-    parts = _split_usual(data)
+    return _split_usual(data) or _split_any(_Scan(memoryview(data), _MAX_FIELDS))
+
+
+def split_small_request(data: bytes | memoryview) -> Parts | None:
+    """Split a request like ``split_request``. Returns None after 1 ms if the request has many parts."""
+    try:
+        parts = _split_usual(data, _FEW_CONTENTS)
+    except ServeError:  # too many raw contents for this scan
+        return None
     if parts is not None:
         return parts
+    scan = _Scan(memoryview(data), _FEW_FIELDS)
     try:
-        return _Scan(memoryview(data)).split()
+        return _split_any(scan)
+    except ServeError:
+        if scan.fields_left < 0:
+            return None
+        raise
+
+
+def _split_any(scan: "_Scan") -> Parts:
+    try:
+        return scan.split()
     except (IndexError, UnicodeDecodeError):
         raise malformed(ModelInferRequest.DESCRIPTOR.full_name) from None
 
@@ -73,6 +97,20 @@ def usual_head(data: bytes | memoryview) -> bytes | None:
     except ServeError:  # too many raw contents for this scan
         return None
     return None if parts is None else parts[0]
+
+
+def name_fields(data: bytes | memoryview) -> bytes:
+    """Return the fields with id, model and version, if they are among the first fields of the message."""
+    view = memoryview(data)
+    found: list[memoryview] = []
+    position = fields = 0
+    while position < len(view) and fields < MAX_TENSORS:
+        begin = position
+        tag, _, position = read_field(view, begin, len(view))
+        if tag >> 3 in _NAMES and tag & 7 == LENGTH_DELIMITED:
+            found.append(view[begin:position])
+        fields += 1
+    return b"".join(found)
 
 
 def malformed(message_type: str) -> ServeError:
@@ -98,9 +136,7 @@ def check_field_count(data: bytes | memoryview, message_type: str) -> None:
         raise malformed(message_type) from None
 
 
-def _split_usual(
-    data: bytes | memoryview, max_contents: int = MAX_TENSORS
-) -> tuple[bytes, str, list[memoryview], Contents] | None:
+def _split_usual(data: bytes | memoryview, max_contents: int = MAX_TENSORS) -> Parts | None:
     """Split a message with a short head, raw contents, and fields in the usual order.
 
     Returns:
@@ -174,15 +210,15 @@ def _long_size(data: bytes, position: int) -> tuple[int, int]:
 class _Scan:
     """Splits a message with fields in any order. Unknown fields are skipped."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, max_fields: int) -> None:
         self._view = view
-        self._fields_left = _MAX_FIELDS
+        self.fields_left = max_fields
         self._head: list[bytes | memoryview] = []
         self._head_left = MAX_HEAD_BYTES
         self._contents: Contents = {}
         self._counts = [0] * (_RAW_INPUTS + 1)
 
-    def split(self) -> tuple[bytes, str, list[memoryview], Contents]:
+    def split(self) -> Parts:
         """Split. Raises IndexError or UnicodeDecodeError for a malformed message, and ServeError for too many parts."""
         view = self._view
         position, end = 0, len(view)
@@ -251,8 +287,8 @@ class _Scan:
             raise too_many(ModelInferRequest.DESCRIPTOR.fields_by_number[number].name, most)
 
     def _count_field(self) -> None:
-        self._fields_left -= 1
-        if self._fields_left < 0:
+        self.fields_left -= 1
+        if self.fields_left < 0:
             raise too_many("fields of inputs, outputs, shapes and parameters", _MAX_FIELDS)
 
 

@@ -22,8 +22,9 @@ from ortserve.codecs.binary_tensor import encode_bytes_elements
 from ortserve.codecs.bounds import MAX_TEXT_BYTES
 from ortserve.codecs.grpc_answer import encode_response
 from ortserve.codecs.grpc_infer import GrpcRequest
-from ortserve.codecs.grpc_wire import malformed, varint
+from ortserve.codecs.grpc_wire import malformed, split_small_request, varint
 from ortserve.core.dtypes import DataType
+from ortserve.core.encoded import Reading
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -255,6 +256,9 @@ def test_decoded_request_equals_that_of_protobuf(data: bytes, monkeypatch: pytes
         return
     assert outcome(data) == expected
     assert outcome(data) == expected  # with its head known
+    with monkeypatch.context() as patched:
+        patched.setattr(grpc_infer, "split_request", split_small_request)
+        assert outcome(data) == expected
 
 
 UNPACKED = {
@@ -521,10 +525,25 @@ def test_too_long_string_element_is_rejected() -> None:
         assert f"string element 1 of inference input 'x': expected at most {MAX_TEXT_BYTES} bytes" in error.message
 
 
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_small_message_with_many_parts_is_decoded_on_a_thread(is_raw: bool) -> None:
+    """2,000 inputs of a byte take 20 ms, which would delay all other callers."""
+
+    def inputs(count: int) -> GrpcRequest:
+        message = request(*((f"x{index}", "INT8", [1]) for index in range(count)), raw=[b"\1"] * count * is_raw)
+        for one in message.inputs if not is_raw else ():
+            one.contents.int_contents.append(1)
+        return GrpcRequest(message.SerializeToString())
+
+    assert inputs(30).reading() is Reading.INLINE
+    assert inputs(600).reading() is Reading.THREAD
+    assert [tensor.name for tensor in inputs(600).read().inputs] == [f"x{index}" for index in range(600)]
+
+
 def test_texts_of_a_short_message_are_decoded_within_milliseconds() -> None:
     """The event loop decodes short messages."""
     request = GrpcRequest(typed("BYTES", [30_000], bytes_contents=[b""] * 30_000).SerializeToString())
-    assert request.is_short
+    assert request.reading() is Reading.INLINE
     durations = []
     for _ in range(10):
         began = time.thread_time()
