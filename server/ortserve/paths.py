@@ -23,6 +23,11 @@ def is_file(path: Path) -> bool:
     return S_ISREG(_mode(path))
 
 
+def is_model_file(path: Path) -> bool:
+    """Whether an ``.onnx`` file, or a link to one, is there."""
+    return path.suffix == ".onnx" and is_file(path)
+
+
 def exists(path: Path) -> bool:
     """Whether anything is there. A broken link leads to nothing."""
     return _mode(path) != 0

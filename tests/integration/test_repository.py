@@ -15,6 +15,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
+from http_wire import wait_until
 from models import builders, interfaces
 from ortserve.registry.load.coordination import MAX_LOADS
 from servers import (
@@ -198,6 +199,25 @@ def test_server_is_never_ready_without_a_model_it_must_serve(tmp_path: Path, fla
         server.stop()
 
 
+def test_repository_can_be_a_single_model_file(tmp_path: Path) -> None:
+    """The file is polled like those in a folder. Other files beside it are not served."""
+    for name in ("only", "other"):
+        builders.identity(tmp_path / f"{name}.onnx")
+    polling = ("--model-control-mode", "poll", "--repository-poll-s", "0.2")
+    with serving(tmp_path / "only.onnx", *SHORT_WARMUP, *polling) as server:
+        index = httpx.post(f"{server.url}/v2/repository/index").json()
+        assert [model["name"] for model in index] == ["only"]
+        answer = httpx.post(rest_url(server, "only"), json={"inputs": [json_input("x", ROW["x"])]})
+        assert answer.json()["outputs"][0]["data"] == [1.0, 2.0, 3.0, 4.0]
+
+        def shape() -> object:
+            return httpx.get(f"{server.url}/v2/models/only").json()["inputs"][0]["shape"]
+
+        assert shape() == [-1, 4]
+        builders.identity(tmp_path / "new", shape=("batch", 5)).replace(tmp_path / "only.onnx")
+        wait_until(lambda: shape() == [-1, 5])
+
+
 def test_server_without_any_model_is_ready(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         assert is_ready(server)
@@ -216,7 +236,7 @@ def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: 
     )
     assert ended.returncode == 1
     assert "the server cannot start" in ended.stderr
-    assert "gone: expected a folder of models, got: No such file or directory" in ended.stderr
+    assert "gone: expected a folder of models or an .onnx file, got: No such file or directory" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -238,8 +258,11 @@ def test_port_in_use_ends_the_server_with_status_1_and_names_the_option(option: 
     [
         (["--example", "--http-port", "70000"], "--http-port: expected integer, 0 to 65535, got '70000'"),
         (["--example", "--no-such-flag"], "--no-such-flag"),
-        ([], "expected at least one folder, URL or --example"),
-        (["/no/such/folder"], "expected a folder of models, got '/no/such/folder': No such file or directory"),
+        ([], "expected at least one folder, .onnx file, URL or --example"),
+        (
+            ["/no/such/folder"],
+            "expected a folder of models or an .onnx file, got '/no/such/folder': No such file or directory",
+        ),
     ],
 )
 def test_invalid_arguments_end_the_command_with_status_2(words: list[str], problem: str) -> None:
@@ -260,7 +283,7 @@ def test_repository_without_permission_ends_the_command_with_status_2(mode: int,
     for folder in (closed, closed / "models"):
         with starting(folder, through=WITHOUT_RIGHTS_OF_ROOT) as server:
             assert server.wait() == 2
-            expected = f"repositories: expected a folder of models, got '{folder}': Permission denied"
+            expected = f"repositories: expected a folder of models or an .onnx file, got '{folder}': Permission denied"
             assert server.lines == [f"ortserve serve: {expected}"]
     closed.chmod(0o700)
 

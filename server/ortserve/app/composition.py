@@ -30,6 +30,7 @@ from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
+from ortserve.paths import is_model_file
 from ortserve.registry.recording import Recordings
 from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import DEFAULT_FOLDER, StateFile
@@ -241,7 +242,8 @@ def _state_folder(options: ServerOptions) -> Path | None:
     """The folder of the state that calls change; None if the server has no folder for it."""
     if options.state_dir is not None:
         return options.state_dir
-    first = next((folder for folder in options.repositories if isinstance(folder, Path)), None)
+    on_disk = (repository for repository in options.repositories if isinstance(repository, Path))
+    first = next((folder for folder in on_disk if not is_model_file(folder)), None)
     return None if first is None else first / DEFAULT_FOLDER
 
 

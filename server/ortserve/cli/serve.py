@@ -22,6 +22,7 @@ from ortserve.config.options import (
 )
 from ortserve.config.repository_url import Repository
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
+from ortserve.paths import is_model_file
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -39,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     except OptionsError as error:
         return _refuse(*error.problems)
     if not options.repositories and not options.example:
-        return _refuse("repositories: expected at least one folder, URL or --example, got none")
+        return _refuse("repositories: expected at least one folder, .onnx file, URL or --example, got none")
     if problems := combination_problems(options):
         return _refuse(*problems)
-    if problems := list(filter(None, map(_folder_problem, options.repositories))):
+    if problems := list(filter(None, map(_repository_problem, options.repositories))):
         return _refuse(*problems)
     if problem := runtime_problem(installed_runtimes()):
         return _refuse(problem)
@@ -51,15 +52,17 @@ def main(arguments: Sequence[str]) -> int:
     return run(options, option_origins(flags, config_path))
 
 
-def _folder_problem(repository: Repository) -> str:
-    """Why a folder of models cannot be read; empty if it can, and for a repository in a store."""
+def _repository_problem(repository: Repository) -> str:
+    """Why a folder of models or a model file cannot be read; empty if it can, and for a repository in a store."""
     if not isinstance(repository, Path):
         return ""
     try:
-        with os.scandir(f"{repository}/."):  # the dot needs the right to search the folder, too
+        # The dot needs the right to search the folder, too.
+        with repository.open("rb") if is_model_file(repository) else os.scandir(f"{repository}/."):
             return ""
     except OSError as error:
-        return f"repositories: expected a folder of models, got '{repository}': {error.strerror}"
+        expected = "a folder of models or an .onnx file"
+        return f"repositories: expected {expected}, got '{repository}': {error.strerror}"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -64,8 +64,9 @@ class ServerOptions(
     """All options of the server. Times are seconds, sizes bytes."""
 
     repositories: tuple[Repository, ...] = Field(default=(), json_schema_extra={"expects": "list of paths and URLs"})
-    """Model repositories: folders that hold ``<model>/<version>/model.onnx`` or ``<model>.onnx``, or URLs of such
-    repositories: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, ``https://HOST/FILE.tar.gz``, ``hf://OWNER/MODEL``."""
+    """Model repositories: folders that hold ``<model>/<version>/model.onnx`` or ``<model>.onnx``, single files
+    ``<model>.onnx``, or URLs of repositories: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``,
+    ``https://HOST/FILE.tar.gz``, ``hf://OWNER/MODEL``."""
     example: bool = False
     """Also serve the bundled example repository."""
     strict_readiness: bool = False

@@ -72,11 +72,14 @@ def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["serve"], "ortserve serve: repositories: expected at least one folder, URL or --example, got none\n"),
+        (
+            ["serve"],
+            "ortserve serve: repositories: expected at least one folder, .onnx file, URL or --example, got none\n",
+        ),
         (
             ["serve", "/absent/folder"],
             (
-                "ortserve serve: repositories: expected a folder of models, "
+                "ortserve serve: repositories: expected a folder of models or an .onnx file, "
                 "got '/absent/folder': No such file or directory\n"
             ),
         ),

@@ -1,7 +1,8 @@
 """Finds the files of models in a repository, and reads files that a model's configuration names. Blocks on the disk.
 
 A model is ``<repository>/<model>/<version>/model.onnx``, with an optional ``model.yaml`` or Triton's ``config.pbtxt``
-in the model's folder, or ``<repository>/<name>.onnx``, which is version 1 of ``<name>``. No model file is opened here.
+in the model's folder, or ``<repository>/<name>.onnx``, which is version 1 of ``<name>``. A repository may also be such
+a file itself. No model file is opened here.
 """
 
 import re
@@ -15,7 +16,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.session import EXTENSIONS
 from ortserve.core.version_names import version_of
 from ortserve.errors import invalid_input
-from ortserve.paths import exists, is_file, is_folder
+from ortserve.paths import exists, is_file, is_folder, is_model_file
 
 MODEL_FILE: Final = "model.onnx"
 OPTIONS_FILE: Final = "model.yaml"
@@ -79,7 +80,7 @@ def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
     """List the models of all repositories, sorted by name.
 
     Raises:
-        ServeError: invalid_input, if a repository is not a readable folder.
+        ServeError: invalid_input, if a repository is neither a readable folder nor a model file.
     """
     found: dict[str, ModelFiles] = {}
     for root in roots:
@@ -166,9 +167,10 @@ def _extensions_library() -> Path:
 
 def _read_repository(root: Path) -> list[ModelFiles]:
     try:
-        entries = sorted(root.iterdir())
+        entries = [root] if is_model_file(root) else sorted(root.iterdir())
     except OSError as error:
-        raise invalid_input(f"repository {root}: expected a folder of models, got: {error.strerror}") from None
+        expected = "a folder of models or an .onnx file"
+        raise invalid_input(f"repository {root}: expected {expected}, got: {error.strerror}") from None
     models: list[ModelFiles] = []
     for entry in entries:
         if entry.name.startswith("."):

@@ -3,6 +3,7 @@
 import argparse
 
 from ortserve.errors import invalid_input
+from ortserve.paths import is_model_file
 from ortserve.tools.check.result import CheckResult
 from ortserve.tools.command import FAILED, Outcome, run_tool, status_of
 from ortserve.tools.doctor.findings import find_in_models
@@ -25,8 +26,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         ServeError: invalid_input: the repository cannot be read, or has no model of this name.
     """
     repository = arguments.repository
-    if not repository.is_dir():
-        raise invalid_input(f"'{repository}': expected a folder of models")
+    if not repository.is_dir() and not is_model_file(repository):
+        raise invalid_input(f"'{repository}': expected a folder of models or an .onnx file")
     options, found = check_options(arguments.config)
     if any(one.kind == "invalid_option" for one in found):
         raise invalid_input("; ".join(one.seen for one in found if one.kind == "invalid_option"))

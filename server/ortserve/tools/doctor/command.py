@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortserve.errors import invalid_input
+from ortserve.paths import is_model_file
 from ortserve.tools.address import address_of, is_url
 from ortserve.tools.client import Client
 from ortserve.tools.command import Outcome, run_tool, status_of
@@ -44,8 +45,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:
-    if repository is not None and not Path(repository).is_dir():
-        raise invalid_input(f"'{repository}': expected a folder of models, or a URL such as http://127.0.0.1:8000")
+    if repository is not None and not Path(repository).is_dir() and not is_model_file(Path(repository)):
+        expected = "a folder of models, an .onnx file, or a URL such as http://127.0.0.1:8000"
+        raise invalid_input(f"'{repository}': expected {expected}")
     files = Files()
     processors, memory, system = read_processors(files), read_memory(files), read_system(os.environ)
     options, found = check_options(arguments.config)

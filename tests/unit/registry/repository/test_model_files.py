@@ -217,7 +217,18 @@ def test_repository_that_is_not_a_folder_is_an_error_naming_it(tmp_path: Path, n
         read_repositories([tmp_path / name])
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     reason = os.strerror(2 if name == "none" else 20)
-    assert caught.value.message == f"repository {tmp_path / name}: expected a folder of models, got: {reason}"
+    assert (
+        caught.value.message
+        == f"repository {tmp_path / name}: expected a folder of models or an .onnx file, got: {reason}"
+    )
+
+
+def test_model_file_can_be_a_repository(tmp_path: Path) -> None:
+    touch(tmp_path, "m.onnx", "other.onnx", "r/m.onnx")
+    (model,) = read_repositories([tmp_path / "m.onnx"])
+    assert (model.name, model.versions, model.problem) == ("m", {1: tmp_path / "m.onnx"}, "")
+    (model,) = read_repositories([tmp_path / "m.onnx", tmp_path / "r"])
+    assert model.problem == "the repositories have two models of this name"
 
 
 def test_empty_repository_has_no_models(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_status_follows_the_worst_finding(
 @pytest.mark.parametrize(
     ("arguments", "status", "problem"),
     [
-        (["/nowhere"], 2, "'/nowhere': expected a folder of models, or a URL"),
+        (["/nowhere"], 2, "'/nowhere': expected a folder of models, an .onnx file, or a URL"),
         (["http://127.0.0.1:1"], 1, "http://127.0.0.1:1: cannot reach the server: Connection refused"),
         (["http://"], 2, "'http://': expected a URL such as http://HOST:8000"),
         (["http://[::1"], 2, "http://[::1: Invalid IPv6 URL"),
