@@ -88,8 +88,8 @@ class LoadOptions(BaseModel):
     separate process; sizes that cannot be captured run without replay, and the model's metadata gives the reason. On
     TensorRT each graph needs its own session and an engine cache. Off by default, because it was tested on few GPUs."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
-    """Threads of one run inside an operator. Unset: the CPU quota and affinity of the process, or 1 for a model whose
-    run of one row takes less than 1 ms."""
+    """Threads of one run inside an operator. Unset: one for each physical core within the CPU quota and affinity of the
+    process, or 1 for a model whose run of one row takes less than 1 ms."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
     """Time limit of warm-up, which measures batch sizes before a version serves; only the first run and configured
     samples may exceed it. Without ``max_rows``, sizes over one row are measured on the CPU for at most the time that

@@ -91,9 +91,9 @@ class ServerOptions(
     """Shared libraries of plug-in execution providers that are not installed as packages. An unusable library stops the
     start."""
     global_threads: bool = False
-    """Run all models on one thread pool, whose size follows the CPU quota and affinity, instead of one pool per model.
-    ``intra_op_threads`` and ``inter_op_threads`` are then ignored. For many models on few processors. Off by default,
-    because idle threads of that pool always spin."""
+    """Run all models on one thread pool instead of one pool per model. It has a thread for each physical core within
+    the CPU quota and affinity. ``intra_op_threads`` and ``inter_op_threads`` are then ignored. For many models on few
+    processors. Off by default, because idle threads of that pool always spin."""
 
     busy_poll_us: int = Field(default=0, ge=0, le=10_000)
     """Microseconds for which the event loop may poll for the next request after an answer instead of sleeping. This can

@@ -1,7 +1,7 @@
 """The processors, memory and open files that this process may use: affinity, cgroups, resource limits, the machine.
 
 ONNX Runtime itself starts a thread for each physical core of the host, even if a mask or quota is set
-(microsoft/onnxruntime#29510).
+(microsoft/onnxruntime#29510). This module counts the cores within the mask and the quota.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ from typing import Final
 
 CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 SELF_CGROUP: Final = Path("/proc/self/cgroup")
+PROCESSORS: Final = Path("/sys/devices/system/cpu")
 
 _UNLIMITED: Final = 2**60
 """Larger limits count as none: version 1 of cgroups reports about 2**63 without a limit."""
@@ -43,6 +44,22 @@ def cpu_budget(cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP)
     processors = len(os.sched_getaffinity(0))
     quotas = [math.ceil(quota.processors) for quota in cpu_quotas(cgroup_root, self_cgroup)]
     return max(1, min([processors, *quotas]))
+
+
+def core_budget(cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP, processors: Path = PROCESSORS) -> int:
+    """Physical cores that this process may keep busy, at least 1: at most ``cpu_budget``.
+
+    The processors of one core share its arithmetic units, so matrix products gain little from a second thread on it.
+    """
+    cores = {_core(processors, number) for number in os.sched_getaffinity(0)}
+    return min(cpu_budget(cgroup_root, self_cgroup), len(cores))
+
+
+def _core(processors: Path, number: int) -> str:
+    """The processors of the core to which a processor belongs; its own number if the system does not tell."""
+    with suppress(OSError):
+        return (processors / f"cpu{number}/topology/thread_siblings_list").read_text()
+    return str(number)
 
 
 def intra_op_threads(budget: int, *, on_gpu: bool, inter_op_threads: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.engine.process_limits import cpu_budget
+from ortserve.engine.process_limits import core_budget
 from ortserve.engine.provider_options import CUDA, GPU_PROVIDERS, TENSORRT
 from ortserve.errors import invalid_input
 
@@ -128,7 +128,7 @@ class Runtime:
         self.has_global_threads: Final = global_threads
         """Whether all sessions share one thread pool. Then ONNX Runtime rejects sessions with threads of their own."""
         if global_threads:
-            ort.set_global_thread_pool_sizes(cpu_budget(), 1)
+            ort.set_global_thread_pool_sizes(core_budget(), 1)
         self._has_shared_arena = False
         self._changing = threading.Lock()
 

@@ -12,7 +12,7 @@ from ortserve.config.session import SessionSettings
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.process_limits import cpu_budget, intra_op_threads
+from ortserve.engine.process_limits import core_budget, intra_op_threads
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.runs import PlainRun, run_options
@@ -150,4 +150,4 @@ def open_model(
 def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:
     """The number of threads of a run on this machine, without a configured one."""
     branches = settings.inter_op_threads if settings.execution_mode == "parallel" else 1
-    return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=branches)
+    return intra_op_threads(core_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=branches)

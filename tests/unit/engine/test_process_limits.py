@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.engine.process_limits import Throttling, cpu_budget, intra_op_threads, memory_limit
+from ortserve.engine.process_limits import Throttling, core_budget, cpu_budget, intra_op_threads, memory_limit
 
 MASK = 64
 """Processors in the affinity mask of these tests."""
@@ -103,9 +103,29 @@ def test_machine_without_cgroups_has_its_mask(tmp_path: Path) -> None:
     assert cpu_budget(tmp_path / "none", tmp_path / "none") == MASK
 
 
+@pytest.mark.parametrize(
+    ("mask", "quota", "expected"),
+    [({0, 1, 2, 3}, "max", 4), (set(range(8)), "max", 4), ({0, 1, 4, 5}, "max", 2), (set(range(8)), "300000", 3)],
+    ids=["one of each core", "both of each core", "two cores", "quota"],
+)
+def test_cores_count_once_however_many_processors_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: set[int], quota: str, expected: int
+) -> None:
+    """Processors 0 and 4 are one core, 1 and 5 another."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: mask)
+    siblings = {f"cpu{number}/topology/thread_siblings_list": f"{number % 4},{number % 4 + 4}" for number in range(8)}
+    write(tmp_path / "cpu", siblings)
+    write(tmp_path, {"self": "0::/\n", "cgroup/cpu.max": f"{quota} 100000\n"})
+    assert core_budget(tmp_path / "cgroup", tmp_path / "self", tmp_path / "cpu") == expected
+
+
+def test_processors_without_a_known_core_count_as_cores(tmp_path: Path) -> None:
+    assert core_budget(tmp_path / "none", tmp_path / "none", tmp_path / "none") == MASK
+
+
 def test_current_process_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert 1 <= cpu_budget() <= len(os.sched_getaffinity(0))
+    assert 1 <= core_budget() <= cpu_budget() <= len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
-from ortserve.engine.process_limits import cpu_budget, intra_op_threads
+from ortserve.engine.process_limits import core_budget, intra_op_threads
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, most_rows
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, affinities_key, open_session
@@ -79,10 +79,10 @@ class ProviderSettings:
     def usual_threads(self, choice: ProviderChoice) -> int:
         """The number of threads inside an operator for runs of unknown duration."""
         if self._runtime.has_global_threads:
-            return cpu_budget()
+            return core_budget()
         if self._options.intra_op_threads is not None:
             return self._options.intra_op_threads
-        return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self.branches)
+        return intra_op_threads(core_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self.branches)
 
     def first_threads(self, choice: ProviderChoice) -> int:
         """The number of threads of the first session, which shows how short runs are.

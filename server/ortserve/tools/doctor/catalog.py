@@ -16,8 +16,8 @@ small_cpu_quota (warning): a single thread cannot run all the time: requests wai
     → raise the quota to at least one processor
 cpu_throttled (warning): each such period may add 100 ms to the requests that it interrupts
     → raise the quota, or lower instances and intra_op_threads
-shared_cores (advice): a second thread on a core adds little to matrix products
-    → measure with intra_op_threads at the number of cores: ortserve bench
+shared_cores (advice): a second thread on a core adds little to matrix products, so runs use one thread per core
+    → measure whether more intra_op_threads help a model: ortserve tune
 numa (advice): threads that read the memory of another node are slower
     → run one server per node: numactl --cpunodebind=N --membind=N ortserve serve ...
 frequency_governor (advice): after a pause, processors are slow until they have been busy for a while

@@ -23,7 +23,7 @@ from ortserve.core.batch import Batch
 from ortserve.core.dtypes import DataType
 from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.placement import Placement
-from ortserve.engine.process_limits import cpu_budget
+from ortserve.engine.process_limits import core_budget
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer
@@ -70,7 +70,7 @@ def test_model_is_reopened_only_if_its_size_suggested_the_wrong_number_of_thread
     opened: list[int],
     threads: int,
 ) -> None:
-    monkeypatch.setattr(providers_module, "cpu_budget", lambda: 2)
+    monkeypatch.setattr(providers_module, "core_budget", lambda: 2)
     monkeypatch.setattr(providers_module, "_SMALL_MODEL_NBYTES", few_nbytes)
     seen: list[int] = []
 
@@ -93,7 +93,7 @@ def test_short_runs_get_one_thread_unless_configured(tmp_path: Path) -> None:
 
 
 def test_long_runs_get_the_whole_budget(tmp_path: Path) -> None:
-    assert load(builders.slow(tmp_path / "model.onnx", steps=2000)).intra_op_threads == cpu_budget()
+    assert load(builders.slow(tmp_path / "model.onnx", steps=2000)).intra_op_threads == core_budget()
 
 
 def test_signature_names_dependent_rows_as_the_reason(tmp_path: Path) -> None:
@@ -707,7 +707,7 @@ def test_pinned_threads_are_kept_for_short_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
 ) -> None:
     """A single thread has no affinity to set, and ONNX Runtime would not report it."""
-    monkeypatch.setattr("ortserve.registry.load.providers.cpu_budget", lambda: 2)
+    monkeypatch.setattr("ortserve.registry.load.providers.core_budget", lambda: 2)
     path = builders.mlp(tmp_path / "model.onnx")
     options = ModelOptions.model_validate({"warmup_s": 0.1, "session": session})
     assert load(path, options).intra_op_threads == 2
