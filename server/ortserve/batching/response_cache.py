@@ -57,12 +57,19 @@ class ResponseCache:
         max_bytes: Maximum size of all entries.
         nbytes: Current size of all entries.
         evictions: Number of entries that were evicted.
+        hits: As in ``CacheCounts``, of all models; so are ``misses``.
+        lookup_ns: Time of all lookups.
+        store_ns: Time of storing outputs on the loop.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes: Final = max_bytes
         self.nbytes = 0
         self.evictions = 0
+        self.hits = 0
+        self.misses = 0
+        self.lookup_ns = 0
+        self.store_ns = 0
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._keys: dict[int, set[Key]] = {}
         """Keys of the entries of each load."""
@@ -72,7 +79,16 @@ class ResponseCache:
 
     def reading(self) -> CacheReading:
         """The present counts, for metrics. Any thread."""
-        return CacheReading(len(self._entries), self.nbytes, self.max_bytes, self.evictions)
+        return CacheReading(
+            len(self._entries),
+            self.nbytes,
+            self.max_bytes,
+            self.evictions,
+            self.hits,
+            self.misses,
+            self.lookup_ns,
+            self.store_ns,
+        )
 
     def begin_load(self) -> int:
         """Return a number that no other load has, so that no load finds entries of another."""
@@ -216,11 +232,13 @@ class CachedRuns:
             self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
 
     def _look_up(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key, began_ns: int) -> None:
-        counts = self.counts
-        entry = self.cache.find(key)
+        counts, cache = self.counts, self.cache
+        entry = cache.find(key)
         now_ns = self.clock()
+        cache.lookup_ns += now_ns - began_ns
         if entry is not None:
             counts.hits += 1
+            cache.hits += 1
             counts.hit_ns += now_ns - began_ns
             counts.saved_ns += entry.run_ns
             _set_times(request.timing, now_ns)
@@ -232,6 +250,7 @@ class CachedRuns:
             run.join(request, terms, enqueue, now_ns)
             return
         counts.misses += 1
+        cache.misses += 1
         counts.miss_ns += now_ns - began_ns
         if run is None:
             SharedRun(self, key, request, terms).start(enqueue)
@@ -307,15 +326,18 @@ class SharedRun:
         except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
             self._fail(list(waiting.values()), error)
             return
-        timing, counts, clock = child.timing, self._runs.counts, self._runs.clock
+        timing, counts, cache, clock = child.timing, self._runs.counts, self._runs.cache, self._runs.clock
         run_ns = timing.computed_ns - timing.staged_ns
         began_ns = clock()
         self._runs.store(self._key, outputs, run_ns)
-        counts.miss_ns += clock() - began_ns
+        stored_ns = clock() - began_ns
+        counts.miss_ns += stored_ns
+        cache.store_ns += stored_ns
 
         def complete(request: InflightRequest) -> None:
             if request is not self._first:
                 counts.hits += 1
+                cache.hits += 1
                 counts.saved_ns += run_ns
                 _share_times(request.timing, timing, waiting[request].joined_ns)
             request.complete(outputs)

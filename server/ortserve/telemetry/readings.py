@@ -286,12 +286,19 @@ class CacheReading:
         nbytes: Memory of the entries.
         max_bytes: Maximum memory.
         evictions: Entries evicted because others needed their memory.
+        hits: As in ``CacheCounts``; so are ``misses``.
+        lookup_ns: Time of all lookups.
+        store_ns: Time of storing outputs.
     """
 
     entries: int = 0
     nbytes: int = 0
     max_bytes: int = 0
     evictions: int = 0
+    hits: int = 0
+    misses: int = 0
+    lookup_ns: int = 0
+    store_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

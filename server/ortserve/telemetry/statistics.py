@@ -253,17 +253,37 @@ TRITON_METRICS: Final = (
     ),
 )
 
-_CACHE: Final[tuple[tuple[Declaration, Callable[[CacheReading], float]], ...]] = (
-    (
-        Declaration("nv_cache_num_entries", "gauge", (), "Entries of the response cache."),
-        lambda cache: cache.entries,
+
+def _whole_cache(
+    name: str, help_text: str, read: Callable[[CacheReading], float]
+) -> tuple[Declaration, Callable[[CacheReading], float]]:
+    """A gauge of the cache of all models. Triton has gauges here, also for counts."""
+    return Declaration(name, "gauge", (), help_text), read
+
+
+_CACHE: Final = (
+    _whole_cache("nv_cache_num_entries", "Entries of the response cache.", lambda cache: cache.entries),
+    _whole_cache(
+        "nv_cache_num_lookups",
+        "Requests of all models that the response cache answered or missed.",
+        lambda cache: cache.hits + cache.misses,
     ),
-    (
-        Declaration("nv_cache_num_evictions", "gauge", (), "Entries evicted from the response cache."),
-        lambda cache: cache.evictions,
+    _whole_cache(
+        "nv_cache_num_hits", "Requests of all models answered from the response cache.", lambda cache: cache.hits
     ),
-    (
-        Declaration("nv_cache_util", "gauge", (), "Share of its memory that the response cache uses, from 0 to 1."),
+    _whole_cache(
+        "nv_cache_num_misses", "Requests of all models that the response cache missed.", lambda cache: cache.misses
+    ),
+    _whole_cache("nv_cache_num_evictions", "Entries evicted from the response cache.", lambda cache: cache.evictions),
+    _whole_cache(
+        "nv_cache_lookup_duration", "Time of lookups, in microseconds.", lambda cache: cache.lookup_ns // 1000
+    ),
+    _whole_cache(
+        "nv_cache_insertion_duration", "Time of storing outputs, in microseconds.", lambda cache: cache.store_ns // 1000
+    ),
+    _whole_cache(
+        "nv_cache_util",
+        "Share of its memory that the response cache uses, from 0 to 1.",
         lambda cache: cache.nbytes / cache.max_bytes if cache.max_bytes else 0.0,
     ),
 )

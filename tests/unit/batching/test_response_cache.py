@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
 
 import numpy as np
 import pytest
@@ -331,6 +332,27 @@ def test_a_run_that_ends_at_once_answers() -> None:
         request = InflightRequest(Timing(0), (ROW,), 1)
         stage.runs.submit(request, NO_TERMS, lambda child: child.complete((ROW,)))
         assert value_of(await request) == 1
+
+    run(test)
+
+
+def test_the_cache_counts_the_lookups_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count(1)
+    monkeypatch.setattr(FakeClock, "__call__", lambda clock: next(ticks))
+
+    async def test() -> None:
+        one = Stage()
+        other = Stage(cache=one.cache)
+        for stage in (one, other):
+            requests = [stage.submit(), stage.submit()]
+            stage.answer()
+            for request in [*requests, stage.submit()]:
+                await request
+        reading = one.cache.reading()
+        assert (reading.hits, reading.misses) == (4, 2)
+        assert one.counts.hits == other.counts.hits == 2
+        passed_ns = sum(counts.hit_ns + counts.miss_ns for counts in (one.counts, other.counts))
+        assert reading.lookup_ns + reading.store_ns == passed_ns == 8
 
     run(test)
 

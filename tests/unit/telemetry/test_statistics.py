@@ -100,7 +100,7 @@ def registry() -> CollectorRegistry:
     model = metrics.model("m", "1")
     model.load_ns = 1_500_000_000
     model.cache = CacheCounts(hits=0, misses=2, miss_ns=6_000)
-    metrics.set_cache_source(lambda: CacheReading(entries=2, nbytes=25, max_bytes=100, evictions=3))
+    metrics.set_cache_source(lambda: CacheReading(2, 25, 100, 3, hits=4, misses=5, lookup_ns=7_000, store_ns=8_000))
     model.observe_success("http", UNEVEN_TIMING, 2)
     model.observe_success("http", UNEVEN_TIMING, 5)
     model.observe_batch(7, 0, BatchResult((), 1, 2, 1), 3)
@@ -140,7 +140,16 @@ def test_statistics_have_the_protocol_names(registry: CollectorRegistry) -> None
         "nv_cache_miss_duration_per_model": 6,
         "nv_model_load_duration_secs": 1.5,
     }
-    whole_server = {"nv_cache_num_entries": 2, "nv_cache_num_evictions": 3, "nv_cache_util": 0.25}
+    whole_server = {
+        "nv_cache_num_entries": 2,
+        "nv_cache_num_lookups": 9,
+        "nv_cache_num_hits": 4,
+        "nv_cache_num_misses": 5,
+        "nv_cache_num_evictions": 3,
+        "nv_cache_lookup_duration": 7,
+        "nv_cache_insertion_duration": 8,
+        "nv_cache_util": 0.25,
+    }
     assert {name: registry.get_sample_value(name) for name in whole_server} == whole_server
     assert {name: registry.get_sample_value(name, LABELS) for name in expected} == expected
     reasons = {"REJECTED": 1, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
