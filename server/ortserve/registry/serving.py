@@ -101,7 +101,7 @@ class ServedVersion(ABC):
 
     @property
     def queued_rows(self) -> int:
-        """Number of queued rows; 0 for a version without a queue of its own."""
+        """Number of rows that wait in the version itself; those in the queues of members do not count."""
         return 0
 
     @abstractmethod

@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final, Protocol
 
 from ortserve.errors import ErrorKind, ServeError
@@ -17,6 +18,11 @@ takes about 0.1 ms."""
 
 class LimitedRun(Protocol):
     """One request of an ensemble that may wait because of the limits."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the request."""
+        ...
 
     def begin_late(self) -> None:
         """Start the first steps of a request that has waited. Raises nothing."""
@@ -76,6 +82,11 @@ class StepLimits:
     def holds(self, run: LimitedRun) -> bool:
         """Whether a request waits to begin or for a step."""
         return run in self._beginning or any(run in waiting for waiting in self._waiting)
+
+    def waiting_rows(self) -> list[int]:
+        """The rows of each request that waits to begin or for a step. Any thread may call it."""
+        # list() of a dictionary is one step under the GIL, so the loop may change the dictionaries meanwhile.
+        return [run.rows for run in {*list(self._beginning), *chain(*map(list, self._waiting))}]
 
     def leave(self, number: int) -> None:
         """Record that a step of a request has ended."""

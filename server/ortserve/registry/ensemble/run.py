@@ -103,6 +103,11 @@ class EnsembleRun:
             if not is_absent(array) and selection.readers[tensor]:
                 self._tensors[tensor] = array
 
+    @property
+    def rows(self) -> int:
+        """Implements ``LimitedRun.rows``."""
+        return self._request.rows
+
     def start(self) -> None:
         """Start the first steps: now, or later if requests wait for full steps.
 

@@ -24,7 +24,7 @@ from ortserve.registry.ensemble.run import EnsembleRun
 from ortserve.registry.ensemble.turns import EnsembleTurn, SequenceTurns
 from ortserve.registry.repository.configuration import ENSEMBLE_PLATFORM, Configuration
 from ortserve.registry.serving import ServedVersion
-from ortserve.telemetry.readings import StepTimes
+from ortserve.telemetry.readings import BatchingNumbers, StepTimes
 from ortserve.telemetry.series import ModelMetrics
 
 _MAX_ROUTES: Final = 256
@@ -86,10 +86,13 @@ class ServedEnsemble(ServedVersion):
         self._limits = StepLimits(most, [not member.takes_sequences for member in members]) if most else None
         self._running = 0
         """Number of requests that run or wait for their turn."""
+        self._in_turn = 0
+        """Number of requests, of one row each, that wait for their turn."""
         self._idle: asyncio.Event | None = None
         self._is_closed = False
         self._times: Final = metrics.steps or StepTimes()
         metrics.steps = self._times
+        metrics.set_batching_source(self._numbers)
         for member in members:
             member.hold()
 
@@ -107,6 +110,10 @@ class ServedEnsemble(ServedVersion):
         if self.options.max_rows is not None:
             return self.options.max_rows
         return min([member.max_rows for member in self.members])
+
+    @property
+    def queued_rows(self) -> int:
+        return self._numbers().queue_rows
 
     def terms(
         self,
@@ -157,6 +164,7 @@ class ServedEnsemble(ServedVersion):
             self._run_turn(turn)
             return
         self._running += 1
+        self._in_turn += 1
         now_ns = request.timing.queued_ns = self._clock()
         request.withdraw = partial(self._on_cancelled, turn)
         if terms.finish_by_ns is not None:
@@ -194,6 +202,15 @@ class ServedEnsemble(ServedVersion):
             await self._cached.close()
         for member in self.members:
             member.release()
+
+    def _numbers(self) -> BatchingNumbers:
+        """The requests that wait in the ensemble itself, for metrics. Any thread.
+
+        They wait because of the limit of a step, or for earlier requests of their sequence. A request in the queue of a
+        member counts there.
+        """
+        rows = [] if self._limits is None else self._limits.waiting_rows()
+        return BatchingNumbers(sum(rows) + self._in_turn, queue_requests=len(rows) + self._in_turn)
 
     def _check(self, request: InflightRequest) -> None:
         if request.rows > self._most_rows:
@@ -240,6 +257,7 @@ class ServedEnsemble(ServedVersion):
     def follow(self, turn: EnsembleTurn) -> None:
         """Start a request that has waited. It already counts in ``_running``."""
         turn.stop_timer()
+        self._in_turn -= 1
         if turn.request.is_settled:  # it was cancelled or is late, and later requests must not run without it
             self.end_sequence(turn.part.id)
             self._leave_turn(turn.part.id)
@@ -253,6 +271,7 @@ class ServedEnsemble(ServedVersion):
     def drop(self, turn: EnsembleTurn) -> None:
         """Record that a waiting request was removed, and will not start."""
         turn.stop_timer()
+        self._in_turn -= 1
         self._on_end()
 
     def _on_cancelled(self, turn: EnsembleTurn, request: InflightRequest) -> None:

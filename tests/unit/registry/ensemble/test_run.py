@@ -315,6 +315,27 @@ async def test_the_wait_for_earlier_requests_counts_as_queue(clock: Clock) -> No
     assert second.timing.phases_ns()[:2] == (0, 4000)
 
 
+async def test_metrics_count_the_requests_that_wait_for_earlier_ones(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    stage.submit(1)
+    assert waiting(stage.served) == (0, 0)
+    requests = [stage.submit(value) for value in (2, 3, 4)]
+    assert waiting(stage.served) == (3, 3)
+    requests[1].cancel()
+    assert waiting(stage.served) == (2, 2), "the fourth depends on the third, and has left"
+    for _ in range(4):
+        await stage.answer()
+    assert waiting(stage.served) == (0, 0)
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
+def waiting(served: ServedEnsemble) -> tuple[int, int]:
+    """The rows and the requests that wait in the ensemble, as metrics show them."""
+    numbers = served.metrics.batching()
+    assert served.queued_rows == numbers.queue_rows
+    return numbers.queue_rows, numbers.queue_requests
+
+
 async def test_requests_behind_a_cancelled_one_of_their_sequence_are_cancelled(clock: Clock) -> None:
     stage = SequenceStage(clock)
     first, second, third = (stage.submit(value) for value in (1, 2, 3))
@@ -567,6 +588,7 @@ async def test_requests_that_wait_for_a_step_can_be_cancelled_and_rejected(
     await answer_one(first)
     requests += [submit(served, clock) for _ in range(4)]
     assert [len(member.asked) for member in (first, second)] == [2, 1], "the second waits between, no other begins"
+    assert waiting(served) == (5, 5)
     requests[1].cancel()
     requests[2].cancel()
     await asyncio.sleep(0)
@@ -588,6 +610,7 @@ async def test_requests_that_wait_for_a_step_can_be_cancelled_and_rejected(
     await answer_one(first)
     await answer_one(second)
     requests[-1].take_outputs()
+    assert waiting(served) == (0, 0)
     await asyncio.wait_for(served.close(), 1)
 
 
