@@ -273,6 +273,10 @@ _meet("attention: rows are tokens of the standard", "float[1,2,N,4] q", "y = Att
 
 # Classic learning.
 _apart("ml: linear models", "float[N,3] x", "a = ai.onnx.ml.LinearRegressor<coefficients=[1.0, 2.0, 3.0], intercepts=[0.5]>(x) y = Relu(a)")
+_apart("ml: models of one target each, joined", "float[N,3] x", "a = ai.onnx.ml.LinearRegressor<coefficients=[1.0, 2.0, 3.0], intercepts=[0.5]>(x) b = ai.onnx.ml.SVMRegressor<coefficients=[1.0], kernel_params=[0.5, 0.0, 2.0], kernel_type=\"RBF\", n_supports=1, rho=[0.3], support_vectors=[1.0, 0.0, 2.0]>(x) c = Reshape(a, s) d = Reshape(b, s) y = Concat<axis=1>(c, d)", "int64[2] s = {-1, 1}")
+_apart("ml: two classes of one score", "float[N,3] x", "l, p = ai.onnx.ml.LinearClassifier<coefficients=[0.1, 0.2, 0.3], intercepts=[0.5], classlabels_ints=[0, 1]>(x) y = Reshape(p, s)", "int64[2] s = {-1, 2}")
+_apart("ml: two classes of trees", "float[N,3] x", "l, p = ai.onnx.ml.TreeEnsembleClassifier<class_ids=[0, 0], class_nodeids=[1, 2], class_treeids=[0, 0], class_weights=[0.3, 0.9], classlabels_int64s=[0, 1], nodes_falsenodeids=[2, 0, 0], nodes_featureids=[0, 0, 0], nodes_modes=[\"BRANCH_LEQ\", \"LEAF\", \"LEAF\"], nodes_nodeids=[0, 1, 2], nodes_treeids=[0, 0, 0], nodes_truenodeids=[1, 0, 0], nodes_values=[0.5, 0.0, 0.0], post_transform=\"LOGISTIC\">(x) y = Reshape(p, s)", "int64[2] s = {-1, 2}")
+_apart("ml: fewer scores than classes", "float[N,3] x", "l, p = ai.onnx.ml.LinearClassifier<coefficients=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6], intercepts=[0.5, 0.1], classlabels_ints=[0, 1, 2]>(x) y = Reshape(p, s)", "int64[2] s = {-1, 2}")
 _apart("ml: scaler and normalizer", "float[N,3] x", 'a = ai.onnx.ml.Scaler<offset=[1.0, 2.0, 3.0], scale=[2.0, 2.0, 0.5]>(x) y = ai.onnx.ml.Normalizer<norm="L2">(a)')
 _apart("ml: imputer", "float[N,3] x", "a = ai.onnx.ml.Imputer<imputed_value_floats=[1.0, 2.0, 3.0], replaced_value_float=0.0>(x) y = ai.onnx.ml.Binarizer<threshold=1.0>(a)")
 _apart("ml: labels", "string[N,3] x", 'y = ai.onnx.ml.LabelEncoder<keys_strings=["red", "blue"], values_int64s=[1, 2], default_int64=-1>(x)')

@@ -38,21 +38,27 @@ def classifier(call: Call) -> Output:
         raise RandomError("may leave scores unwritten, which then hold earlier content of the memory")
     strings = call.attributes.get("classlabels_strings") or call.attributes.get("classlabels_string")
     labels = strings or call.attributes.get("classlabels_ints") or call.attributes.get("classlabels_int64s")
-    # Models of two classes may have one score or two; support vector machines may have one for each pair of classes.
-    classes = len(labels) if isinstance(labels, tuple) and len(labels) > 2 else call.symbols.fresh(1)
-    if call.op == "SVMClassifier":
-        classes = call.symbols.fresh(1)
+    count = len(labels) if isinstance(labels, tuple) else 0
+    scores: Number = call.symbols.fresh(1)  # support vector machines may have one for each pair of classes
+    if call.op == "LinearClassifier":
+        intercepts = call.attributes.get("intercepts")
+        if isinstance(intercepts, tuple):
+            scores = 2 if count == 2 else len(intercepts)  # of two classes, ONNX Runtime adds a missing score
+    elif call.op == "TreeEnsembleClassifier" and count:
+        scores = count
     return [
         call.result((items,), value, 0, STRING if strings else INT64),
-        call.result((items, classes), value, 0, FLOAT),
+        call.result((items, scores), value, 0, FLOAT),
     ]
 
 
 def regressor(call: Call) -> Output:
     value = call.operand(0)
     items = _item_count(call, value)
-    targets: Number = call.symbols.fresh(1)
-    if call.op in ("TreeEnsembleRegressor", "TreeEnsemble") and "n_targets" in call.attributes:
+    targets = 1  # all that a support vector machine has
+    if call.op == "LinearRegressor":
+        targets = call.integer("targets", 1)
+    elif call.op != "SVMRegressor":
         targets = call.integer("n_targets", 1)
     return call.result((items, targets), value, 0, FLOAT)
 
