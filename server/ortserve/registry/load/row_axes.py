@@ -77,7 +77,7 @@ class RowAxes:
         if not self.inputs:
             return signature
         inputs = tuple(replace(spec, batch_axis=self._input_axis(spec)) for spec in signature.inputs)
-        outputs = tuple(replace(spec, batch_axis=self.outputs.get(spec.name, 0)) for spec in signature.outputs)
+        outputs = tuple(self._output(spec) for spec in signature.outputs)
         because = _why_not_free("input", inputs) or _why_not_free("output", outputs)
         return replace(
             signature,
@@ -87,6 +87,15 @@ class RowAxes:
             equal_sizes=self.equal_sizes,
             fixed_sizes=self.fixed_sizes,
         )
+
+    def _output(self, spec: TensorSpec) -> TensorSpec:
+        axis = self.outputs.get(spec.name, 0)
+        shape = spec.shape
+        if self.grounds is Grounds.PROVEN and axis is not None and axis < len(shape):
+            # Exporters, such as that of LightGBM's classifiers, may declare the size of one row. ONNX Runtime returns
+            # all rows.
+            shape = (*shape[:axis], -1, *shape[axis + 1 :])
+        return replace(spec, batch_axis=axis, shape=shape)
 
     def _input_axis(self, spec: TensorSpec) -> int | None:
         if spec.name in self.inputs:

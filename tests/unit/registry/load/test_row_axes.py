@@ -91,6 +91,15 @@ def test_axis_that_is_fixed_carries_no_rows() -> None:
     assert signature.unbatched_because == "output 'y' has no axis 2"
 
 
+def test_proven_axis_of_an_output_is_free_although_the_file_declares_one_row(tmp_path: Path) -> None:
+    path = parsed(tmp_path / "m.onnx", "g (float[n,4] x) => (float[1,4] y) { y = Relu(x) }")
+    assert applied(path).is_batched
+    assert [spec.shape for spec in applied(path).outputs] == [(-1, 4)]
+    signature = applied(CORPUS / "lightgbm_classifier.onnx")
+    assert signature.is_batched
+    assert [spec.shape for spec in signature.outputs] == [(-1,), (-1, 3)]
+
+
 def test_initializers_have_no_rows_in_a_model_that_is_proven(tmp_path: Path) -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 17]> g (float[n,4] x, float[4] w = {1, 2, 3, 4}) => (float[n,4] y) '
