@@ -4,6 +4,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isqrt
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, INTEGERS
@@ -230,6 +231,13 @@ def remainder_of(symbols: Symbols, one: Number, other: Number) -> Number:
     if symbols.divide_exactly(one, other) is not None:
         return 0
     return symbols.opaque("remainder", one, other, lowest=0 if is_positive(other) else None)
+
+
+def power(symbols: Symbols, one: Number, other: Number) -> Number:
+    """A power of floating-point numbers. Known only for roots of squares, such as the width of a square grid."""
+    if other == Fraction(1, 2) and isinstance(one, int) and one >= 0 and (root := isqrt(one)) ** 2 == one:
+        return root
+    return symbols.opaque("power", one, other, is_whole=False)
 
 
 def equal(symbols: Symbols, one: Number, other: Number) -> Number:

@@ -6,6 +6,7 @@ value that depends on the row's number.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial, reduce
 from typing import Final
 
@@ -36,6 +37,7 @@ from ortserve.rows.values import (
     less,
     negation,
     paired,
+    power,
     quotient,
     remainder_of,
     uniform,
@@ -43,10 +45,10 @@ from ortserve.rows.values import (
 
 _UNARY: Final = """
     Acos Acosh Asin Asinh Atan Atanh BitwiseNot Celu Cos Cosh Elu Erf Exp Gelu HardSigmoid HardSwish LeakyRelu Log Mish
-    Reciprocal Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu Affine
+    Reciprocal Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Swish Tan Tanh ThresholdedRelu Affine
     ParametricSoftplus ScaledTanh
 """
-_BINARY: Final = "BitShift BitwiseAnd BitwiseOr BitwiseXor Mean PRelu Pow StringConcat Xor"
+_BINARY: Final = "BitShift BitwiseAnd BitwiseOr BitwiseXor Mean PRelu StringConcat Xor"
 _OF_EQUAL_SHAPES: Final = frozenset({"Max", "Mean", "Min", "Sum"})
 _TESTS: Final = "IsInf IsNaN RegexFullMatch"
 
@@ -149,6 +151,14 @@ def remainder(call: Call) -> Output:
     if isinstance(divisor, int) and 0 < divisor < _MAX_BELOW and whole:
         facts = replace(facts, nonnegative=True, below=divisor)
     return _computed(call, values, facts, partial(remainder_of, call.symbols) if whole else None)
+
+
+def raise_to_power(call: Call) -> Output:
+    """Pow, and Sqrt as a power of a half."""
+    values = call.present()
+    check_no_stride(values)
+    compute = partial(power, call.symbols)
+    return _computed(call, values, NO_FACTS, compute if call.op == "Pow" else partial(compute, other=Fraction(1, 2)))
 
 
 def minimum(call: Call) -> Output:
@@ -325,6 +335,7 @@ RULES: Final[Rules] = {
     ("", "Mul"): rule(multiply, keeps_stride=True),
     ("", "Div"): rule(divide),
     ("", "Mod"): rule(remainder),
+    **{("", op): rule(raise_to_power) for op in ("Pow", "Sqrt")},
     ("", "Min"): rule(minimum),
     ("", "Max"): rule(maximum, keeps_stride=True),
     ("", "Neg"): rule(negate, keeps_stride=True),
