@@ -7,6 +7,7 @@ contents.
 import glob
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,10 @@ from ortserve.registry.repository.model_files import ModelFiles, read_repositori
 from ortserve.telemetry.logs import log_fault
 
 logger: Final = logging.getLogger(__name__)
+
+MAX_ENTRIES: Final = 10_000
+"""Maximum number of files and folders that are compared below each folder of a model, because a link may lead to a tree
+of millions, and each poll reads them."""
 
 Fingerprint: TypeAlias = tuple[str, int, int, int, int]
 """A file's path, inode, mode, size and modification time (ns). The fingerprint changes when the file is replaced or
@@ -243,24 +248,56 @@ def _files(folder: Path, version: str, left_out: set[Path]) -> Iterator[Path]:
             continue
         if not is_folder(entry):
             yield entry
-        elif entry.name == version or not entry.name.isdigit():
+        elif entry.name == version or not (entry.name.isdigit() or _leads_above(entry, folder)):
             yield from _files_below(entry, left_out)
 
 
 def _files_below(folder: Path, left_out: set[Path]) -> Iterator[Path]:
-    """The files at any depth. Links to folders are followed, each folder once, because they may lead to one above."""
+    """The files at any depth, those nearest to ``folder`` first. Ends after ``MAX_ENTRIES`` files and folders.
+
+    Links to folders are followed, each folder once, except links to folders above.
+    """
     seen: set[tuple[int, int]] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):  # skips folders that were removed meanwhile
-        above = Path(parent)
-        status = _status(above)
+    pending = deque([folder])
+    count = 0
+    while pending:
+        parent = pending.popleft()
+        status = _status(parent)
         if status is None or (status.st_dev, status.st_ino) in seen:
-            folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and above / name not in left_out)
-        for name in sorted(names):
-            if not name.startswith(".") and above / name not in left_out:
-                yield above / name
+        for entry in _entries(parent):
+            path = parent / entry.name
+            if entry.name.startswith(".") or path in left_out:
+                continue
+            if count == MAX_ENTRIES:
+                return
+            count += 1
+            if not _is_folder(entry):
+                yield path
+            elif not (entry.is_symlink() and _leads_above(path, folder)):
+                pending.append(path)
+
+
+def _leads_above(path: Path, folder: Path) -> bool:
+    """Whether a path in ``folder`` leads to that folder or to one above it."""
+    return folder.resolve().is_relative_to(path.resolve())
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """The entries of a folder, sorted by name; empty for one that cannot be read, or was removed meanwhile."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _fingerprints(paths: Iterator[Path] | list[Path]) -> Iterator[Fingerprint]:

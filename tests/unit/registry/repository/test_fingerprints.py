@@ -9,6 +9,7 @@ from models import builders
 from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
+from ortserve.registry.repository import source
 from ortserve.registry.repository.model_files import ModelFiles
 from ortserve.registry.repository.source import Fingerprint, take_fingerprints
 
@@ -130,4 +131,29 @@ def test_links_to_themselves_to_nothing_and_to_folders_above_do_no_harm(folder: 
     before = stamp(folder, ModelOptions())
     for name, target in (("itself", "itself"), ("broken", "nothing"), ("above", "."), ("folder", "../1")):
         (folder / "1" / name).symlink_to(target)
+    assert stamp(folder, ModelOptions()) == before
+
+
+def test_links_to_large_trees_are_followed_to_a_bound_and_the_nearest_files_count(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "MAX_ENTRIES", 50)
+    (folder / "1" / "weights").mkdir()
+    weights = folder / "1" / "weights" / "w.bin"
+    weights.write_bytes(b"first")
+    for number in range(30):
+        (tmp_path / "tree" / str(number)).mkdir(parents=True)
+        (tmp_path / "tree" / str(number) / "file").touch()
+    (folder / "1" / "linked").symlink_to(tmp_path / "tree")
+    before = stamp(folder, ModelOptions())
+    assert len(before) < 50
+    weights.write_bytes(b"another")
+    assert stamp(folder, ModelOptions()) != before
+
+
+def test_links_to_folders_above_are_not_followed(folder: Path) -> None:
+    before = stamp(folder, ModelOptions())
+    (folder / "1" / "repository").symlink_to("../..")
+    (folder / "1" / "root").symlink_to("/")
+    (folder / "root").symlink_to("/")
     assert stamp(folder, ModelOptions()) == before
