@@ -93,17 +93,22 @@ def load_on(server: ServerProcess) -> Iterator[None]:
 
 
 class Prometheus:
-    """A real Prometheus with the configuration of ``deploy/monitoring``, another target and two scrapes per second."""
+    """A real Prometheus with the configuration of ``deploy/monitoring``, another target and two scrapes per second.
+
+    It scrapes itself, too, as a job that is no server.
+    """
 
     def __init__(self, folder: Path, target: str) -> None:
         config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
         config["rule_files"] = [str(MONITORING / "rules/*.yaml")]
-        (scrape,) = config["scrape_configs"]
-        scrape["static_configs"] = [{"targets": [target]}]
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        (scrape,) = config["scrape_configs"]
+        scrape["static_configs"] = [{"targets": [target]}]
+        itself = {"job_name": "prometheus", "static_configs": [{"targets": [self.address]}]}
+        config["scrape_configs"].append(itself)
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         transport = httpx.HTTPTransport(retries=8)
         self._client = httpx.Client(base_url=f"http://{self.address}", transport=transport, timeout=LONG_S)
         self._log = (folder / "prometheus.log").open("w+")
@@ -169,16 +174,33 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             prometheus.close()
 
 
-def as_grafana_would(expression: str) -> str:
-    """A query with its variables replaced: all jobs and models, and a rate interval of at least four scrapes."""
-    filled = expression.replace("$__rate_interval", "3s").replace("$job", ".*").replace("$model", ".*")
-    assert "$" not in filled
-    return filled
+def as_grafana_would(expression: str, prometheus: Prometheus) -> str:
+    """A query with its variables replaced: each by "All", and a rate interval of at least four scrapes."""
+    values = {"__rate_interval": "3s"}
+    for variable in DASHBOARD["templating"]["list"][1:]:
+        asked = re.fullmatch(r"label_values\((.+), (\w+)\)", _filled(variable["definition"], values))
+        assert asked
+        prometheus.wait_for_numbers(asked[1])
+        found = prometheus.ask(f"label/{asked[2]}/values", **{"match[]": asked[1]})
+        values[variable["name"]] = variable.get("allValue") or "|".join(found)
+    return _filled(expression, values)
+
+
+def _filled(expression: str, values: dict[str, str]) -> str:
+    return re.sub(r"\$(\w+)", lambda name: values[name[1]], expression)
 
 
 @pytest.mark.parametrize("expression", QUERIES)
 def test_query_returns_numbers_from_a_real_server(prometheus: Prometheus, expression: str) -> None:
-    assert prometheus.wait_for_numbers(as_grafana_would(expression))
+    assert prometheus.wait_for_numbers(as_grafana_would(expression, prometheus))
+
+
+def test_panels_do_not_count_other_jobs(prometheus: Prometheus) -> None:
+    (servers,) = (panel["targets"][0]["expr"] for panel in PANELS if panel["title"] == "Servers")
+    (cpu,) = (panel["targets"][0]["expr"] for panel in PANELS if panel["title"] == "CPU use")
+    assert prometheus.wait_for_numbers('up{job="prometheus"} == 1')
+    assert prometheus.wait_for_numbers(as_grafana_would(servers, prometheus)) == [1]
+    assert len(prometheus.wait_for_numbers(as_grafana_would(cpu, prometheus))) == 1
 
 
 def test_rules_are_loaded_and_evaluated_without_errors(prometheus: Prometheus) -> None:

@@ -7,7 +7,7 @@ from ortserve.telemetry.declarations import DECLARATIONS
 
 OF_THE_PROCESS: Final = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
 OF_PROMETHEUS: Final = {"up"}
-TARGET_LABELS: Final = {"job", "instance"}
+TARGET_LABELS: Final = {"namespace", "job", "instance"}
 
 _WORDS: Final = {"by", "without", "on", "and", "or", "unless", "sum", "max", "min", "avg", "count", "rate"}
 
