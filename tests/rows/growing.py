@@ -107,7 +107,8 @@ class GrowingGraph:
             # Input names of the session, by position: the session may belong to another node.
             feeds = {f"i{position}": runs[index] for position, runs in enumerate(operands.values())}
             is_missing = any(array is None or (op in CRASHING and not array.size) for array in feeds.values())
-            if op == "Einsum":  # ONNX Runtime 1.31.1 crashes the process if an operand has another rank than its term
+            # ONNX Runtime 1.31.1 crashes the process if an operand has another rank than its term or the body declares.
+            if op in ("Einsum", "Scan"):
                 ranks = [there(runs[0]).ndim for runs in operands.values()]
                 is_missing = is_missing or [array.ndim for array in feeds.values() if array is not None] != ranks
             try:

@@ -186,10 +186,28 @@ def _check_image(pool: CheckedNode) -> None:
         pool.fail_if(is_small, 0, f"images of at least {'x'.join(map(str, least))}")
 
 
+def _check_axes_of_steps(scan: CheckedNode) -> None:
+    """Scan crashes if a state, or a slice, has another number of axes than its body declares."""
+    body, sliced = scan.node.attributes.get("body"), scan.node.attributes.get("num_scan_inputs")
+    if not isinstance(body, Graph) or not isinstance(sliced, int):
+        return
+    states = len(body.inputs) - sliced
+    for place, declared in enumerate(body.inputs):
+        if declared.dims is None or not scan.has(place):
+            continue
+        expected = len(declared.dims) + (place >= states)
+        known = scan.sizes(place)
+        if known is None or len(known) != expected:
+            axes = scan.add("Size", scan.add("Shape", scan.node.inputs[place]))
+            is_wrong = scan.add("Not", scan.add("Equal", axes, scan.constant(INT64, expected)))
+            scan.fail_if(is_wrong, place, f"input {place} with {expected} axes")
+
+
 _CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "RoiAlign"): _check_boxes,
     ("", "STFT"): _check_frame,
     ("", "RotaryEmbedding"): _check_pairs,
+    ("", "Scan"): _check_axes_of_steps,
     ("com.microsoft", "Inverse"): _check_square,
     ("com.microsoft", "MatMulIntegerToFloat"): _check_scales,
     ("com.microsoft", "MultiHeadAttention"): _check_values,

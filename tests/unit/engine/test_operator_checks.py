@@ -230,6 +230,29 @@ def test_tensor_that_a_model_reshapes_to_too_few_axes_gets_an_error(
     assert "ReverseSequence expects input 0 with at least 2 axes" in found
 
 
+@pytest.mark.parametrize(("first", "place"), [("w, s", 1), ("s, w", 0)], ids=["slice", "state"])
+def test_tensor_with_other_axes_than_the_body_of_a_scan_declares_gets_an_error(
+    process: Executor, tmp_path: Path, first: str, place: int
+) -> None:
+    """The squeezed tensor has an axis for the rows if there are several."""
+    shapes = ("[a]", "[a]") if place else ("[a,b]", "")
+    body = f"b (float{shapes[0]} u, float{shapes[1]} v) => (float{shapes[0]} o, float q)"
+    text = f"""m (float[n,3,6] x) => (float[k,j,i] y, float[c,d,e] z) <float[6] w = {{1, 2, 3, 4, 5, 6}}> {{
+        s = Squeeze (x)
+        y, z = Scan <num_scan_inputs = 1, body = {body}
+            {{ h = Abs (v) g = Sigmoid (h) q = Add (g, g) e = Abs (u) f = Sigmoid (e) o = Add (f, f) }}> ({first}) }}"""
+    path = write(tmp_path, text)
+    model = onnx.load(path)
+    steps = onnx.helper.get_node_attr_value(model.graph.node[1], "body")
+    for declared in (*steps.output, *model.graph.output):
+        declared.type.tensor_type.ClearField("shape")
+    onnx.save(model, path)
+    assert isinstance(process.submit(run, path, {"x": np.ones((1, 3, 6), np.float32)}).result(), np.ndarray)
+    found = process.submit(run, path, {"x": np.ones((3, 3, 6), np.float32)}).result()
+    assert isinstance(found, str), found
+    assert f"Scan expects input {place} with 2 axes" in found
+
+
 def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path) -> None:
     """ONNX Runtime does not write them: they would contain earlier memory, such as that of other requests."""
     rng = np.random.default_rng(0)
