@@ -7,6 +7,7 @@ in 0.8 of it (``loadtests/huge_pages.py``). glibc reads its tunables only when a
 
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -28,8 +29,11 @@ def restart_with_huge_pages() -> None:
     os.environ[_VARIABLE] = f"{tunables}:{_TUNABLE}=1".lstrip(":")
     sys.stdout.flush()
     sys.stderr.flush()
+    # Ctrl-C waits until ``main`` has installed its handler again. Python's own start would write a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     with contextlib.suppress(OSError):  # such as a limit of a sandbox
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - without a shell, on purpose
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _has_tunable() -> bool:

@@ -1,20 +1,12 @@
 """The command ``ortserve``: runs the subcommand that its first argument names."""
 
-import argparse
 import os
-import platform
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NoReturn
-
-from ortserve import __version__
-from ortserve.cli.huge_pages import restart_with_huge_pages
-from ortserve.core.compiled import IS_COMPILED
-from ortserve.engine.distributions import installed_runtimes
 
 _TOOLS = (
     *("inspect", "profile", "bench", "doctor", "check", "compare", "optimize", "quantize", "tune", "publish"),
@@ -58,27 +50,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if sys.stdout is None or sys.stderr is None:  # the caller has closed it, as with >&- in a shell
         _open_closed_streams()
-    if argv is None and command in _OPENS_MODELS:
-        restart_with_huge_pages()
-    try:
-        match command:
-            case "serve":
-                from ortserve.cli import serve  # here and below: each command imports only what it needs
+    with _left_at_ctrl_c(command):
+        try:
+            if argv is None and command in _OPENS_MODELS:
+                # Imported here and below: each command imports only what it needs, and no import precedes the handler
+                # of Ctrl-C.
+                from ortserve.cli.huge_pages import restart_with_huge_pages
 
-                return serve.main(arguments)
-            case "health":
-                from ortserve.cli import health
+                restart_with_huge_pages()
+            return _run(command, arguments)
+        except SystemExit as left:  # argparse exits this way, also after --help
+            return left.code if isinstance(left.code, int) else 2
 
-                return health.main(arguments)
-            case tool if tool in _TOOLS:
-                return run_tool(tool, arguments)
-            case "version" | "--version":
-                return print_versions(arguments)
-            case "help" | "--help" | "-h":
-                sys.stdout.write(_USAGE)
-                return 0
-    except SystemExit as left:  # argparse exits this way, also after --help
-        return left.code if isinstance(left.code, int) else 2
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    match command:
+        case "serve":
+            from ortserve.cli import serve
+
+            return serve.main(arguments)
+        case "health":
+            from ortserve.cli import health
+
+            return health.main(arguments)
+        case tool if tool in _TOOLS:
+            return run_tool(tool, arguments)
+        case "version" | "--version":
+            from ortserve.cli import version
+
+            return version.main(arguments)
+        case "help" | "--help" | "-h":
+            sys.stdout.write(_USAGE)
+            return 0
     problem = "expected a command, got none"
     if command:
         from ortserve.config.expectation import did_you_mean
@@ -101,15 +104,9 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
     if strange := [text for text in arguments if text != text.encode(errors="replace").decode()]:
         sys.stderr.write(f"ortserve {command}: expected arguments in the encoding of the locale, got {strange[0]!r}\n")
         return 2
-    try:
-        with _left_at_ctrl_c(command):
-            # The arguments are read first, because the libraries of most commands take a second to import.
-            given = import_module(f"ortserve.tools.{command}.arguments").read(arguments)
-            tool = import_module(f"ortserve.tools.{command}.command")
-        return int(tool.main(given))
-    except KeyboardInterrupt:
-        sys.stderr.write(f"ortserve {command}: interrupted\n")
-        return 130
+    # The arguments are read first, because the libraries of most commands take a second to import.
+    given = import_module(f"ortserve.tools.{command}.arguments").read(arguments)
+    return int(import_module(f"ortserve.tools.{command}.command").main(given))
 
 
 def _open_closed_streams() -> None:
@@ -122,33 +119,21 @@ def _open_closed_streams() -> None:
 
 @contextmanager
 def _left_at_ctrl_c(command: str) -> Iterator[None]:
-    """End the process at Ctrl-C. The block imports libraries, which turn KeyboardInterrupt into other errors."""
+    """End the process at Ctrl-C. The block imports libraries, which turn KeyboardInterrupt into other errors.
 
-    def leave(*_: object) -> NoReturn:
-        sys.stderr.write(f"ortserve {command}: interrupted\n")
+    Commands that have something to do at Ctrl-C install their own handlers while they run.
+    """
+
+    def leave(*_: object) -> None:
+        sys.stderr.write(f"ortserve {command}: interrupted\n".replace("  ", " "))
         sys.stderr.flush()
         os._exit(130)
 
-    if (previous := signal.getsignal(signal.SIGINT)) is not signal.default_int_handler:
-        yield  # shells let background commands ignore Ctrl-C
-        return
-    signal.signal(signal.SIGINT, leave)
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.default_int_handler:  # shells let background commands ignore Ctrl-C
+        signal.signal(signal.SIGINT, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by ``restart_with_huge_pages``
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def print_versions(arguments: Sequence[str]) -> int:
-    """Print one line per part, for bug reports. Reads the versions of installed packages without importing them."""
-    argparse.ArgumentParser(
-        prog="ortserve version", description="Print the versions of ortserve, Python and ONNX Runtime."
-    ).parse_args(arguments)
-    versions = {
-        "ortserve": __version__,
-        "request path": "compiled" if IS_COMPILED else "interpreted",
-        "Python": platform.python_version(),
-        **installed_runtimes(),
-    }
-    sys.stdout.writelines(f"{name} {version}\n" for name, version in versions.items())
-    return 0

@@ -144,7 +144,7 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     page: Path | None = arguments.page
     try:
         expect_writable("PAGE.html", page)
-        with _ended_by_sigterm():
+        with _interrupted_by_signals():
             outcome = run(arguments)
         try:
             if page is not None:
@@ -192,13 +192,17 @@ def _print(outcome: Outcome, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, so that the block removes unfinished files."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _interrupted_by_signals() -> Iterator[None]:
+    """Make Ctrl-C and SIGTERM raise KeyboardInterrupt, so that the block removes unfinished files."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def json_text(result: Any) -> str:

@@ -275,6 +275,46 @@ raise SystemExit(main(["compare", "a.onnx", "b.onnx"]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"ortserve compare: interrupted\n")
 
 
+@pytest.mark.parametrize("command", ["bench", "serve", "health", "version"])
+def test_ctrl_c_ends_any_command_from_its_first_import_on(command: str) -> None:
+    script = f"""
+import os, signal, sys
+
+class Imports:
+    def find_spec(self, name, path, target=None):
+        if name.startswith("ortserve.") and name not in ("ortserve.cli", "ortserve.cli.main"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Imports())
+sys.argv = ["ortserve", {command!r}]
+from ortserve.cli.main import main
+raise SystemExit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, f"ortserve {command}: interrupted\n".encode())
+
+
+def test_ctrl_c_waits_while_the_process_restarts_with_huge_pages() -> None:
+    script = """
+import os, signal, sys
+from ortserve.cli import huge_pages, main
+
+real_execv = os.execv
+
+def execv(path, arguments):
+    os.kill(os.getpid(), signal.SIGINT)  # Python's own start would turn it into a traceback
+    arguments = [path, "-c", "from ortserve.cli.main import main; raise SystemExit(main())", "bench"]
+    real_execv(path, arguments)
+
+huge_pages._has_tunable = huge_pages._is_on_request = lambda: True
+os.execv, sys.argv = execv, ["ortserve", "bench"]
+raise SystemExit(main.main())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stderr) == (130, b"ortserve bench: interrupted\n")
+
+
 def test_help_of_tools_imports_no_large_library() -> None:
     heavy = ["grpc", "matplotlib", "onnx", "onnx_ir", "onnxruntime", "optuna", "prometheus_client", "psutil", "sympy"]
     code = (
