@@ -203,7 +203,7 @@ def test_an_opset_that_onnx_lacks_is_refused(run: Run, tmp_path: Path) -> None:
     assert f"--opset: expected an integer from 1 to {onnx.defs.onnx_opset_version()}, got '99'" in done.stderr
 
 
-def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interruption_leaves_nothing_incomplete(tmp_path: Path) -> None:
     """The killed process, which opens the model, must not leave temporary files either."""
     (tmp_path / "temporary").mkdir()
     source = shutil.copy(CORPUS / "torch_cnn.onnx", tmp_path)
@@ -223,4 +223,5 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
     assert process.returncode == 130
-    assert {path.name for path in tmp_path.rglob("*")} == {"torch_cnn.onnx", "temporary"}
+    left = {path.name for path in tmp_path.rglob("*")} - {"torch_cnn.onnx", "temporary"}
+    assert left in (set(), {"out.onnx", "out.provenance.json"})  # the signal may come while the model is moved

@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,18 +38,35 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def install_files(staged: Path, target: Path) -> None:
-    """Move all files of a folder to the folder of ``target``. Existing files are replaced.
+    """Move all files of a folder to the folder of ``target``. Existing files are replaced. Main thread only.
 
-    The file with the name of ``target`` is moved last, so that a model never refers to missing files.
+    The file with the name of ``target`` is moved last, so that a model never refers to missing files. Interruptions
+    wait until all files are moved.
     """
-    for file in sorted(
-        (file for file in staged.rglob("*") if file.is_file()), key=lambda file: file.name == target.name
-    ):
-        place = target.parent / file.relative_to(staged)
-        place.parent.mkdir(parents=True, exist_ok=True)
+    files = sorted((file for file in staged.rglob("*") if file.is_file()), key=lambda file: file.name == target.name)
+    for file in files:
         sync(file)
-        file.replace(place)
+    with _without_interruption():
+        for file in files:
+            place = target.parent / file.relative_to(staged)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
     sync(target.parent)
+
+
+@contextmanager
+def _without_interruption() -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM at the end of the block."""
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,6 @@
 import errno
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,24 @@ def test_files_move_as_a_whole_and_the_folder_goes(tmp_path: Path) -> None:
         install_files(folder, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert target.read_text() == "new"
+
+
+def test_interruption_waits_until_all_files_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without its provenance, or the reverse, would stay."""
+    target, replace = tmp_path / "model.onnx", Path.replace
+
+    def interrupt(file: Path, place: Path) -> Path:
+        os.kill(os.getpid(), signal.SIGINT)
+        return replace(file, place)
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with staging_folder(target) as folder:
+        for name in ("model.onnx", "model.onnx.data", "model.provenance.json"):
+            (folder / name).touch()
+        with pytest.raises(KeyboardInterrupt):
+            install_files(folder, target)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data", "model.provenance.json"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def write_half(target: Path, error: type[BaseException]) -> None:
