@@ -208,6 +208,22 @@ def test_failures_may_be_allowed(allowed: str, is_good: bool) -> None:
     assert (ran.problems == []) is is_good
 
 
+def test_allowed_failures_before_the_measurement_do_not_end_it() -> None:
+    with small_server(behave=lambda number: ("close", "ok", "503")[number % 3]) as rejecting:
+        target = (rejecting.url, "--model", "m", "--rate", "100", *SHORT)
+        ran = bench(*target, "--allow-errors", "0.9", "--json")
+        assert fails(*target)[0] == 1
+
+    assert ran.failures["http_503"] > 0
+    assert ran.problems == []
+
+
+def test_failures_of_every_request_end_the_measurement() -> None:
+    with small_server(behave=lambda number: "503") as rejecting:
+        assert fails(rejecting.url, "--model", "m", *SHORT, "--allow-errors", "0.9")[0] == 1
+    assert 100 < rejecting.requests < 200
+
+
 def test_requests_without_an_answer_time_out() -> None:
     with small_server(behave=lambda number: "hang" if number >= LONE else "ok") as hanging:
         ran = bench(hanging.url, "--model", "m", "--rate", "20", *SHORT, "--timeout", "0.4", "--json")
