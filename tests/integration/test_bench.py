@@ -106,37 +106,35 @@ EVERY_S: Final = 2.0
 RATE: Final = 200
 
 
-def queued_ms(percent: float, service_s: float) -> float:
-    """The expected percentile at a constant rate: one worker, first come, first served, with its stalls."""
-    dues = np.arange(0, 4 * EVERY_S, 1 / RATE)
-    free_s, latencies = 0.0, []
-    for due in dues:
-        begin = max(free_s, due)
-        begin += max(0.0, STALL_S - begin % EVERY_S)
-        free_s = begin + service_s
-        latencies.append(free_s - due)
-    return float(np.percentile(latencies, percent)) * 1e3
+def latencies_ms(spans_s: Sequence[tuple[float, float]]) -> np.ndarray:
+    """The true latencies at a constant rate, from the server's own clock: on a busy machine its timers are late, too.
+
+    The requests are served in their order. The least late of them arrived when it was due.
+    """
+    arrived_s, done_s = np.sort(np.array(spans_s), axis=0).T
+    schedule_s = np.arange(len(done_s)) / RATE
+    return np.asarray((done_s - schedule_s - (arrived_s - schedule_s).min()) * 1e3)
 
 
 def test_open_loop_finds_the_stalls_that_a_closed_loop_hides() -> None:
+    count = int(RATE * 2 * EVERY_S)
     for _ in range(3):  # other work on the machine may disturb one measurement, but not all of them
         with small_server(service_s=SERVICE_S, stall_s=STALL_S, every_s=EVERY_S) as stalling:
             target = (stalling.url, "--model", "m", "--warmup", "0.2", "--json")
             opened = bench(*target, "--rate", str(RATE), "--seconds", str(2 * EVERY_S))
-            service_s = float(np.mean(stalling.served_s))  # timers are late, especially on a busy machine
+            true_ms = latencies_ms(stalling.spans_s[-count:])
             closed = bench(*target, "--concurrency", "1", "--seconds", str(2 * EVERY_S))
-        found = {percent: opened.percentile_ms(percent) for percent in (90, 95, 99)}
-        true = {percent: pytest.approx(queued_ms(percent, service_s), rel=0.2, abs=25) for percent in found}
-        if found == true and opened.percentile_ms(50) < 60:
+        found = {percent: opened.percentile_ms(percent) for percent in (50, 90, 95, 99)}
+        true = {percent: pytest.approx(np.percentile(true_ms, percent), rel=0.2, abs=25) for percent in found}
+        if found == true and not opened.point["is_overloaded"] and closed.percentile_ms(99) < found[99] / 3:
             break
 
-    assert queued_ms(95, service_s) > 300
+    assert np.percentile(true_ms, 95) > 300
     assert found == true
-    assert opened.percentile_ms(50) < 60, "most requests meet no stall"
-    assert opened.point["requests"] == RATE * 2 * EVERY_S
+    assert opened.point["requests"] == count
     assert not opened.point["is_overloaded"]
     # The only caller waited through each stall, so only two of its thousands of requests met one.
-    assert closed.percentile_ms(99) < queued_ms(99, service_s) / 3
+    assert closed.percentile_ms(99) < found[99] / 3
     assert closed.point["most_ms"] > 250
     assert (opened.point["concurrency"], closed.point["concurrency"]) == (None, 1)
 

@@ -18,7 +18,7 @@ HTTP), ``nonsense`` (status 200 without outputs) or ``wrong`` (another value).""
 class SmallServer:
     """One worker that takes ``service_s`` per request, and stalls for ``stall_s`` at every multiple of ``every_s``.
 
-    The model ``m`` answers with its input. ``served_s`` are the actual service times of requests, without stalls.
+    The model ``m`` answers with its input. ``spans_s`` are the actual times of requests, from arrival to answer.
     ``index`` replaces the index of the repository.
     """
 
@@ -31,7 +31,7 @@ class SmallServer:
     index: Any = None
     port: int = 0
     requests: int = 0
-    served_s: list[float] = field(default_factory=list)
+    spans_s: list[tuple[float, float]] = field(default_factory=list)
     _worker: asyncio.Lock = field(default_factory=asyncio.Lock)
     _began_s: float = 0.0
 
@@ -82,14 +82,14 @@ class SmallServer:
     async def _infer(self, body: bytes) -> bytes:
         number, self.requests = self.requests, self.requests + 1
         way = self.behave(number)
+        arrived_s = time.monotonic()
         if self.service_s:
             async with self._worker:  # first come, first served
                 now_s = (time.monotonic() - self._began_s) % self.every_s
                 if now_s < self.stall_s:
                     await asyncio.sleep(self.stall_s - now_s)
-                began_s = time.monotonic()
                 await asyncio.sleep(self.service_s)
-                self.served_s.append(time.monotonic() - began_s)
+        self.spans_s.append((arrived_s, time.monotonic()))
         if way == "hang":
             await asyncio.sleep(3600)
         if way in ("close", "garbage"):
