@@ -58,7 +58,7 @@ def refusal(server: ServerProcess, path: str, body: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("headers", [FORM, {}, {"content-type": "application/octet-stream"}])
-@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready":false}'])
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready":false}', b'{"ready":null}'])
 def test_index_lists_known_models_and_those_in_the_repository(
     managed: ServerProcess, body: bytes, headers: dict[str, str]
 ) -> None:

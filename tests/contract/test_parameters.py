@@ -30,6 +30,16 @@ def test_unknown_parameters_are_neither_rejected_nor_returned(server: ServerProc
         assert dict(result.get_response().parameters) == {}
 
 
+def test_nulls_that_libraries_write_for_fields_without_value_count_as_absent(server: ServerProcess) -> None:
+    """MLServer's ``InferenceRequest.json()`` writes all of these, as do Jackson and System.Text.Json by default."""
+    entry = json_input("x", ROW) | {"parameters": {"content_type": "np", "headers": None}}
+    for outputs in (None, [{"name": "y", "parameters": None}], [{"name": "y", "parameters": {"content_type": None}}]):
+        document = {"id": None, "parameters": None, "inputs": [entry], "outputs": outputs}
+        answer = httpx.post(rest_url(server, "echo"), json=document, timeout=LONG_S)
+        assert answer.status_code == 200, answer.text
+        assert "id" not in answer.json()
+
+
 def test_scheduling_parameters_of_clients_are_accepted(server: ServerProcess) -> None:
     with triton_clients(server) as (http, grpc):
         for library, client in ((triton_http, http), (triton_grpc, grpc)):
@@ -48,7 +58,7 @@ def test_models_without_sequences_ignore_ids_on_both_protocols(server: ServerPro
     [
         ({"triton_own": 1}, "parameter keys starting with 'triton_' are reserved"),
         ({"own": {"nested": 1}}, "own"),
-        ({"own": None}, "own"),
+        ({"own": [None]}, "own"),
         ({"priority": -1}, "priority"),
         ({"timeout": "soon"}, "timeout"),
         ({"binary_data_output": 1}, "binary_data_output"),

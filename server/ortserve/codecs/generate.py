@@ -45,7 +45,8 @@ def decode_generate_request(
     dimensions of 1 are added up to the rank of the model's input, so that a flat array is one row.
 
     Args:
-        body: A JSON object. Keys other than inputs are parameters, as are the keys of the object ``parameters``.
+        body: A JSON object. Keys other than inputs are parameters, as are the keys of the object ``parameters``. A key
+            whose value is null counts as absent.
         model_name: Name of the model in the path.
         model_version: Version or label in the path; ``""`` without one.
         inputs: Inputs of the model.
@@ -58,6 +59,7 @@ def decode_generate_request(
     document = parse_json(body or b"{}")
     if type(document) is not dict:
         raise invalid_input("failed to parse the request JSON buffer: expected an object")
+    document = {key: value for key, value in document.items() if value is not None}
     specs = {spec.name: spec for spec in inputs}
     tensors = [_tensor(document.pop(name), spec, model_name) for name, spec in specs.items() if name in document]
     request_id = document.pop("id", "")
@@ -176,8 +178,8 @@ def _parameters(
     stream = given.get("stream")
     if stream is False or (stream is True and is_stream):
         del given["stream"]
-    for key in given:
-        if key in _SAMPLING:
+    for key, value in given.items():
+        if key in _SAMPLING and value is not None:
             raise ServeError(
                 ErrorKind.UNSUPPORTED,
                 f"parameter '{key}' is not supported: it is not an input of model '{model}', "

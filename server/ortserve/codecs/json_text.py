@@ -315,13 +315,16 @@ def parse_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def parameters_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the object ``parameters``; empty if it is missing. Raises ServeError: invalid_input for another type."""
+    """Return the object ``parameters`` without keys that are null; empty if it is missing.
+
+    Raises ServeError: invalid_input for another type.
+    """
     parameters = document.get("parameters")
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
         raise invalid_input(f"Unable to parse 'parameters': expected an object, got {type(parameters).__name__}")
-    return parameters
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def decode_load_body(body: bytes | memoryview) -> dict[str, LoadParameter]:

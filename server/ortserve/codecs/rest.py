@@ -1,7 +1,8 @@
 """REST inference bodies: a JSON document, followed by the binary tensors that it declares.
 
 Request and response follow the Open Inference Protocol over REST and its binary tensor extension. Every value of a
-document is validated before it is used.
+document is validated before it is used. A key whose value is null counts as absent: the libraries of several languages
+write null for a field without a value.
 """
 
 from collections.abc import Mapping
@@ -104,8 +105,10 @@ class RestRequest:
         binary_output = parameters.pop("binary_data_output", False) if parameters else False
         if type(binary_output) is not bool:
             raise _parse_error("binary_data_output", "a boolean", binary_output)
-        request_id = document.get("id", "")
-        if type(request_id) is not str:
+        request_id = document.get("id")
+        if request_id is None:
+            request_id = ""
+        elif type(request_id) is not str:
             raise _parse_error("id", "a string", request_id)
         if len(request_id) > MAX_ID_LENGTH:
             raise too_many("characters of id", MAX_ID_LENGTH, len(request_id))
@@ -188,7 +191,9 @@ A_PARAMETER: Final = "a string, number or boolean parameter"
 
 
 def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> dict[str, Parameter]:
-    """Validate a JSON object of parameters. ``expected`` describes a valid parameter in errors.
+    """Validate a JSON object of parameters, and omit those that are null.
+
+    ``expected`` describes a valid parameter in errors.
 
     Raises:
         ServeError: invalid_input; the message contains ``where`` or the name of the parameter.
@@ -197,6 +202,8 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
         raise _parse_error(where, "an object", value)
     if len(value) > MAX_PARAMETERS:
         raise too_many(where, MAX_PARAMETERS, len(value))
+    if None in value.values():
+        value = {key: item for key, item in value.items() if item is not None}
     for key, item in value.items():
         if type(item) not in (str, int, float, bool):
             raise _parse_error(key, expected, item)

@@ -68,6 +68,15 @@ def test_key_that_is_no_input_is_a_parameter() -> None:
     assert request.parameters == {"mode": "fast", "level": 3, "is_new": True}
 
 
+def test_keys_that_are_null_count_as_absent() -> None:
+    request = decode(
+        {"number": 1, "text": None, "id": None, "max_tokens": None, "parameters": {"stop": None, "a": None}}
+    )
+    assert [tensor.name for tensor in request.inputs] == ["number"]
+    assert (request.id, request.parameters) == ("", {})
+    assert decode({"number": 1, "parameters": None}).parameters == {}
+
+
 def test_input_named_like_a_parameter_stays_an_input() -> None:
     spec = TensorSpec("id", DataType.INT64, ())
     request = decode_generate_request(b'{"id": 5}', "m", "", [spec], is_stream=False)
@@ -103,7 +112,7 @@ def test_stream_parameter_is_accepted_only_where_supported() -> None:
             {"txet": ["hi"]},
             "parameter, or an input of model 'm', which takes 'text', 'row', 'number', 'rows', got an array",
         ),
-        ({"parameters": {"txet": None}}, "Unable to parse 'txet': expected a string, number or boolean parameter"),
+        ({"parameters": {"txet": ["hi"]}}, "Unable to parse 'txet': expected a string, number or boolean parameter"),
         ({"text": "hi", "triton_x": 1}, "parameter keys starting with 'triton_' are reserved for Triton usage"),
         ({"id": 5}, "Unable to parse 'id': expected a string"),
         ({"id": "a" * 65_537}, "request: expected at most 65536 characters of id, got 65537"),
@@ -113,7 +122,7 @@ def test_stream_parameter_is_accepted_only_where_supported() -> None:
         ({"row": [[1, 2], [3]]}, "Shape does not match true shape"),
         ({"number": [1, 2]}, "unexpected shape for input 'number' for model 'm'. Expected [], got [2]"),
         ({"number": "1"}, "expected integers for INT64, got a string"),
-        ({"number": None}, "got null"),
+        ({"number": [None]}, "got null"),
         ({"text": 5}, "expected strings for BYTES"),
     ],
 )

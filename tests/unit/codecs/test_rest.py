@@ -76,6 +76,17 @@ def test_data_that_is_null_counts_as_absent() -> None:
     expect_invalid({"inputs": [{**entry(), "data": None}]}, text=ONE_SOURCE + "But no field is set for input 'x'")
 
 
+def test_fields_that_are_null_count_as_absent() -> None:
+    nulls = {"content_type": None, "binary_data": None, "shared_memory_region": None, "classification": None}
+    fields = {"id": None, "parameters": {"binary_data_output": None, "priority": None}}
+    inputs = [{**entry(), "parameters": {**nulls, "binary_data_size": None}}]
+    request = decode({**fields, "inputs": inputs, "outputs": [{"name": "y", "parameters": nulls}]})
+    assert (request.id, request.parameters, request.regions) == ("", {}, None)
+    assert request.outputs == [RequestedOutput("y", binary=False)]
+    without = decode({**fields, "parameters": None, "inputs": [entry()], "outputs": None})
+    assert (without.parameters, without.outputs) == ({}, [])
+
+
 def test_output_in_a_region_is_decoded_by_its_name() -> None:
     region = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "binary_data": False}
     outputs = [{"name": "y", "parameters": region}, {"name": "z"}]
@@ -244,15 +255,10 @@ PARSE = [
     ({"inputs": [1]}, "Unable to parse 'inputs': expected an array of objects, got 1"),
     ({"inputs": [[]]}, "Unable to parse 'inputs': expected an array of objects, got an array"),
     ({"inputs": [], "id": 1}, "Unable to parse 'id': expected a string, got 1"),
-    ({"inputs": [], "id": None}, "Unable to parse 'id': expected a string, got nothing"),
     ({"inputs": [], "parameters": []}, "Unable to parse 'parameters': expected an object, got an array"),
     (
         {"inputs": [], "parameters": {"k": [1]}},
         "Unable to parse 'k': expected a string, number or boolean parameter, got an array",
-    ),
-    (
-        {"inputs": [], "parameters": {"k": None}},
-        "Unable to parse 'k': expected a string, number or boolean parameter, got nothing",
     ),
     (
         {"inputs": [], "parameters": {"binary_data_output": 1}},

@@ -19,6 +19,7 @@ RegionName: TypeAlias = Annotated[str, Path(description="Name that requests use"
 
 Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
 Parameter = str | int | float | bool
+Parameters = dict[str, Parameter | None]
 
 
 class ErrorDocument(BaseModel):
@@ -50,7 +51,7 @@ class InferInputDocument(BaseModel):
     name: str
     shape: list[int]
     datatype: Datatype
-    parameters: dict[str, Parameter] | None = Field(
+    parameters: Parameters | None = Field(
         None,
         description="binary_data_size: number of bytes of this tensor behind the JSON part, instead of data; or "
         "shared_memory_region, shared_memory_byte_size and shared_memory_offset: its location in a registered region",
@@ -60,7 +61,7 @@ class InferInputDocument(BaseModel):
 
 class RequestedOutputDocument(BaseModel):
     name: str
-    parameters: dict[str, Parameter] | None = Field(
+    parameters: Parameters | None = Field(
         None,
         description="binary_data: whether this output is returned behind the JSON part; classification: number of its "
         "largest elements to return, as texts value:index or value:index:label; or shared_memory_region, "
@@ -70,7 +71,7 @@ class RequestedOutputDocument(BaseModel):
 
 class InferRequestDocument(BaseModel):
     id: str | None = Field(None, description="Returned in the response")
-    parameters: dict[str, Parameter] | None = Field(
+    parameters: Parameters | None = Field(
         None,
         description="binary_data_output: whether outputs are returned behind the JSON part by default; priority: 1 is "
         "the most urgent; timeout: maximum time in the queue in microseconds",
@@ -120,7 +121,7 @@ class BatchingDocument(BaseModel):
 
 
 class IndexRequestDocument(BaseModel):
-    ready: bool = Field(False, description="List only versions that are ready")
+    ready: bool | None = Field(False, description="List only versions that are ready")
 
 
 class IndexEntryDocument(BaseModel):
@@ -133,7 +134,7 @@ class IndexEntryDocument(BaseModel):
 
 
 class UnloadParametersDocument(BaseModel):
-    unload_dependents: bool = Field(
+    unload_dependents: bool | None = Field(
         False, description="Also unload the members of an ensemble that no other ensemble uses"
     )
 
@@ -143,8 +144,8 @@ class UnloadRequestDocument(BaseModel):
 
 
 class ProfileRequestDocument(BaseModel):
-    requests: int = Field(100, description="Number of requests whose batches are profiled")
-    timeout_s: float = Field(30, description="Time to wait for these requests, in seconds")
+    requests: int | None = Field(100, description="Number of requests whose batches are profiled")
+    timeout_s: float | None = Field(30, description="Time to wait for these requests, in seconds")
 
 
 class LabelDocument(BaseModel):
@@ -248,7 +249,7 @@ class LogSettingsDocument(BaseModel):
 
 class RegistrationDocument(BaseModel):
     key: str = Field(description="Name of the shared memory object, as shm_open takes it", examples=["/input_data"])
-    offset: int = Field(0, ge=0, description="Offset of the region in the object, in bytes")
+    offset: int | None = Field(0, ge=0, description="Offset of the region in the object, in bytes")
     byte_size: int = Field(ge=0, description="Size of the region, in bytes")
 
 

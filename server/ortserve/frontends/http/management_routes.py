@@ -81,10 +81,10 @@ def repository_routes(
     @router.post("/index", response_model=list[IndexEntryDocument], openapi_extra=request_body(IndexRequestDocument))
     async def index(request: Request) -> Response:
         """The known versions, and the models in the repositories."""
-        only_ready = (await read_json_object(request.receive)).get("ready", False)
-        if not isinstance(only_ready, bool):
+        only_ready = (await read_json_object(request.receive)).get("ready")
+        if not isinstance(only_ready, bool | None):
             raise invalid_input(f"Invalid value for 'ready': expected a boolean, got {only_ready!r:.100}")
-        document = [_index_entry(entry) async for entry in repository.index(only_ready=only_ready)]
+        document = [_index_entry(entry) async for entry in repository.index(only_ready=bool(only_ready))]
         return Response(orjson.dumps(document), media_type="application/json")
 
     @router.post("/models/{model}/load")
@@ -164,7 +164,8 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
     async def answer(model: str, version: str, request: Request) -> Response:
         exchange_of(request.scope).cancel_with_caller()
         document = await read_json_object(request.receive)
-        requests, timeout_s = _unsigned(document, "requests", 100), document.get("timeout_s", 30)
+        requests, timeout_s = _unsigned(document, "requests", 100), document.get("timeout_s")
+        timeout_s = 30 if timeout_s is None else timeout_s
         if type(timeout_s) not in (int, float):
             raise invalid_input(f"Unable to parse 'timeout_s': expected a number, got {timeout_s!r:.100}")
         profile = await profiling.profile(model, version, requests=requests, timeout_s=timeout_s)
@@ -300,7 +301,8 @@ def _key(document: dict[str, Any]) -> str:
 
 
 def _unsigned(document: dict[str, Any], name: str, default: int | None) -> int:
-    value = document.get(name, default)
+    value = document.get(name)
+    value = default if value is None else value
     if type(value) is not int or value < 0:
         raise invalid_input(f"Unable to parse '{name}': expected an unsigned integer, got {value!r:.100}")
     return value
