@@ -99,6 +99,14 @@ def test_documented_overlay_serves_a_volume_with_its_image_and_options(tmp_path:
     assert {"tmp", "shm"} <= set(volumes)
 
 
+def test_openshift_chooses_the_ids_of_the_pod(tmp_path: Path) -> None:
+    overlay = {"resources": ["../deploy/overlays/cpu"], "components": ["../deploy/components/openshift"]}
+    context = rendered(own_overlay(tmp_path, overlay)).pod["spec"]["securityContext"]
+    assert not {"runAsUser", "runAsGroup", "fsGroup", "supplementalGroups"} & set(context)
+    assert context["runAsNonRoot"] is True
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
 def test_documented_image_is_that_of_the_runtimes_for_kserve(tmp_path: Path) -> None:
     overlay = {"resources": ["../deploy/overlays/kserve"], "images": yaml_block("newTag")["images"]}
     runtimes = rendered(own_overlay(tmp_path, overlay)).all("ClusterServingRuntime")
