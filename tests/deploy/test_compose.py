@@ -30,6 +30,13 @@ def test_mounted_files_exist() -> None:
                 assert source in COMPOSE["volumes"]
 
 
+def test_no_usual_name_of_a_repository_is_a_volume() -> None:
+    """Compose takes ``MODELS=models`` for the name of a volume, and reports an error if there is none."""
+    (default,) = (re.findall(r"MODELS:-([\w-]+)", mount) for mount in SERVICES["ortserve"]["volumes"])
+    assert set(default) <= set(COMPOSE["volumes"])
+    assert not {"models", "model_repository", "repository"} & set(COMPOSE["volumes"])
+
+
 def test_targets_are_stages_of_the_dockerfile() -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     for service in SERVICES.values():
