@@ -24,6 +24,7 @@ from browser import DESKTOP, NEEDS_CHROMIUM, PHONE, chromium, open_page, violati
 from models import builders
 from ortserve.core.dtypes import DataType
 from ortserve.example import repository_path
+from proxies import free_ports
 from servers import LONG_S, ServerProcess, add_model, json_input, rest_url, serving, starting
 
 pytestmark = NEEDS_CHROMIUM
@@ -503,6 +504,40 @@ def test_list_of_500_models_stays_smooth(browser: Browser, server: ServerProcess
         )
         expect(rows_of(page)).to_have_count(500)
         assert longest_ms < 1000, longest_ms  # 60 ms on an idle machine
+
+
+@pytest.fixture
+def below_a_path(server: ServerProcess, tmp_path: Path) -> Iterator[str]:
+    """The address of the server behind a real nginx that adds a path to it, as an Ingress does."""
+    if (nginx := shutil.which("nginx")) is None:
+        pytest.skip("needs nginx")
+    port = free_ports().http
+    user = "user root;" if os.geteuid() == 0 else ""
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; pid {tmp_path}/pid; {user} events {{}} http {{ access_log off; server {{ listen 127.0.0.1:{port};"
+        f"location /team/models/ {{ proxy_http_version 1.1; proxy_pass {server.url}/; }} }} }}"
+    )
+    started = [nginx, "-p", tmp_path, "-e", tmp_path / "log", "-c", tmp_path / "nginx.conf"]
+    with subprocess.Popen(started) as process:
+        address = f"http://127.0.0.1:{port}/team/models"
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=LONG_S) as client:
+            assert client.get(f"{address}/v2").status_code == 200
+        yield address
+        process.terminate()
+
+
+def test_pages_work_below_a_path_of_a_proxy(browser: Browser, below_a_path: str) -> None:
+    with open_page(browser, f"{below_a_path}/#/models/identity_fp32/1") as page:
+        page.get_by_label("Values").fill("1 2 3 4")
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("region", name="Values of y", exact=True)).to_have_text("1 2 3 4")
+        page.get_by_text("This request as code").click()
+        command = page.get_by_role("region", name="curl").inner_text()
+        assert command.startswith(f"curl -s {below_a_path}/v2/models/identity_fp32")
+        address = below_a_path.removeprefix("http://")
+        expect(page.get_by_role("region", name="Python")).to_contain_text(f'InferenceServerClient("{address}")')
+    with open_page(browser, f"{below_a_path}/docs") as page:
+        expect(page.get_by_role("button", name="POST /v2/models/{model}/infer", exact=False).first).to_be_visible()
 
 
 def test_api_documentation_works_without_a_network(browser: Browser, server: ServerProcess) -> None:

@@ -26,14 +26,14 @@ _PAGE: Final = b"""<!doctype html>
     <meta name="viewport" content="width=device-width, initial-scale=1">
     <title>API documentation</title>
     <link rel="icon" href="data:,">
-    <link rel="stylesheet" href="/docs/swagger-ui.css">
-    <script src="/docs/swagger-ui-bundle.js" defer></script>
-    <script src="/docs/start.js" defer></script>
+    <link rel="stylesheet" href="docs/swagger-ui.css">
+    <script src="docs/swagger-ui-bundle.js" defer></script>
+    <script src="docs/start.js" defer></script>
   </head>
   <body><div id="swagger-ui"></div></body>
 </html>
 """
-_START: Final = b"""SwaggerUIBundle({ url: "/openapi.json", dom_id: "#swagger-ui", validatorUrl: null });
+_START: Final = b"""SwaggerUIBundle({ url: "openapi.json", dom_id: "#swagger-ui", validatorUrl: null });
 """
 
 

@@ -38,7 +38,8 @@ export async function call(group, path, options = {}) {
   for (;;) {
     tried.add(key);
     const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
-    const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+    // Relative to the page, which a proxy may serve below a path of its own.
+    const response = await fetch(`.${path}`, { ...options, headers, cache: "no-store", credentials: "omit" });
     if (response.ok) {
       if (key) keys.set(group, key);
       return response;

@@ -21,9 +21,14 @@ export function inferPath(name, version) {
   return version ? `${model}/versions/${version}/infer` : `${model}/infer`;
 }
 
+/** Return the address of the server, as tritonclient takes it: host and port, with the path of the page if a proxy adds one. */
+function addressOf(location) {
+  return location.host + location.pathname.replace(/\/[^/]*$/, "");
+}
+
 /** Return the request as a curl command, which reads a long body from a file. */
-export function curlCommand(origin, path, body, needsKey) {
-  const lines = [`curl -s ${origin}${path}`];
+export function curlCommand(location, path, body, needsKey) {
+  const lines = [`curl -s ${location.protocol}//${addressOf(location)}${path}`];
   if (needsKey) lines.push(`-H "Authorization: Bearer $KEY"`);
   lines.push(body.length > LONGEST_COMMAND ? "--data-binary @request.json" : `-d '${body.replaceAll("'", "'\\''")}'`);
   return lines.join(" \\\n  ");
@@ -43,7 +48,7 @@ export function pythonProgram(location, name, version, inputs, outputs, paramete
   const isSecure = location.protocol === "https:";
   const lines = ["import numpy as np", "import tritonclient.http as triton", ""];
   if (inputs.some(({ tensor }) => tensor.datatype === "BF16")) lines.unshift("import ml_dtypes");
-  lines.push(`client = triton.InferenceServerClient(${pythonText(location.host)}${isSecure ? ", ssl=True" : ""})`);
+  lines.push(`client = triton.InferenceServerClient(${pythonText(addressOf(location))}${isSecure ? ", ssl=True" : ""})`);
   lines.push("inputs = []");
   for (const { tensor, shape, tokens } of inputs) {
     const first = tokens[0];

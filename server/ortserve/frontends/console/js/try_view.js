@@ -80,7 +80,7 @@ export class TryForm {
 
   #code(inputs, parameters, path, body) {
     const needsKey = Boolean(keyOf("infer"));
-    const curl = curlCommand(location.origin, path, body, needsKey);
+    const curl = curlCommand(location, path, body, needsKey);
     const { outputs } = this.#about;
     const python = pythonProgram(location, this.#name, this.#version, inputs, outputs, parameters, needsKey);
     const saved = el("a", { download: "request.json", href: URL.createObjectURL(new Blob([body])) }, "request.json");
