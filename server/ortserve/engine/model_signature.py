@@ -47,9 +47,10 @@ def read_signature(
     element types without a datatype in the protocol are left out if the model works without them: if they are inputs
     of an optional type, or outputs beside others. Initializers that are also graph inputs become optional inputs.
 
-    Axis 0 is the batch axis if every input and output has a free first dimension and none of their names differ. An
-    initializer without a free first dimension has no batch axis, and neither has a model that decodes images. This
-    function checks neither whether rows are independent nor whether another axis carries the rows.
+    Axis 0 is the batch axis if every input and output has a free first dimension and none of their names differ, apart
+    from names that exporters generate. An initializer without a free first dimension has no batch axis, and neither has
+    a model that decodes images. This function checks neither whether rows are independent nor whether another axis
+    carries the rows.
 
     Args:
         session: The session of the model.
@@ -184,6 +185,14 @@ def _unsupported(problems: Sequence[str]) -> ServeError:
     return ServeError(ErrorKind.UNSUPPORTED, f"{', '.join(problems)}, which is not supported; supported are {served}")
 
 
+def _is_generated(name: str, spec: TensorSpec) -> bool:
+    """Whether an exporter gave this name to the first dimension, so that it differs for each tensor.
+
+    PyTorch's older exporter writes ``ReluY_dim_0`` for an output ``Y`` of a Relu, and tf2onnx ``unk__7``.
+    """
+    return name.endswith(f"{spec.name}_dim_0") or name.startswith("unk__")
+
+
 def _why_unbatched(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
     if not inputs:
         return "the model has no inputs"
@@ -192,8 +201,8 @@ def _why_unbatched(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) 
         for spec in specs:
             if why := spec.why_no_rows(role):
                 return why
-            if spec.dim_names[0]:
-                names.setdefault(spec.dim_names[0], f"{role} '{spec.name}'")
+            if (name := spec.dim_names[0]) and not _is_generated(name, spec):
+                names.setdefault(name, f"{role} '{spec.name}'")
     if len(names) > 1:
         (one, whose), (other, others) = list(names.items())[:2]
         return f"the first dimensions of {whose} and {others} have different names, '{one}' and '{other}'"

@@ -60,7 +60,15 @@ def test_graph_in_which_rows_meet_is_reported_with_the_node(tmp_path: Path) -> N
     assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, reason, "")
 
 
-@pytest.mark.parametrize(("names", "is_batched"), [(("batch", "batch"), True), (("one", "other"), False)])
+@pytest.mark.parametrize(
+    ("names", "is_batched"),
+    [
+        (("batch", "batch"), True),
+        (("one", "other"), False),
+        (("batch", "Addy_dim_0"), True),
+        (("unk__7", "unk__8"), True),
+    ],
+)
 def test_undecided_graph_is_tried_if_names_allow_it(tmp_path: Path, names: tuple[str, str], is_batched: bool) -> None:
     path = builders.in_sequence(tmp_path / "m.onnx", names)
     found = find(path)
