@@ -144,10 +144,12 @@ def fourier(call: Call) -> Output:
     axis = axis + rank if axis < 0 else axis
     off_axis(value, (axis, rank - 1), "transforms")
     length: Number = call.number(1, "length") if call.has(1) else dims[axis]
-    if call.integer("onesided", 0):
-        length = call.symbols.opaque("onesided", length, call.integer("inverse", 0), lowest=0)
-    dims[axis] = length
-    dims[-1] = call.symbols.fresh(1)
+    if call.integer("onesided", 0) and call.integer("inverse", 0):
+        dims[axis], dims[-1] = call.symbols.fresh(0), call.symbols.fresh(1)
+    else:
+        is_half = call.integer("onesided", 0)
+        dims[axis] = call.symbols.add(call.symbols.divide_whole(length, 2), 1) if is_half else length
+        dims[-1] = 2
     return call.result(dims, value, value.axis, value.dtype)
 
 
