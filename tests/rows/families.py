@@ -228,6 +228,7 @@ _meet("gather: elements over rows", "float[N,4] x, int64[N,4] i", "y = GatherEle
 _meet("gather: GatherND without a batch", "float[N,4] x, int64[N,1] i", "y = GatherND(x, i)", feeds={"i": [[[0]], [[-1]], [[-1]]]})
 _apart("gather: columns of quantized blocks", "int64[N] i", "y = com.microsoft.GatherBlockQuantized<gather_axis=1, quantize_axis=0, block_size=16>(w, i, s)", "uint4[32,4] w, float[2,4] s")
 _meet("gather: scattered over rows", "float[N,4] x, int64[N,4] i, float[N,4] z", "y = ScatterElements<axis=0>(x, i, z)", feeds={"i": [[[0, 0, 0, 0]], [[0, 0, -1, -1]], [[0, 0, 0, 0]]]})
+_apart("reshape: a table cut to the length, which is called like it", "float[N,L,4] x", "l = Shape<start=1, end=2>(x) p = Slice(w, zero, l, zero) a = Add(x, p) f = Flatten<axis=2>(a) s = Shape(x) r = Reshape(f, s) y = Softmax<axis=1>(r)", "float[9,4] w, int64[1] zero = {0}, float[L,4] p")
 _apart("reshape: positions in a square grid", "float[N,4,3] x", "r = Pow(n, h) w = Cast<to=7>(r) q = Sqrt(n) v = Cast<to=7>(q) t = Concat<axis=0>(one, w, v, c) p = Reshape(k, t) u = Reshape(p, flat) y = Add(x, u)", "float[1] n = {4}, float h = {0.5}, int64[1] one = {1}, int64[1] c = {3}, float[1,4,3] k, int64[3] flat = {1, -1, 3}")
 _meet("reshape: a grid with the root of the number of rows", "float[N,4] x", "s = Shape<start=0, end=1>(x) f = Cast<to=1>(s) r = Sqrt(f) y = Add(x, r)")
 

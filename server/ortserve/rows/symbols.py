@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from math import ceil, floor, lcm
 from typing import Final
 
@@ -56,12 +56,10 @@ class Symbols:
         """The names of the atoms that are free sizes of inputs; empty for a size without a name."""
         self.fixed_sizes: dict[str, int] = {}
         """The assumed sizes of inputs, by name."""
-        self.declared: dict[str, Number] = {}
-        """The sizes that names in the file denote."""
-        self.ambiguous_name = ""
-        """A name that denotes several sizes; empty if there is none."""
-        self.has_replaced_size = False
-        """Whether a target shape has a computed size in place of another size of its operand (``rules.shapes``)."""
+        self.declared: dict[str, set[Number]] = {}
+        """The sizes that each name in the file denotes."""
+        self.replaced: set[tuple[Number, Number]] = set()
+        """A size of a target shape and another size of the operand that it replaces (``rules.shapes``)."""
 
     def fresh(self, lowest: Constant | None = None, name: str | None = None) -> Number:
         """A new atom; with a name, which may be empty, if it is a free size of an input."""
@@ -73,8 +71,18 @@ class Symbols:
 
     def declare(self, name: str, size: Number) -> None:
         """Record that the file calls a size by a name."""
-        if self.declared.setdefault(name, size) != size:
-            self.ambiguous_name = name
+        self.declared.setdefault(name, set()).add(size)
+
+    def confused_name(self) -> str:
+        """A name of several sizes, by which ONNX Runtime may take one for another; empty if there is none.
+
+        ONNX Runtime carries names on to tensors without a declaration, where sizes must be equal. Rules require that of
+        sizes with N, so that such a size has a name only if it is declared.
+        """
+        for name, sizes in self.declared.items():
+            if len(sizes) > 1 and any(all(map(partial(_may_have_name, sizes), pair)) for pair in self.replaced):
+                return name
+        return ""
 
     def fix_size(self, atom: Atom, size: Number) -> bool:
         """Assume the size of an input. Returns False if the atom is no named size, or is assumed to be another."""
@@ -317,3 +325,7 @@ class Symbols:
             return one
         lows = [low for low in (lowest(one), lowest(other)) if low is not None]
         return self.opaque("broadcast", frozenset((one, other)), lowest=max(lows, default=0))
+
+
+def _may_have_name(sizes: set[Number], size: Number) -> bool:
+    return size in sizes or not contains_rows(size)

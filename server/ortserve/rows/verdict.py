@@ -372,8 +372,8 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
     if all(axis is None for axis in output_axes.values()):
         first = next(iter(output_axes), "")  # the file may declare no outputs
         return RowVerdict(Outcome.MIXED, node=first, reason="no output has an axis with the rows")
-    if symbols.has_replaced_size and symbols.ambiguous_name:
-        return _unknown(f"a Reshape may take a wrong size, because several sizes are called '{symbols.ambiguous_name}'")
+    if name := symbols.confused_name():
+        return _unknown(f"a Reshape may take a wrong size, because several sizes are called '{name}'")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
     fixed_sizes = tuple(sorted(symbols.fixed_sizes.items()))
     return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes, fixed_sizes)

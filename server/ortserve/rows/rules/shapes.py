@@ -180,7 +180,7 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
         return call.result(target, dtype=value.dtype)
     total = symbols.product(value.dims)
     is_certain = -1 in target or _has_several_computed(value.dims, target)
-    symbols.has_replaced_size |= _replaces_size(value.dims, target)
+    symbols.replaced |= _replaced_sizes(value.dims, target)
     if -1 in target:
         others = symbols.product(length for length in target if length != -1)
         target[target.index(-1)] = _inferred(call, total, others)
@@ -235,16 +235,17 @@ def _has_several_computed(dims: Sequence[Number], target: Sequence[Number]) -> b
     return computed > 1
 
 
-def _replaces_size(dims: Sequence[Number], target: Sequence[Number]) -> bool:
-    """Whether a computed size takes the place of another one of the operand.
+def _replaced_sizes(dims: Sequence[Number], target: Sequence[Number]) -> set[tuple[Number, Number]]:
+    """Computed sizes that take the place of other ones of the operand.
 
-    If it is read from the shape of a tensor whose sizes have the names of those of the operand, ONNX Runtime 1.31.1
-    copies the size of the operand, without a check that the two are equal.
+    If such a size is read from the shape of a tensor whose sizes have the names of those of the operand, ONNX Runtime
+    1.31.1 copies the size of the operand, without a check that the two are equal.
     """
-    return any(
-        wanted != length and not isinstance(wanted, int) and not isinstance(length, int)
+    return {
+        (wanted, length)
         for wanted, length in zip(target, dims, strict=False)
-    )
+        if wanted != length and not isinstance(wanted, int) and not isinstance(length, int)
+    }
 
 
 def _solved(call: Call, total: Number, wanted: Number) -> tuple[Atom, Number] | None:
