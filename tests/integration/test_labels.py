@@ -341,3 +341,19 @@ def test_no_request_fails_while_versions_are_promoted_and_rolled_back(labelled: 
     assert asked(labelled, "POST", "m/promote", version=2).raise_for_status().json()["previous"] == "1"
     asked(labelled, "PUT", "m/labels", labels={"stable": None}).raise_for_status()
     assert asked(labelled, "POST", "m/rollback").status_code == 409
+
+
+def test_labels_of_the_file_end_with_an_unload_and_those_of_calls_stay(tmp_path: Path) -> None:
+    folder = add_versions(tmp_path, "version_policy: {specific: [1, 2]}\nlabels: {stable: 1, canary: 2}", 1, 2)
+    with serving(tmp_path, *EXPLICIT) as server:
+        asked(server, "PUT", "m/labels", labels={"mine": 2}).raise_for_status()
+        with triton_clients(server) as (http, _):
+            http.unload_model("m")
+            assert labels_of(server) == {"mine": "2"}
+            assert asked(server, "GET", "m/versions/canary/ready").status_code >= 400
+            with pytest.raises(InferenceServerException, match="it was unloaded"):
+                versions_that_answer(server, "")
+            (folder / "model.yaml").write_text("version_policy: {specific: [1, 2]}\nlabels: {stable: 2}")
+            http.load_model("m")
+        assert labels_of(server) == {"mine": "2", "stable": "2"}
+        assert versions_that_answer(server, "") == {"2"}

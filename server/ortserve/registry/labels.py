@@ -53,9 +53,10 @@ class Labels:
         self._show(name)
 
     def forget(self, name: str) -> None:
-        """Forget the configured labels of a model that was unloaded."""
+        """Forget the configured labels of a model that was unloaded. Those of calls stay."""
         self._configured.pop(name, None)
         self._missing.pop(name, None)
+        self._show(name)
 
     async def change(self, name: str, state: ModelState) -> None:
         """Store a change that a call made to a model, and put its labels into effect in one step.

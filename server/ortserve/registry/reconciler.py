@@ -302,11 +302,11 @@ class Reconciler:
     async def remove(self, name: str) -> ModelSource | None:
         """Take a model out of service and forget its source. Returns the source. The caller holds the model's lock."""
         source = self._sources.pop(name, None)
-        self._labels.forget(name)
         self._retries.forget(name)
         self._served.pop(name, None)
         self._versions.withdraw(name)
         self._versions.drain_all(name)
+        self._labels.forget(name)  # Not before, because another version than ``stable`` would answer.
         self._on_versions(name)
         await self.drop_dependents(name)  # Ensembles loaded in the meantime hold the model.
         await self._draining.wait(name)

@@ -232,12 +232,12 @@ class RolloutService:
 
     def _problem(self, model: str, options: RolloutOptions) -> str:
         """Why a rollout cannot send requests to its candidate; empty if it can. A candidate may still be loading."""
-        stable = self._registry.labels(model).get(STABLE)
-        if reason := why_without_effect(options, model, stable):
-            return reason
         records = self._registry.records_of(model)
         if records and all(record.is_unloaded for record in records):
             return f"rollout: expected model '{model}' to serve, but it was unloaded"
+        stable = self._registry.labels(model).get(STABLE)
+        if reason := why_without_effect(options, model, stable):
+            return reason
         for record in records:
             served = record.served
             if record.version in (stable, options.candidate) and served is not None:
