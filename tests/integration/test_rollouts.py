@@ -441,7 +441,7 @@ def test_figures_begin_anew_when_files_of_a_version_are_replaced(tmp_path: Path,
         builders.unnamed_dims(tmp_path / "m" / version / "model.onnx")
         in_repository(server, "m", "load")
         assert rollout_of(server, "m")["figures"]["requests"] == 0
-        assert server.output.count("rollout began") == 2
+    assert server.output.count("rollout began") == 2
 
 
 def test_decision_that_cannot_be_kept_is_shown_and_tried_again(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Events that start and end sequences: loads, unloads, shutdown, cancelled calls; and Triton's examples."""
 
 import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -21,8 +23,19 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
+from http_wire import Answers, connect, is_read, post, wait_until
 from models import builders, sequences
-from servers import LONG_S, ServerProcess, add_model, json_input, read_metrics, rest_url, serving, starting
+from servers import (
+    LONG_S,
+    ServerProcess,
+    add_model,
+    decisions,
+    json_input,
+    rest_url,
+    serving,
+    starting,
+    wait_for_queue,
+)
 
 FLAG = "control_input { name: '%s' control { kind: CONTROL_SEQUENCE_%s int32_false_true: [ 0, 1 ] } }"
 START, READY, END = (FLAG % (name, name) for name in ("START", "READY", "END"))
@@ -64,7 +77,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         (add_model(folder, name, build) / "config.pbtxt").write_text(EXAMPLE % batching)
     for name, steps in (("slow", 50_000), ("slower", 200_000)):
         (add_model(folder, name, sequences.slow, steps=steps) / "model.yaml").write_text(SUM)
-    (add_model(folder, "full", sequences.slow, steps=600_000) / "model.yaml").write_text(SUM + "max_queue_rows: 1\n")
+    (add_model(folder, "full", sequences.slow, steps=200_000) / "model.yaml").write_text(SUM + "max_queue_rows: 1\n")
     (add_model(folder, "recorded", sequences.two_states) / "model.yaml").write_text(
         "record: {share: 1}\nsequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
     )
@@ -165,9 +178,12 @@ def test_the_traffic_of_the_public_sequence_examples_passes(server: ServerProces
         assert (first, second, text) == ([1, *VALUES], [101, *negated], [21, *negated])
 
 
+def body(value: int, **parameters: Any) -> dict[str, Any]:
+    return {"inputs": [json_input("INPUT", np.array([[value]], np.int32))], "parameters": parameters}
+
+
 def ask(server: ServerProcess, model: str, value: int, **parameters: Any) -> httpx.Response:
-    body = {"inputs": [json_input("INPUT", np.array([[value]], np.int32))], "parameters": parameters}
-    return httpx.post(rest_url(server, model), json=body, timeout=LONG_S)
+    return httpx.post(rest_url(server, model), json=body(value, **parameters), timeout=LONG_S)
 
 
 def total(answer: httpx.Response) -> int:
@@ -175,21 +191,24 @@ def total(answer: httpx.Response) -> int:
     return int(answer.json()["outputs"][0]["data"][0])
 
 
-def wait_for_waiting(server: ServerProcess, model: str, rows: int) -> None:
-    deadline = time.monotonic() + LONG_S
-    while read_metrics(server).value("ortserve_queue_rows", model=model, version="1") < rows:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+@contextmanager
+def running(server: ServerProcess, model: str) -> Iterator[None]:
+    """After the block, wait until a batch of the model has started that had not started before it."""
+    before = decisions(server, model)["batches"]
+    yield
+    wait_until(lambda: decisions(server, model)["batches"] > before)
 
 
 def test_requests_of_one_id_from_several_connections_run_in_order_of_arrival(server: ServerProcess) -> None:
     name = next(IDS)
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(ask, server, "slow", 1, sequence_id=name, sequence_start=True)]
-        for number in range(1, 4):
-            time.sleep(0.05)
-            calls.append(pool.submit(ask, server, "slow", 10**number, sequence_id=name))
-        assert [total(call.result()) for call in calls] == [1, 11, 111, 1111]
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(4)]
+        for number, connection in enumerate(connections):
+            sent = body(10**number, sequence_id=name, sequence_start=number == 0)
+            connection.sendall(post("slow", json.dumps(sent).encode()))
+            wait_until(partial(is_read, connection))
+        answers = [Answers(connection).next()[2]["outputs"][0]["data"][0] for connection in connections]
+    assert answers == [1, 11, 111, 1111]
 
 
 def test_a_sequence_ends_if_an_answer_cannot_be_built(server: ServerProcess) -> None:
@@ -218,8 +237,8 @@ def test_a_sequence_ends_if_an_answer_cannot_be_built(server: ServerProcess) -> 
 def test_sequences_share_a_batch(server: ServerProcess) -> None:
     names = [next(IDS) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(ask, server, "slower", 1, sequence_id=names[0], sequence_start=True)
-        time.sleep(0.05)
+        with running(server, "slower"):
+            first = pool.submit(ask, server, "slower", 1, sequence_id=names[0], sequence_start=True)
         others = [pool.submit(ask, server, "slower", 1, sequence_id=name, sequence_start=True) for name in names[1:]]
         assert [total(call.result()) for call in (first, *others)] == [1, 1, 1, 1]
     statistics = httpx.get(f"{server.url}/v2/models/slower/stats", timeout=LONG_S).json()["model_stats"][0]
@@ -240,17 +259,16 @@ def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(se
         )
 
     with triton_grpc.InferenceServerClient(server.grpc) as client:
-        running = send(client, 5, "running", True)
-        time.sleep(0.05)
-        running.cancel()
-        time.sleep(0.02)
-        send(client, 1, "next")
+        with running(server, "slower"):
+            call = send(client, 5, "running", True)
+        call.cancel()
+        send(client, 1, "next")  # on the same connection, so that it arrives later
         found = dict([outcomes.get(timeout=LONG_S), outcomes.get(timeout=LONG_S)])
         assert found["next"] == 6
         send(client, 1, "first")
         queued = send(client, 1, "queued")
         send(client, 1, "later")
-        wait_for_waiting(server, "slower", 2)
+        wait_for_queue(server, "slower", 2)
         queued.cancel()
         found = dict([outcomes.get(timeout=LONG_S) for _ in range(3)])
         assert found["first"] == 7
@@ -264,11 +282,10 @@ def test_a_rejected_request_can_be_sent_again_by_a_client_that_awaits_each_answe
     name = next(IDS)
     assert total(ask(server, "full", 1, sequence_id=name, sequence_start=True)) == 1
     with ThreadPoolExecutor(2) as pool:
-        calls = []
-        for _ in range(2):  # one runs, the other fills the queue
-            calls.append(pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True))
-            time.sleep(0.03)
-        wait_for_waiting(server, "full", 1)
+        with running(server, "full"):
+            calls = [pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True)]
+        calls.append(pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True))
+        wait_for_queue(server, "full", 1)
         assert ask(server, "full", 10, sequence_id=name).status_code == 429
         assert [total(call.result()) for call in calls] == [1, 1]
     assert total(ask(server, "full", 10, sequence_id=name)) == 11
@@ -299,12 +316,8 @@ def test_requests_are_recorded_with_the_tensors_that_the_server_adds(
 ) -> None:
     for number in range(2):
         total(ask(server, "recorded", 3, sequence_id=77, sequence_start=number == 0))
-    folder = next(tmp_path_factory.getbasetemp().glob("recordings/recorded/1"), None)
-    deadline = time.monotonic() + LONG_S
-    while folder is None or len(list(folder.glob("*.npz"))) < 2:
-        assert time.monotonic() < deadline
-        folder = next(tmp_path_factory.getbasetemp().glob("recordings/recorded/1"), None)
-        time.sleep(0.01)
+    folder = tmp_path_factory.getbasetemp() / "recordings" / "recorded" / "1"
+    wait_until(lambda: len(list(folder.glob("*.npz"))) == 2)
     files = [np.load(path) for path in sorted(folder.glob("*.npz"))]
     assert [int(file["b_in"][0, 0]) for file in files] == [0, 10]
     assert set(files[0].files) == {"INPUT", "a_in", "b_in"}
@@ -332,10 +345,10 @@ def test_an_unload_answers_what_waits(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "m", sequences.slow)
     (folder / "model.yaml").write_text(SUM.replace("max_idle_s", "max_candidates: 1, max_idle_s"))
     with serving(tmp_path, *EXPLICIT) as server, ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(ask, server, "m", 1, sequence_id=1, sequence_start=True)]
-        time.sleep(0.05)
+        with running(server, "m"):
+            calls = [pool.submit(ask, server, "m", 1, sequence_id=1, sequence_start=True)]
         calls += [pool.submit(ask, server, "m", 2, sequence_id=2, sequence_start=True)]
-        wait_for_waiting(server, "m", 1)
+        wait_for_queue(server, "m", 1)
         assert httpx.post(f"{server.url}/v2/repository/models/m/unload", timeout=LONG_S).status_code == 200
         assert [total(call.result()) for call in calls] == [1, 2]
         assert ask(server, "m", 1, sequence_id=1).status_code == 404
@@ -362,7 +375,7 @@ def test_a_stopping_server_lets_sequences_end_and_refuses_new_ones(tmp_path: Pat
 def test_requests_are_answered_in_a_drain_that_a_sequence_outlives(tmp_path: Path, transport: str) -> None:
     """A stream sends requests to another model until it ends, and no request may be lost."""
     (add_model(tmp_path, "sum", sequences.accumulate) / "model.yaml").write_text(ACCUMULATE)
-    add_model(tmp_path, "slow", builders.slow)
+    add_model(tmp_path, "slow", builders.slow, steps=3_000)
     inputs = triton_inputs(triton_grpc, {"x": np.zeros((1, 4), np.float32)})
     answers: Queue[tuple[Any, Any]] = Queue()
     flags = ("--warmup-s", "0.1", "--drain-timeout-s", "4", "--grpc-transport", transport)
