@@ -225,8 +225,8 @@ def test_documented_unit_starts_the_server_and_waits_for_its_drain(tmp_path: Pat
         file = tmp_path / "ortserve.service"
         file.write_text(text.replace(program, sys.executable))
         for check in (["verify"], ["security", "--offline=true", "--threshold=40"]):
-            command = ["systemd-analyze", *check, str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+            words = ["systemd-analyze", *check, str(file)]
+            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
             assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 

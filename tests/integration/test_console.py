@@ -517,7 +517,7 @@ def below_a_path(server: ServerProcess, tmp_path: Path) -> Iterator[str]:
         f"daemon off; pid {tmp_path}/pid; {user} events {{}} http {{ access_log off; server {{ listen 127.0.0.1:{port};"
         f"location /team/models/ {{ proxy_http_version 1.1; proxy_pass {server.url}/; }} }} }}"
     )
-    started = [nginx, "-p", tmp_path, "-e", tmp_path / "log", "-c", tmp_path / "nginx.conf"]
+    started = [nginx, "-p", str(tmp_path), "-e", str(tmp_path / "log"), "-c", str(tmp_path / "nginx.conf")]
     with subprocess.Popen(started) as process:
         address = f"http://127.0.0.1:{port}/team/models"
         with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=LONG_S) as client:

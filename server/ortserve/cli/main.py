@@ -125,7 +125,7 @@ def _left_at_ctrl_c(command: str) -> Iterator[None]:
     """
 
     def leave(*_: object) -> None:
-        sys.stderr.write(f"ortserve {command}: interrupted\n".replace("  ", " "))
+        sys.stderr.write(f"ortserve {command}: interrupted\n")
         sys.stderr.flush()
         os._exit(130)
 
