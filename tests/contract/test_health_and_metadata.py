@@ -1,5 +1,8 @@
 """Health and metadata as clients of the protocol read them, on both protocols."""
 
+import operator
+from functools import reduce
+
 import httpx
 import pytest
 
@@ -111,6 +114,36 @@ def test_openapi_document_and_its_page_describe_inference(server: ServerProcess)
     assert "post" in paths["/v2/models/{model}/infer"]
     assert "post" in paths["/v2/models/{model}/versions/{version}/infer"]
     assert get(server, "/docs").status_code == 200
+
+
+def test_openapi_document_has_no_reference_that_generators_cannot_resolve(server: ServerProcess) -> None:
+    document = get(server, "/openapi.json").json()
+    places = [document]
+    for place in places:
+        if isinstance(place, dict) and "$ref" in place:
+            prefix, *names = place["$ref"].split("/")
+            assert prefix == "#"
+            assert reduce(operator.getitem, names, document)
+        places += place.values() if isinstance(place, dict) else place if isinstance(place, list) else ()
+    assert len(places) > 1000
+
+
+def test_openapi_document_tells_the_bodies_of_calls(server: ServerProcess) -> None:
+    paths = get(server, "/openapi.json").json()["paths"]
+
+    def requests(path: str) -> tuple[bool, list[str]]:
+        body = paths[path]["post"]["requestBody"]
+        return body["required"], list(body["content"]["application/json"]["schema"]["properties"])
+
+    def answers(path: str) -> list[str]:
+        return list(paths[path]["post"]["responses"]["200"].get("content", ()))
+
+    load, profile = "/v2/repository/models/{model}/load", "/v2/models/{model}/profile"
+    assert requests(load) == (False, ["parameters"])
+    assert answers(load) == answers("/v2/repository/models/{model}/unload") == []
+    assert requests("/v2/systemsharedmemory/region/{region}/register") == (True, ["key", "offset", "byte_size"])
+    assert answers(profile) == answers("/v2/models/{model}/generate") == ["application/json"]
+    assert answers("/v2/models/{model}/generate_stream") == ["text/event-stream"]
 
 
 def test_openapi_document_names_the_calls_of_labels_and_rollouts(server: ServerProcess) -> None:

@@ -133,6 +133,14 @@ class IndexEntryDocument(BaseModel):
     reason: str | None = None
 
 
+class LoadParametersDocument(BaseModel, extra="allow"):
+    config: str | None = Field(None, description="A Triton model configuration, as a text of JSON", examples=["{}"])
+
+
+class LoadRequestDocument(BaseModel):
+    parameters: LoadParametersDocument | None = None
+
+
 class UnloadParametersDocument(BaseModel):
     unload_dependents: bool | None = Field(
         False, description="Also unload the members of an ensemble that no other ensemble uses"
@@ -279,7 +287,7 @@ class CudaRegionDocument(BaseModel):
 def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict[str, Any]:
     """Return the ``openapi_extra`` of a route that reads its body itself.
 
-    With ``is_partial``, any key of the document may be missing or null.
+    The body may be empty unless the document has required keys. With ``is_partial``, any key may be missing or null.
     """
     schema = document.model_json_schema()
     if is_partial:
@@ -288,7 +296,7 @@ def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict
             name: {"anyOf": [value, {"type": "null"}]} for name, value in schema["properties"].items()
         }
     whole = _inlined(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"content": {"application/json": {"schema": whole}}}}
+    return {"requestBody": {"required": "required" in schema, "content": {"application/json": {"schema": whole}}}}
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:

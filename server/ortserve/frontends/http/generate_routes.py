@@ -31,6 +31,10 @@ _REQUEST: Final[dict[str, Any]] = {
     }
 }
 
+_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+}
+
 
 def generate_routes(
     inference: InferenceService,
@@ -57,12 +61,14 @@ def generate_routes(
         """Run this version of the model like a function: one JSON object in, one out."""
         return await generation.answer(request, model, version, is_stream=False)
 
-    @router.post("/generate_stream", openapi_extra=_REQUEST)
+    @router.post("/generate_stream", openapi_extra=_REQUEST, response_class=Response, responses=_STREAM)
     async def generate_stream(model: ModelName, request: Request) -> Response:
         """As `generate`, but the answer is a stream of one server-sent event, because an ONNX model answers once."""
         return await generation.answer(request, model, "", is_stream=True)
 
-    @router.post("/versions/{version}/generate_stream", openapi_extra=_REQUEST)
+    @router.post(
+        "/versions/{version}/generate_stream", openapi_extra=_REQUEST, response_class=Response, responses=_STREAM
+    )
     async def generate_stream_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
         """As `generate`, but the answer is a stream of one server-sent event, because an ONNX model answers once."""
         return await generation.answer(request, model, version, is_stream=True)

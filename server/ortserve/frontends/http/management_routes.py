@@ -21,6 +21,7 @@ from ortserve.frontends.http.documents import (
     CudaRegistrationDocument,
     IndexEntryDocument,
     IndexRequestDocument,
+    LoadRequestDocument,
     LogSettingsDocument,
     ModelName,
     ModelVersion,
@@ -47,18 +48,8 @@ _TRACE_SETTINGS_BODY: Final = {
         "content": {"application/json": {"schema": {"type": "object"}, "example": {"trace_level": ["OFF"]}}}
     }
 }
-_REGISTRATION_BODY: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": RegistrationDocument.model_json_schema()}},
-    }
-}
-_CUDA_REGISTRATION_BODY: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": CudaRegistrationDocument.model_json_schema()}},
-    }
-}
+_REGISTRATION_BODY: Final = request_body(RegistrationDocument)
+_CUDA_REGISTRATION_BODY: Final = request_body(CudaRegistrationDocument)
 
 
 _PROFILE_BODY: Final = request_body(ProfileRequestDocument)
@@ -87,7 +78,7 @@ def repository_routes(
         document = [_index_entry(entry) async for entry in repository.index(only_ready=bool(only_ready))]
         return Response(orjson.dumps(document), media_type="application/json")
 
-    @router.post("/models/{model}/load")
+    @router.post("/models/{model}/load", openapi_extra=request_body(LoadRequestDocument), response_class=Response)
     async def load(model: ModelName, request: Request) -> Response:
         """Load a model, or reload it if it has changed. The response is sent when the model serves.
 
@@ -103,7 +94,7 @@ def repository_routes(
             await repository.load(model, await read_load(body))
         return _nothing()
 
-    @router.post("/models/{model}/unload", openapi_extra=request_body(UnloadRequestDocument))
+    @router.post("/models/{model}/unload", openapi_extra=request_body(UnloadRequestDocument), response_class=Response)
     async def unload(model: ModelName, request: Request) -> Response:
         """Unload a model. The response is sent after the response to the last request of the model."""
         await repository.unload(model, parameters_of(await read_json_object(request.receive)))
@@ -173,7 +164,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
         content = b"".join((orjson.dumps(head)[:-1], b',"trace":', profile.trace, b"}"))
         return Response(content, media_type="application/json")
 
-    @router.post("/profile", openapi_extra=_PROFILE_BODY, response_class=Response)
+    @router.post("/profile", openapi_extra=_PROFILE_BODY)
     async def profile(model: ModelName, request: Request) -> Response:
         """Profile copies of the next batches of the model, if the operator allows it. The response follows their runs.
 
@@ -181,7 +172,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
         """
         return await answer(model, "", request)
 
-    @router.post("/versions/{version}/profile", openapi_extra=_PROFILE_BODY, response_class=Response)
+    @router.post("/versions/{version}/profile", openapi_extra=_PROFILE_BODY)
     async def profile_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
         """Profile copies of the next batches of this version of the model."""
         return await answer(model, version, request)
