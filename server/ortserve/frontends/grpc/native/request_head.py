@@ -155,7 +155,7 @@ def read_head(headers: Headers) -> RequestHead:
             if timeout_ns is None:
                 rejection = (
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    f"grpc-timeout: expected up to 8 digits and a unit, got {value[:80]!r}",
+                    f"grpc-timeout: expected up to 8 digits and a unit, got '{value[:80].decode('latin-1')}'",
                 )
         elif kind == _LENGTH:
             if not (value.isdigit() and len(value) <= _MAX_LENGTH_DIGITS) or content_length not in (None, int(value)):

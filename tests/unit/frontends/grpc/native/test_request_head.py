@@ -3,6 +3,7 @@
 import base64
 import sys
 
+import grpc
 import pytest
 
 from ortserve.frontends.grpc.native.request_head import MalformedRequestError, check_trailers, read_head
@@ -34,7 +35,8 @@ def test_timeout_has_a_unit(value: bytes, ns: int) -> None:
 def test_malformed_timeout_is_rejected(value: bytes) -> None:
     head = read_head((*PSEUDO, GRPC, (b"grpc-timeout", value)))
     assert head.rejection is not None
-    assert "grpc-timeout" in head.rejection[1]
+    text = f"grpc-timeout: expected up to 8 digits and a unit, got '{value.decode('latin-1')}'"
+    assert head.rejection == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def test_metadata_is_text_or_binary_by_its_name() -> None:
