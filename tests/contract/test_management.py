@@ -1,5 +1,6 @@
 """Calls for repository, statistics, configuration and settings, byte for byte as their clients read them."""
 
+import gzip
 import json
 import socket
 import time
@@ -153,6 +154,17 @@ def test_load_and_unload_answer_200_with_an_empty_body(managed: ServerProcess, p
 def test_body_of_a_call_with_few_parameters_is_limited(managed: ServerProcess, path: str) -> None:
     status, text = refusal(managed, path, b'{"log_info":true,"x":"' + b"y" * SMALL_BYTES + b'"}')
     assert (status, text) == (413, "expected a body of at most 65536 bytes for this call, got more")
+
+
+@pytest.mark.parametrize("path", ["/v2/repository/index", "/v2/repository/models/identity/load"])
+def test_compressed_body_is_rejected_by_its_encoding(managed: ServerProcess, path: str) -> None:
+    url, body = f"http://{managed.http}{path}", gzip.compress(b"{}")
+    with httpx.Client(timeout=LONG_S) as client:
+        answer = client.post(url, content=body, headers={"Content-Encoding": "gzip"})
+        assert answer.status_code == 501
+        text = "Content-Encoding 'gzip' is not supported for this call: expected identity"
+        assert answer.json() == {"error": text}
+        assert client.post(url, content=b"{}", headers={"Content-Encoding": "identity"}).status_code == 200
 
 
 def test_body_of_a_load_is_bounded_and_counted(tmp_path: Any) -> None:

@@ -40,7 +40,7 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
         """Change the given labels in one step; other labels stay. null removes a label that a call set, and a label
         with this name in the model's configuration holds again. The change survives a restart.
         """
-        return _answer(model, await labels.change(model, _changes(await read_json_object(request.receive))))
+        return _answer(model, await labels.change(model, _changes(await read_json_object(request))))
 
     @router.post("/promote", response_model=LabelsDocument, openapi_extra=_PROMOTE_BODY)
     async def promote(model: ModelName, request: Request) -> JSONResponse:
@@ -48,7 +48,7 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
 
         A call without a version promotes the candidate of the model's rollout, which ends the rollout.
         """
-        version = (await read_json_object(request.receive)).get("version")
+        version = (await read_json_object(request)).get("version")
         given = None if version is None else _number("version", version)
         return _answer(model, await rollouts.promote(model, given))
 
@@ -67,7 +67,7 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
         """Start a rollout, or replace the options of the current one, which resets its figures. A rollout survives a
         restart.
         """
-        return _describe(model, await rollouts.start(model, await read_json_object(request.receive)))
+        return _describe(model, await rollouts.start(model, await read_json_object(request)))
 
     @router.delete("/rollout", response_model=RolloutDocument)
     async def end_rollout(model: ModelName) -> Response:

@@ -33,7 +33,7 @@ from ortserve.frontends.http.documents import (
     UnloadRequestDocument,
     request_body,
 )
-from ortserve.frontends.http.request_body import read_body, read_json_object
+from ortserve.frontends.http.request_body import check_uncompressed, read_body, read_json_object
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import LogSettings
 from ortserve.service.profiling import ProfilingService
@@ -72,7 +72,7 @@ def repository_routes(
     @router.post("/index", response_model=list[IndexEntryDocument], openapi_extra=request_body(IndexRequestDocument))
     async def index(request: Request) -> Response:
         """The known versions, and the models in the repositories."""
-        only_ready = (await read_json_object(request.receive)).get("ready")
+        only_ready = (await read_json_object(request)).get("ready")
         if not isinstance(only_ready, bool | None):
             raise invalid_input(f"Invalid value for 'ready': expected a boolean, got {only_ready!r:.100}")
         document = [_index_entry(entry) async for entry in repository.index(only_ready=bool(only_ready))]
@@ -87,6 +87,7 @@ def repository_routes(
         is `file:` and a path in the model's folder, such as `file:1/model.onnx`. Files need a `config`, which may be
         `{}`.
         """
+        check_uncompressed(request)
         # The HTTP parser has checked that the length is a number.
         announced_bytes = int(request.headers.get("content-length", 0))
         with admission.admit(None, 0, None, announced_bytes) as held:
@@ -97,7 +98,7 @@ def repository_routes(
     @router.post("/models/{model}/unload", openapi_extra=request_body(UnloadRequestDocument), response_class=Response)
     async def unload(model: ModelName, request: Request) -> Response:
         """Unload a model. The response is sent after the response to the last request of the model."""
-        await repository.unload(model, parameters_of(await read_json_object(request.receive)))
+        await repository.unload(model, parameters_of(await read_json_object(request)))
         return _nothing()
 
     @router.post("/{repository}/index", include_in_schema=False)
@@ -121,7 +122,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
     @router.post("/logging", response_model=LogSettingsDocument, openapi_extra=_LOG_SETTINGS_BODY)
     async def change_log_settings(request: Request) -> JSONResponse:
         """Change log settings; missing keys keep their values."""
-        return JSONResponse(logs.update(await read_json_object(request.receive)))
+        return JSONResponse(logs.update(await read_json_object(request)))
 
     @router.get("/trace/setting", response_model=TraceSettingsDocument)
     async def trace_settings() -> JSONResponse:
@@ -131,7 +132,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
     @router.post("/trace/setting", response_model=TraceSettingsDocument, openapi_extra=_TRACE_SETTINGS_BODY)
     async def change_trace_settings(request: Request) -> JSONResponse:
         """Change the server's trace settings; null restores the initial value."""
-        return JSONResponse(traces.update(await read_json_object(request.receive)))
+        return JSONResponse(traces.update(await read_json_object(request)))
 
     @router.get("/models/{model}/trace/setting", response_model=TraceSettingsDocument)
     async def model_trace_settings(model: ModelName) -> JSONResponse:
@@ -143,7 +144,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
     )
     async def change_model_trace_settings(model: ModelName, request: Request) -> JSONResponse:
         """Change the trace settings of a model; null restores the value of the server."""
-        return JSONResponse(traces.update(await read_json_object(request.receive), model))
+        return JSONResponse(traces.update(await read_json_object(request), model))
 
     return router
 
@@ -154,7 +155,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
 
     async def answer(model: str, version: str, request: Request) -> Response:
         exchange_of(request.scope).cancel_with_caller()
-        document = await read_json_object(request.receive)
+        document = await read_json_object(request)
         requests, timeout_s = _unsigned(document, "requests", 100), document.get("timeout_s")
         timeout_s = 30 if timeout_s is None else timeout_s
         if type(timeout_s) not in (int, float):
@@ -204,7 +205,7 @@ def _system_routes(regions: SharedMemory) -> APIRouter:
     @router.post("/region/{region}/register", openapi_extra=_REGISTRATION_BODY, response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
         """Register a shared memory object for requests, if the operator allows it."""
-        document = await read_json_object(request.receive)
+        document = await read_json_object(request)
         offset, byte_size = _unsigned(document, "offset", 0), _unsigned(document, "byte_size", None)
         regions.register(region, _key(document), offset, byte_size)
         return _nothing()
@@ -240,7 +241,7 @@ def _cuda_routes(regions: SharedMemory) -> APIRouter:
     @router.post("/region/{region}/register", openapi_extra=_CUDA_REGISTRATION_BODY, response_class=Response)
     async def register_cuda(region: RegionName, request: Request) -> Response:
         """Register memory of another process on a GPU for requests, if the operator allows it and a GPU is present."""
-        document = await read_json_object(request.receive)
+        document = await read_json_object(request)
         device_id, byte_size = _unsigned(document, "device_id", None), _unsigned(document, "byte_size", None)
         await regions.register_cuda(region, _handle(document), device_id, byte_size)
         return _nothing()

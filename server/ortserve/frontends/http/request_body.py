@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any, Final
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from ortserve.codecs.compression import Encoding, Inflater
@@ -146,16 +147,26 @@ async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | 
         body.settle()
 
 
-async def read_json_object(receive: Receive) -> dict[str, Any]:
+def check_uncompressed(request: Request) -> None:
+    """Check that the body of a control call is not compressed. Raises ServeError: unsupported."""
+    encoding = request.headers.get("content-encoding", "")
+    if encoding.strip().lower() not in ("", "identity"):
+        text = f"Content-Encoding '{encoding:.100}' is not supported for this call: expected identity"
+        raise ServeError(ErrorKind.UNSUPPORTED, text)
+
+
+async def read_json_object(request: Request) -> dict[str, Any]:
     """Read a small JSON object from ASGI. The content type is ignored, and an empty body counts as ``{}``.
 
     Raises:
-        ServeError: too_large; cancelled if the caller left; invalid_input if the body is not a JSON object.
+        ServeError: unsupported for a compressed body; too_large; cancelled if the caller left; invalid_input if the
+            body is not a JSON object.
     """
+    check_uncompressed(request)
     body = bytearray()
     is_last = False
     while not is_last:
-        part, is_last = await _next_part(receive)
+        part, is_last = await _next_part(request.receive)
         body += part
         if len(body) > SMALL_BYTES:
             raise ServeError(
