@@ -157,8 +157,21 @@ def short_time_fourier(call: Call) -> Output:
     value = call.operand(0)
     if value.is_rows and value.axis != 0:
         raise RowsMeetError("transforms along the axis of the rows")
+    items, samples = call.dims(value)[:2]
+    step = _scalar(call, 1)
+    length = _scalar(call, 3) if call.optional(2) is None else call.dims(call.operand(2))[0]
     frames, bins = call.symbols.fresh(0), call.symbols.fresh(0)
-    return call.result((call.dims(value)[0], frames, bins, 2), value, 0, value.dtype)
+    if length is not None:
+        is_half = call.integer("onesided", 1)
+        bins = call.symbols.add(call.symbols.divide_whole(length, 2), 1) if is_half else length
+        if isinstance(samples, int) and isinstance(step, int) and isinstance(length, int) and length <= samples:
+            frames = (samples - length) // max(step, 1) + 1
+    return call.result((items, frames, bins, 2), value, 0, value.dtype)
+
+
+def _scalar(call: Call, index: int) -> Number | None:
+    value = call.optional(index)
+    return value.elements[0] if value is not None and value.elements else None
 
 
 def reverse_sequence(call: Call) -> Output:
