@@ -315,10 +315,9 @@ class Symbols:
             return one
         if one == 1:
             return other
-        if isinstance(one, int):
-            return one
-        if isinstance(other, int):
-            return other
+        for each in (one, other):
+            if isinstance(each, int) or ((low := lowest(each)) is not None and low > 1):
+                return each
         if self.at_most_broadcast(one, other):
             return other
         if self.at_most_broadcast(other, one):
