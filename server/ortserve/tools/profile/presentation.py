@@ -5,7 +5,7 @@ from typing import Final, TypeVar
 
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.result import Batches, Comparison, Cost, Fusion, OperatorCost, Profile, ProfileResult
-from ortserve.tools.profile.runs import CLOSED_WITHIN, MIN_MS, Runs
+from ortserve.tools.profile.runs import CLOSED_WITHIN, MIN_MS, MIN_PAIRS, Runs
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, number_text
 
 _SHOWN: Final = 15
@@ -22,7 +22,7 @@ def report(result: ProfileResult, runs: Sequence[Runs] = ()) -> Report:
         blocks.append(_batches(result.server))
     if result.comparison is not None and result.other is not None:
         profiles.append(result.other)
-        blocks += _comparison(result.comparison, result.profile.label, result.other.label)
+        blocks += _comparison(result.comparison, result.profile.label, result.other.label, result.profile.balance.runs)
     for number, profile in enumerate(profiles):
         of = f" of {profile.label}" if len(profiles) > 1 else ""
         blocks += _profile(profile, of, "afterwards" if result.server else "alternating")
@@ -99,6 +99,8 @@ def _balance(profile: Profile, of: str) -> Table:
             f"A run takes less than {MIN_MS:g} ms: the profiler takes {_percent(balance.profiler_share)} of a "
             "profiled run. Rely on shares, not on times."
         )
+    elif balance.runs < MIN_PAIRS:
+        note = f"{balance.runs} runs are too few for a verdict on these parts; {MIN_PAIRS} are the least."
     else:
         note = f"The time that the profiler adds is known only within {_percent(balance.rest_error)}."
     if balance.is_closed is False and balance.rest_ms < 0:
@@ -154,13 +156,14 @@ def _fusion(profile: Profile, fusion: Fusion, of: str) -> Block:
     return Table(f"Fused nodes{of}", ("operator", "node", "replaces", "ms"), rows, note, _SHOWN)
 
 
-def _comparison(comparison: Comparison, one: str, other: str) -> Iterator[Block]:
-    is_beyond = comparison.is_beyond_noise
-    verdict = "as fast as" if not is_beyond else "faster than" if comparison.ratio < 1 else "slower than"
+def _comparison(comparison: Comparison, one: str, other: str, pairs: int) -> Iterator[Block]:
+    verdict = f"No difference between {one} and {other} beyond the noise"
+    if comparison.is_beyond_noise:
+        verdict = f"{other} is {'faster' if comparison.ratio < 1 else 'slower'} than {one}, beyond the noise"
     yield Text(
-        f"{other} is {verdict} {one}: its runs take {number_text(comparison.ratio)} of the time "
-        f"({number_text(comparison.ratio_low)} to {number_text(comparison.ratio_high)} with 95 %), "
-        f"{'beyond' if is_beyond else 'within'} the noise."
+        f"{verdict}: the runs of {other} take {number_text(comparison.ratio)} of the time of {one} "
+        f"({number_text(comparison.ratio_low)} to {number_text(comparison.ratio_high)} "
+        f"{'with 95 %' if pairs >= MIN_PAIRS else f'in {pairs} pairs, too few for a verdict'})."
     )
     yield Table(
         "Operators whose times differ",

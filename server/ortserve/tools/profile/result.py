@@ -29,8 +29,8 @@ class Balance:
         rest_share: `rest_ms` as a share of the time without interruptions.
         rest_error: Half of the width of the 95 % interval of `profiler_ms`, as a share of the same time.
         is_closed: Whether operators and profiler account for the time without interruptions within 5 %. Null for runs
-            under 5 ms, whose operators are too short for the profiler's clock of 1 µs, and if other work makes it
-            uncertain.
+            under 5 ms, whose operators are too short for the profiler's clock of 1 µs, for fewer than six runs, and if
+            other work makes it uncertain.
     """
 
     runs: int
@@ -192,9 +192,10 @@ class Comparison:
 
     Attributes:
         ratio: Time of a run without profiling, the second divided by the first: the median of the pairs.
-        ratio_low: Lower end of the 95 % interval of the ratio.
+        ratio_low: Lower end of the 95 % interval of the ratio; of fewer than six pairs, the least ratio.
         ratio_high: Upper end.
         is_beyond_noise: Whether the interval is outside of 0.95 to 1.05; two sessions of one model may differ so much.
+            False for fewer than six pairs.
         operators: Differences by operator, the largest first.
     """
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from ortserve.engine.provider_options import CPU
 from ortserve.model_file.graph import Graph
+from ortserve.tools.bench.statistics import estimate_percentile, least_samples
 from ortserve.tools.profile.result import Balance
 from ortserve.tools.profile.trace import Run, Trace
 
@@ -16,6 +16,8 @@ CLOSED_WITHIN: Final = 0.05
 """Limit of the share of ``rest_ms`` in a closed balance."""
 MIN_MS: Final = 5.0
 """Shorter runs have operators that are too short for the profiler's clock of 1 µs."""
+MIN_PAIRS: Final = least_samples(0.5)
+"""Fewer pairs of runs do not have a 95 % interval, so they allow no verdict."""
 _BUSY_SHARE: Final = 0.1
 """A larger share of interruptions means a busy machine."""
 
@@ -102,11 +104,11 @@ def typical(values: np.ndarray, groups: Groups) -> np.ndarray:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The median and the ends of its 95 % interval, from the binomial distribution of ranks."""
-    count, reach = len(values), 0.98 * sqrt(len(values))
-    low, high = max(0, int(count / 2 - reach)), min(count - 1, int(count / 2 + reach))
-    ordered = np.sort(values)
-    return float(np.median(ordered)), float(ordered[low]), float(ordered[high])
+    """The median and the ends of its 95 % interval; of fewer than ``MIN_PAIRS`` values the least and the largest."""
+    found = estimate_percentile(values, 0.5)
+    if found.low is None or found.high is None:
+        return float(np.median(values)), float(values.min()), float(values.max())
+    return float(np.median(values)), found.low, found.high
 
 
 def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
@@ -131,7 +133,8 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
     error, interrupted_ms = (high_ms - low_ms) / 2 / undisturbed_ms, profiled_ms - undisturbed_ms
     is_closed = None
     # Both times must be long: other work may make the profiled runs of a small model as long as those of a large one.
-    if min(plain_ms, undisturbed_ms - profiler_ms) >= MIN_MS and error <= CLOSED_WITHIN:
+    is_long = min(plain_ms, undisturbed_ms - profiler_ms) >= MIN_MS
+    if is_long and error <= CLOSED_WITHIN and len(runs.plain) >= MIN_PAIRS:
         is_within = abs(rest_ms) <= CLOSED_WITHIN * undisturbed_ms
         is_closed = True if is_within else None if interrupted_ms > _BUSY_SHARE * profiled_ms else False
     return Balance(

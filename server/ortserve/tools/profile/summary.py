@@ -11,7 +11,7 @@ from ortserve.engine.placement import COPIES
 from ortserve.model_file.graph import Node
 from ortserve.tools.profile.matching import Placed, find_replacements, match_nodes
 from ortserve.tools.profile.result import Comparison, Fusion, NodeCost, OperatorCost, OperatorDifference, Profile
-from ortserve.tools.profile.runs import Runs, balance_of, doubts_of, median_interval, times_ns, typical
+from ortserve.tools.profile.runs import MIN_PAIRS, Runs, balance_of, doubts_of, median_interval, times_ns, typical
 from ortserve.tools.profile.trace import NodeKey, Run, TracedNode
 from ortserve.tools.profile.work import find_work
 
@@ -194,7 +194,7 @@ def compare(one: Runs, other: Runs, profile: Profile, other_profile: Profile) ->
         for (nodes, self_ms), (other_nodes, other_ms) in [(mine.get(op, (None, 0.0)), others.get(op, (None, 0.0)))]
     ]
     differences.sort(key=lambda row: -abs(row.other_self_ms - row.self_ms))
-    is_beyond = high < 1 - _SESSIONS_DIFFER or low > 1 + _SESSIONS_DIFFER
+    is_beyond = count >= MIN_PAIRS and (high < 1 - _SESSIONS_DIFFER or low > 1 + _SESSIONS_DIFFER)
     return Comparison(ratio, low, high, is_beyond, differences)
 
 

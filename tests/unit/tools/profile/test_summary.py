@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from ort_traces import execution, flat_run, node, run, trace_file
+from ortserve.tools.profile.presentation import report
+from ortserve.tools.profile.result import ProfileResult
 from ortserve.tools.profile.runs import Runs, RunTime, typical
 from ortserve.tools.profile.summary import compare, profile_of
 from ortserve.tools.profile.trace import read_trace
+from ortserve.tools.report import Text
 
 
 def runs(plain: Sequence[RunTime], profiled: Sequence[RunTime], *lines: bytes, threads: int = 1) -> Runs:
@@ -152,6 +155,21 @@ def test_comparison_names_what_was_gained_and_lost() -> None:
 
     same = compare(one, replace(one, plain=one.plain[::-1]), profile_of(one), profile_of(one))
     assert not same.is_beyond_noise
+
+
+@pytest.mark.parametrize(("pairs", "has_verdict"), [(1, False), (5, False), (6, True)])
+def test_few_runs_allow_no_verdict(pairs: int, has_verdict: bool) -> None:
+    """Without this rule, the interval of a single pair would be a point, and any difference beyond the noise."""
+    slow = runs_of([(8000,)] * pairs, plain_us=[8000] * pairs, cost_us=10)
+    fast = runs_of([(6000,)] * pairs, plain_us=[6000] * pairs, cost_us=10)
+
+    one, other = profile_of(slow), profile_of(fast)
+    comparison = compare(slow, fast, one, other)
+    assert comparison.is_beyond_noise is has_verdict
+    assert (one.balance.is_closed is not None) is has_verdict
+    (text, *_) = report(ProfileResult(profile=one, other=other, comparison=comparison)).blocks
+    assert isinstance(text, Text)
+    assert ("too few for a verdict" in text.text) is not has_verdict
 
 
 def test_time_on_the_processor_counts_only_if_one_thread_does_all_work() -> None:
