@@ -626,6 +626,18 @@ def test_open_loop_on_a_model_in_this_process_is_measured() -> None:
     assert ran.point["answers"] == ran.point["requests"] == 100
 
 
+def test_rate_beyond_a_model_in_this_process_is_overload(tmp_path: Path) -> None:
+    """Requests that could not run in time are failures, also those of the warm-up, which delay the measurement."""
+    model = builders.heavy(tmp_path / "model.onnx")
+    load = ("--seconds", "1", "--warmup", "1", "--timeout", "0.5", "--json")
+    ran = bench(model, "--rate", "20000", *load)
+
+    assert ran.point["requests"] == 20_000
+    assert ran.failures["timeout"] > 10_000
+    assert ran.point["answers"] > 0
+    assert any("requests failed" in problem for problem in ran.problems)
+
+
 def test_recorded_arrivals_are_replayed(server: ServerProcess, tmp_path: Path) -> None:
     times = tmp_path / "times.txt"
     times.write_text("\n".join(str(100 + 0.01 * number) for number in range(40)))

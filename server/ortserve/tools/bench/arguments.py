@@ -18,7 +18,7 @@ WAYS: Final = ("run", "bound", "batcher")
 _OF_MODELS: Final = ("--way", "--provider", "--threads")
 _OF_SERVERS: Final = ("--model", "--protocol", "--sequences", "--processes", "--connections", *ACCESS_FLAGS)
 """Flags that have no effect on targets of the other kind."""
-_count, _share, _seconds = number(int, 1), number(float, 0, 1), number(float, 0)
+_count, _share, _seconds, _period = number(int, 1), number(float, 0, 1), number(float, 0), number(float, 0.001)
 
 
 def read(arguments: Sequence[str]) -> argparse.Namespace:
@@ -79,7 +79,7 @@ def build_parser() -> ToolParser:
     add("--rate", "--rates", type=several(number(float, 1e-6, 9_999_999)), metavar="R,…", help=text)
     add("--arrivals", default="constant", metavar="KIND", help=f"{arrivals} Default: constant.")
     add("--find-capacity", action="store_true", help="Search for the highest rate that is sustained (within --slo).")
-    add("--seconds", type=_seconds, default=10.0, metavar="S", help="Maximum time for each load. Default: 10.")
+    add("--seconds", type=_period, default=10.0, metavar="S", help="Maximum time for each load. Default: 10.")
     text = "Time for which the load runs before the measurement. Default: 1."
     add("--warmup", dest="warmup_s", type=_seconds, default=1.0, metavar="S", help=text)
     add(
@@ -100,7 +100,7 @@ def build_parser() -> ToolParser:
     add(
         "--timeout",
         dest="timeout_s",
-        type=_seconds,
+        type=_period,
         default=10.0,
         metavar="S",
         help="Time limit of an answer. Default: 10.",

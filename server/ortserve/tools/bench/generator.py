@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _CHUNK_S: Final = 0.25
 _PAUSE_S: Final = 0.1
 """Pause of a caller after its connection failed."""
+_LAST_RUN_S: Final = 10
+"""Time limit of the last run of a model in this process, after the last request has timed out."""
 _MAX_EARLY_NS: Final = 100_000
 """Limit of the time by which the generator wakes before a request is due. It then polls the clock."""
 _EARLY_GAIN: Final = 0.05
@@ -265,10 +267,14 @@ class LoopDriver:
 
 
 def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int) -> Finished:
-    """Offer a load to blocking runs. Each caller is a thread; an open loop has one thread."""
+    """Offer a load to blocking runs. Each caller is a thread; an open loop has one thread.
+
+    Requests of an open loop that wait for longer than the time limit fail, as on a server.
+    """
     begin_ns, end_ns, dues = work.times(start_ns)
     stop, lock, recorder, numbers = threading.Event(), threading.Lock(), Recorder(begin_ns), itertools.count()
     channel.on_stop = stop.set
+    timeout_ns = int(work.timeout_s * 1e9)
 
     def call() -> None:
         run = target.caller()
@@ -283,6 +289,10 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
                 stop.wait((sent_ns - monotonic_ns()) / 1e9)
                 sent_ns = monotonic_ns()
             ticket = Ticket(number, due_ns, sent_ns)
+            if monotonic_ns() - due_ns > timeout_ns:
+                with lock:
+                    recorder.failed(ticket, monotonic_ns(), "timeout", "earlier runs took until its time was over")
+                continue
             try:
                 read = run(number)
                 done_ns = monotonic_ns()
@@ -300,7 +310,7 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
     stop.wait(max(0.0, (begin_ns - monotonic_ns()) / 1e9))
     cpu_at_begin_ns = time.process_time_ns()
     for thread in threads:
-        while thread.is_alive() and monotonic_ns() < end_ns + work.timeout_s * 1e9:
+        while thread.is_alive() and monotonic_ns() < end_ns + timeout_ns + _LAST_RUN_S * 1e9:
             thread.join(_CHUNK_S)
             with lock:
                 channel.send(recorder.take())

@@ -218,8 +218,9 @@ def result_problems(points: Sequence[Point], settings: Settings, *, is_search: b
             continue
         failed = point.failed - wrong
         if failed > settings.allow_errors * point.requests or not point.answers:
-            kinds = ", ".join(f"{one.count} {one.kind}" for one in point.failures) or "no answers"
-            problems.append(f"{what}: {failed} of {point.requests} requests failed: {kinds}")
+            kinds = ", ".join(f"{one.count} {one.kind}" for one in point.failures)
+            how = f"{failed} of {point.requests} requests failed: {kinds}" if kinds else "no request was answered"
+            problems.append(f"{what}: {how}")
         asked = point.percentile(percent)
         if slo_ms is not None and asked is not None and asked.ms > slo_ms:
             problems.append(f"{what}: p{percent:g} is {asked.ms:.3g} ms, more than the {slo_ms:g} ms of --slo")
