@@ -96,7 +96,7 @@ def _facts(block: Facts) -> RichTable:
     table = RichTable(
         title=_text(block.title, "bold"), title_justify="left", box=None, show_header=False, pad_edge=False
     )
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
     for name, value in block.entries.items():
         table.add_row(_text(name), _text(cell_text(value)))

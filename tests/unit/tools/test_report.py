@@ -71,6 +71,17 @@ def test_terminal_shows_no_control_characters_of_names(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.replace("\n", "").isprintable()
 
 
+def test_values_of_facts_are_shown_in_narrow_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ortserve.tools.console._PIPE_WIDTH", 20)
+
+    print_report(Report("x", [Facts("Content", {"initializers as inputs": "none", "file": "30.0 KiB"})]))
+
+    assert "none" in (shown := capsys.readouterr().out)
+    assert "30.0 KiB" in shown
+
+
 def test_findings_that_are_empty_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(Report("x", [Findings([])]))
 
