@@ -230,6 +230,21 @@ def test_requests_without_an_answer_time_out() -> None:
     assert (ran.status, ran.point["answers"], ran.point["percentiles"]) == (1, 0, [])
 
 
+def test_late_answers_time_out_whenever_they_come() -> None:
+    """Connections look for timeouts a few times a second. Answers that come between two looks are too late, too."""
+    with small_server() as slow:
+
+        def behave(number: int) -> str:
+            slow.service_s = 0.1 if number >= LONE else 0.0
+            return "ok"
+
+        slow.behave = behave
+        ran = bench(slow.url, "--model", "m", *SHORT, "--warmup", "0", "--timeout", "0.05", "--json")
+
+    assert ran.failures == {"timeout": ran.point["requests"]}
+    assert (ran.status, ran.point["answers"]) == (1, 0)
+
+
 @pytest.mark.parametrize("way", ["wrong", "nonsense"])
 def test_wrong_outputs_are_seen(way: str) -> None:
     with small_server(behave=lambda number: way if number >= LONE else "ok") as lying:
@@ -344,7 +359,7 @@ def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_p
         ([str(EXAMPLE / "digits"), "--way", "walk"], "--way: expected run, bound, batcher"),
         ([str(EXAMPLE / "text_stats"), "--way", "bound"], "cannot be bound"),
         (["--compare", "/nowhere.json", "/nowhere.json"], "--compare /nowhere.json"),
-        (["--compare", __file__, __file__], "expected a result of bench --json"),
+        (["--compare", __file__, __file__], "expected a result of bench --json: Invalid JSON"),
     ],
 )
 def test_wrong_arguments_are_rejected(server: ServerProcess, arguments: Sequence[str], problem: str) -> None:

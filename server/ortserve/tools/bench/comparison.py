@@ -21,8 +21,8 @@ def read_result(file: Path) -> BenchResult:
         raise invalid_input(f"--compare {file}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise invalid_input(f"--compare {file}: expected a result of bench --json: {where}: {first['msg']}") from None
+        problem = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        raise invalid_input(f"--compare {file}: expected a result of bench --json: {problem}") from None
 
 
 def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, str]) -> BenchComparison:

@@ -198,7 +198,13 @@ class LoopDriver:
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
-        """Record an answer. All answers of one turn of the event loop arrived before that turn began."""
+        """Record an answer, as a failure if it came too late for the target to notice.
+
+        All answers of one turn of the event loop arrived before that turn began.
+        """
+        if done_ns - ticket.sent_ns > self._work.timeout_s * 1e9:
+            self.failed(ticket, done_ns, "timeout", "no answer in time")
+            return
         if self._turn_ns is None:
             self._turn_ns = done_ns
             self._loop.call_soon(self._end_turn)
