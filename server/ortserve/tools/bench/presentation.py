@@ -62,7 +62,8 @@ def present(result: BenchResult, *, has_pictures: bool) -> Report:
     blocks: list[Block] = [Facts("Measurement", facts), *(table for table in tables if table.rows)]
     blocks.append(Findings(_findings(result, names)))
     if has_pictures:
-        curves = [list(group) for _, group in groupby(points, lambda point: (point.target, point.way, point.batch))]
+        answered = [point for point in points if point.percentiles]
+        curves = [list(group) for _, group in groupby(answered, lambda point: (point.target, point.way, point.batch))]
         if any(len(curve) > 1 for curve in curves):
             blocks.append(Picture("Latency against load", _curve(curves, result.percentile)))
         for number, point in enumerate(points[:_MAX_HISTOGRAMS]):
@@ -194,7 +195,8 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
 def _beside(point: Point) -> str:
     """The share of busy processors that the generator took from the server; empty if it was small."""
     usage, own = point.usage, point.generator.cpu_share
-    if usage is None or usage.machine_busy < _FULL or own < _MUCH * (own + usage.processors):
+    # Other work keeps a machine busy, too: at a low rate, generator and server may both use next to nothing.
+    if usage is None or usage.machine_busy < _FULL or own < _MUCH * max(1.0, own + usage.processors):
         return ""
     seen = f"this machine was {usage.machine_busy:.0%} busy, and of its and the server's processor time"
     return f"{seen} the generator took {own / (own + usage.processors):.0%}"
