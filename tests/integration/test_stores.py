@@ -350,10 +350,7 @@ def test_slow_fetch_delays_no_other_model(lab: Lab, tmp_path: Path) -> None:
     with serving(*flags, env=lab.proxy.environment) as server:
         lab.proxy.fault, lab.proxy.spoiled = "stall", "/slow/models/large/2/"
         upload(slow, version(tmp_path, "large", 2, 2))
-        ends = time.monotonic() + LONG_S
-        while not any("/large/2/" in path for path in lab.proxy.paths):
-            assert time.monotonic() < ends
-            time.sleep(LOOK_S)
+        wait_for_path(lab.proxy, "/large/2/")
         for number in (2, 3):
             publish(number)
             for model in places:
@@ -377,6 +374,40 @@ def test_loads_by_clients_do_not_wait_for_other_stores(lab: Lab, tmp_path: Path)
         http.load_model("local")
         assert answer_of(server, "local") == 1
         assert set(index(server)) == {"m", "other", "local"}
+
+
+@pytest.mark.parametrize("stalled", ["/models/", ""], ids=["fetch", "listing"])
+@pytest.mark.parametrize("because", ["the model is unloaded", "the server stops"])
+def test_load_ends_at_once_though_its_store_stalls(lab: Lab, tmp_path: Path, stalled: str, because: str) -> None:
+    name = tmp_path.name.replace("_", "-")
+    bucket = lab.bucket(name)
+    upload(bucket, version(tmp_path, "m", 1, 1))
+    explicit = ("--model-control-mode", "explicit", "--load-model", "m", "--store-timeout-s", str(2 * LONG_S))
+    with lab.serving(name, *explicit) as server, ThreadPoolExecutor(1) as clients:
+
+        def call(what: str) -> httpx.Response:
+            return httpx.post(f"{server.url}/v2/repository/models/m/{what}", timeout=LONG_S)
+
+        lab.proxy.paths.clear()
+        lab.proxy.fault, lab.proxy.spoiled = "stall", f"/{name}{stalled}"
+        upload(bucket, version(tmp_path, "m", 2, 2))
+        load = clients.submit(call, "load")
+        wait_for_path(lab.proxy, lab.proxy.spoiled)
+        if because == "the server stops":
+            server.stop()
+            assert "drain timed out" not in server.output
+        else:
+            assert call("unload").status_code == 200
+            assert index(server)["m"] == ("UNAVAILABLE", "unloaded")
+        assert f"its load was cancelled: {because}" in load.result().text
+
+
+def wait_for_path(proxy: FaultyProxy, part: str) -> None:
+    """Wait until a path with this part was requested."""
+    ends = time.monotonic() + LONG_S
+    while not any(part in path for path in proxy.paths):
+        assert time.monotonic() < ends
+        time.sleep(LOOK_S)
 
 
 def test_archive_serves_and_is_fetched_again_only_if_it_changed(tmp_path: Path) -> None:

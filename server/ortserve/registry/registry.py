@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Set
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -149,7 +150,6 @@ class Registry:
         self.names: Final = self._catalog.names
         self.records: Final = self._catalog.records
         self.successor: Final = self._versions.successor
-        self.begin_drain: Final = self._draining.begin_drain
         self.wait_for_sequences: Final = self._draining.wait_for_sequences
         self.memory_use: Final = self._room.memory_use
         self.changed_models: Final = self._labels.changed_models
@@ -251,6 +251,11 @@ class Registry:
         self._found = {source.name for source in found}
         return self._start(self._follow(found))
 
+    def begin_drain(self) -> None:
+        """Accept no new sequences, and give up fetches from stores, for which loads by clients wait."""
+        self._draining.begin_drain()
+        self._reader.refuse_fetches("the server stops")
+
     async def close(self) -> None:
         """Drain and free every model. Admitted requests are answered first."""
         changes = list(self._changes)
@@ -333,9 +338,12 @@ class Registry:
         return is_whole and self._sources.get(source.name) == source
 
     async def _unload(self, name: str, *, with_members: bool = False) -> None:
-        self._versions.cancel_loads(name, "the model is unloaded")
-        await self._reconciler.drop_dependents(name)
-        async with self._reconciler.lock(name):
+        because = "the model is unloaded"
+        self._versions.cancel_loads(name, because)
+        async with AsyncExitStack() as changing:
+            with self._reader.refusing_fetches(because, name):
+                await self._reconciler.drop_dependents(name)
+                await changing.enter_async_context(self._reconciler.lock(name))
             source = await self._reconciler.remove(name)
             self._without_files.discard(name)
             await self._reader.release(name)

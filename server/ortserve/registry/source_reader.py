@@ -134,6 +134,15 @@ class SourceReader:
         except ServeError:
             raise _unreadable(ensemble.name) from None
 
+    def refuse_fetches(self, because: str) -> None:
+        """Fetch no files any more, because the server stops."""
+        if self._mirrors is not None:
+            self._mirrors.refuse(because)
+
+    def refusing_fetches(self, because: str, name: str) -> AbstractContextManager[None]:
+        """A context in which no load of a model waits for a store."""
+        return nullcontext() if self._mirrors is None else self._mirrors.refusing(because, name)
+
     async def release(self, name: str) -> None:
         """Release the files of an unloaded model."""
         if self._mirrors is not None:
@@ -161,7 +170,9 @@ class SourceReader:
             return  # It is in a folder of the operator, and need not wait for any store.
         try:
             await mirrors.sync([name], with_all_versions=with_all_versions)
-        except ServeError:
+        except ServeError as error:
+            if error.kind is ErrorKind.CANCELLED:
+                raise load_failure(name, f"its load was cancelled: {error.message}") from None
             raise _unreadable(name) from None
         for source in mirrors.with_problems(()):
             if source.name == name:

@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -112,16 +112,8 @@ class Mirror:
         self._users = 0
         """Number of calls and placements that may read the store."""
         self._models = ThreadPool(_MODELS_SIDE_BY_SIDE, "store-models")
-        self._placer = Placer(
-            store,
-            cache,
-            folder,
-            defaults,
-            ThreadPoolExecutor(FILES_SIDE_BY_SIDE, thread_name_prefix="store-files"),
-            self.progress,
-            checks_etags=checks_etags,
-            on_digest=self._note_digest,
-        )
+        placing = store, cache, folder, defaults, ThreadPoolExecutor(FILES_SIDE_BY_SIDE, "store-files"), self.progress
+        self._placer = Placer(*placing, checks_etags=checks_etags, on_digest=self._note_digest)
         self._reported = ""
         self._listed_ns = self._written_ns = 0
         self._is_unwritten = False
@@ -135,10 +127,8 @@ class Mirror:
         if self._clock() < self._listed_ns + max_age_s * 1e9 or self._listing.locked():
             return
         self._listed_ns = self._clock()  # Also delays the next attempt if the listing fails.
-        try:
+        with suppress(StoreError):
             self._list()
-        except StoreError as error:
-            self._report(error)
 
     def names(self) -> list[str]:
         """Names of the models in the last listing."""
@@ -158,13 +148,20 @@ class Mirror:
         with self._lock:
             return self._state.failures.sources()
 
-    def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
+    def sync(
+        self,
+        names: Collection[str] | None = None,
+        is_over: Callable[[], bool] = bool,
+        *,
+        with_all_versions: bool = False,
+    ) -> None:
         """Update models in the folder, as ``begin`` does. Returns when their current files are there or have failed.
 
         If the store has never been listed and cannot be listed now, the models that are complete in the cache are used.
 
         Args:
             names: Names of the models to update; None for all.
+            is_over: Whether the caller has given up.
             with_all_versions: Whether to fetch versions that the configuration does not choose, too.
 
         Raises:
@@ -175,12 +172,13 @@ class Mirror:
             try:
                 self._list()
             except StoreError as error:
-                self._report(error)
                 if self._state.is_known:
                     raise
                 self._use_last_listing(error)
                 is_offline = True
             self._update(names, with_all_versions=with_all_versions, is_offline=is_offline)
+            if is_over():  # before these placements began
+                self.give_up(names)
             while pending := self._pending(names):  # A newer placement may follow.
                 wait(pending)
         if is_offline and not self._state.placed:
@@ -199,12 +197,15 @@ class Mirror:
             StoreError: The store cannot be listed. Then nothing has changed.
         """
         with self._use():
-            try:
-                self._list()
-            except StoreError as error:
-                self._report(error)
-                raise
+            self._list()
             return self._update(None, with_all_versions=False, is_offline=False)
+
+    def give_up(self, names: Collection[str] | None) -> None:
+        """End the placements of models soon, None for those of all, and make no caller wait for them any more."""
+        with self._lock:
+            for entry, placement in self._placing.items():
+                if names is None or model_name(entry) in names:
+                    placement.give_up()
 
     def release(self, name: str) -> None:
         """Remove an unloaded model from the folder. The cache may then evict its contents."""
@@ -212,9 +213,7 @@ class Mirror:
 
     def close(self) -> None:
         """End the placements under way soon, and begin no further ones."""
-        with self._lock:
-            for placement in self._placing.values():
-                placement.is_outdated = True
+        self.give_up(None)
         self._models.shutdown(wait=False)
 
     @contextmanager
@@ -239,9 +238,10 @@ class Mirror:
             known = self._state.objects or self._cache.read_listing(self.url)
             try:
                 listed = with_known_digests(self._store.list(known), known)
-            except StoreError:
+            except StoreError as error:
                 self.counts.is_up = False
                 self.counts.failed_lists += 1
+                self._report(error)
                 raise
             self._listed_ns = self._clock()
             with self._lock:
@@ -306,7 +306,7 @@ class Mirror:
     def _is_due(self, entry: str, choice: Choice, *, is_retry: bool) -> bool:
         """Whether an entry should be placed now. The caller holds the lock."""
         if (placement := self._placing.get(entry)) is not None:
-            return placement.choice != choice
+            return placement.choice != choice or placement.is_outdated
         if self._state.placed.get(entry) == choice:
             self._state.failures.forget(entry)  # it is about objects that the store no longer has
             return False
@@ -323,12 +323,12 @@ class Mirror:
         return placement.ended
 
     def _pending(self, names: Collection[str] | None) -> list[Future[None]]:
-        """The ends of the placements of the named models that wait or are under way."""
+        """The ends of the placements of the named models that wait or are under way. Those given up are left out."""
         with self._lock:
             return [
-                placement.ended
+                placement.settled
                 for entry, placement in self._placing.items()
-                if names is None or model_name(entry) in names
+                if not placement.settled.done() and (names is None or model_name(entry) in names)
             ]
 
     def _run(self, placement: Placement, before: Placement | None) -> None:
@@ -344,7 +344,7 @@ class Mirror:
                     del self._placing[placement.entry]
             self._write_listing()
             self._end_use()
-            placement.ended.set_result(None)
+            placement.end()
 
     def _try_to_place(self, placement: Placement) -> None:
         entry = placement.entry

@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
@@ -44,6 +44,10 @@ class Mirrors:
         self._polls: dict[Mirror, asyncio.Task[None]] = {}
         """The mirrors whose stores are being listed for a poll."""
         self._arrived = asyncio.Event()
+        self._syncs: dict[asyncio.Future[str], Collection[str] | None] = {}
+        """The names of each sync under way, by what ends its wait: the reason to give it up."""
+        self._refused: list[tuple[str | None, str]] = []
+        """Models whose files are not fetched now, None for all models, and the reason."""
 
     def follow(self, named_versions: Callable[[str], Collection[int]]) -> None:
         """Set the function that names versions of a model to fetch in addition, if they exist. Called on any thread."""
@@ -58,26 +62,57 @@ class Mirrors:
 
         Raises:
             ServeError: not_ready, if a store cannot be listed and has never been listed, or its last listing has one of
-                ``names``.
+                ``names``; cancelled, if ``refuse`` ends it.
         """
-        calls = {
-            mirror: asyncio.ensure_future(self._run(partial(mirror.sync, names, with_all_versions=with_all_versions)))
-            for mirror in self._mirrors
-        }
-        while pending := [mirror for mirror, call in calls.items() if not call.done()]:
-            found = {name for mirror in calls.keys() - pending for name in mirror.names()}
-            if names and found.issuperset(names) and not any(mirror.may_have(names) for mirror in pending):
-                break
-            await asyncio.wait([calls[mirror] for mirror in pending], return_when=asyncio.FIRST_COMPLETED)
+        for refused, because in self._refused:
+            if _concerns(refused, names):
+                raise ServeError(ErrorKind.CANCELLED, because)
+        given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        sync = partial(Mirror.sync, names=names, with_all_versions=with_all_versions, is_over=given_up.done)
+        calls = {mirror: asyncio.ensure_future(self._run(partial(sync, mirror))) for mirror in self._mirrors}
+        for call in calls.values():  # asyncio would log an error of a call that ends after this one
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())
+        self._syncs[given_up] = names
+        try:
+            while pending := [mirror for mirror, call in calls.items() if not call.done()]:
+                found = {name for mirror in calls.keys() - pending for name in mirror.names()}
+                if names and found.issuperset(names) and not any(mirror.may_have(names) for mirror in pending):
+                    break
+                waiting: list[asyncio.Future[Any]] = [given_up, *(calls[mirror] for mirror in pending)]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if given_up.done():
+                    raise ServeError(ErrorKind.CANCELLED, given_up.result())
+        finally:
+            del self._syncs[given_up]
         for mirror, call in calls.items():
             if not call.done():
-                call.add_done_callback(lambda late: late.cancelled() or late.exception())  # or asyncio would log it
                 continue
             try:
                 call.result()
             except StoreError as error:
                 if not mirror.is_known or (names is not None and mirror.may_have(names)):
                     raise ServeError(ErrorKind.NOT_READY, f"repository {mirror.url}: {error.message}") from None
+
+    def refuse(self, because: str, name: str | None = None) -> None:
+        """Give up each ``sync`` of a model alone, and refuse further ones; None for every ``sync``.
+
+        A store that stalls would otherwise delay the unload of the model, or the end of the server, by its time limit.
+        """
+        self._refused.append((name, because))
+        for given_up, names in self._syncs.items():
+            if _concerns(name, names) and not given_up.done():
+                given_up.set_result(because)
+        for mirror in self._mirrors:
+            mirror.give_up(None if name is None else [name])
+
+    @contextmanager
+    def refusing(self, because: str, name: str) -> Iterator[None]:
+        """As ``refuse``, until the context exits."""
+        self.refuse(because, name)
+        try:
+            yield
+        finally:
+            self._refused.remove((name, because))
 
     def may_have(self, name: str) -> bool:
         """Whether the last listing of a store has a model, or a store was never listed."""
@@ -125,7 +160,7 @@ class Mirrors:
     async def release(self, name: str) -> None:
         """Release the files of an unloaded model."""
         for mirror in self._mirrors:
-            await self._run(partial(mirror.release, name))
+            await asyncio.to_thread(mirror.release, name)  # not on threads that stores may block
 
     def with_problems(self, sources: Iterable[ModelSource]) -> list[ModelSource]:
         """The sources, sorted by name. A model whose current files could not be fetched has a problem as its source."""
@@ -159,6 +194,11 @@ class Mirrors:
 
     async def _run(self, call: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+def _concerns(name: str | None, names: Collection[str] | None) -> bool:
+    """Whether the fetch of models is that of the named one alone. None stands for all models."""
+    return name is None or (names is not None and set(names) == {name})
 
 
 def open_repositories(

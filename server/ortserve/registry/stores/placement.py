@@ -6,8 +6,10 @@ Unchanged files keep their inodes, so a new version does not reload the others.
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,8 +64,9 @@ class Placement:
         choice: The choice that ``objects`` stand for.
         is_offline: Whether only files in the cache may be used.
         tree: New folder of the files in the cache's view.
+        settled: Set when the attempt has ended or was given up, so that no caller waits for it any more.
         ended: Set when the attempt has ended.
-        is_outdated: Whether the attempt should end early without a result, because the objects have changed.
+        is_outdated: Whether the attempt should end early: the objects have changed, or it was given up.
     """
 
     entry: str
@@ -71,6 +74,7 @@ class Placement:
     choice: Choice
     is_offline: bool
     tree: Path
+    settled: Future[None] = field(default_factory=Future)
     ended: Future[None] = field(default_factory=Future)
     is_outdated: bool = False
 
@@ -78,6 +82,23 @@ class Placement:
         """Raises StoreError: the placement is outdated."""
         if self.is_outdated:
             raise StoreError("its files changed while they were fetched", is_final=True)
+
+    def give_up(self) -> None:
+        """Make the attempt end early, and let no caller wait for it. A store that stalls may delay its end."""
+        self.is_outdated = True
+        with suppress(InvalidStateError):
+            self.settled.set_result(None)
+
+    def end(self) -> None:
+        """Record that the attempt has ended."""
+        with suppress(InvalidStateError):  # it was given up
+            self.settled.set_result(None)
+        self.ended.set_result(None)
+
+    def pause(self, seconds: float) -> None:
+        """Wait before another attempt at a file. Raises as ``check``."""
+        time.sleep(seconds)
+        self.check()
 
 
 class Placer:
@@ -221,6 +242,7 @@ class Placer:
                 sha256=one.sha256,
                 checks_etags=self._checks_etags,
                 on_bytes=partial(self._note_bytes, placement),
+                wait=placement.pause,
             )
         except StoreError as error:
             raise StoreError(f"{one.path}: {error.message}", is_final=error.is_final) from None
