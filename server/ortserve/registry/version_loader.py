@@ -26,7 +26,7 @@ from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import TrialLoad, try_load
 from ortserve.registry.repository.model_files import read_labels
-from ortserve.registry.repository.source import VersionSource
+from ortserve.registry.repository.source import VersionSource, watch_files
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import NoRoomError
 from ortserve.registry.serving import ServedVersion
@@ -118,9 +118,12 @@ class VersionLoader:
     async def _load_model(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
         if source.configuration.options.trial_load:
             await self._try_first(record, source, progress)
-        loaded = await self._loop.run_in_executor(self._threads, self._load_measured, record, source, progress)
+        load = partial(self._load_measured, record, source, progress)
+        loaded, changed = await self._loop.run_in_executor(self._threads, load)
         options, before = source.configuration.options, self._serving(record)
         try:
+            if changed:  # What was read first, such as the proof that rows may run together, is about another model.
+                raise invalid_input(f"{changed} changed while it was loaded: expected files that stay as they are")
             await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
         except BaseException:  # also cancellation, because the server stops
             await _close(loaded)
@@ -154,13 +157,20 @@ class VersionLoader:
         with self._limiter.permit(partial(progress.show, "waiting for other loads")):
             try_load(trial, progress)
 
-    def _load_measured(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
-        """Load a model on a thread, and measure the memory that the load takes."""
+    def _load_measured(
+        self, record: VersionRecord, source: VersionSource, progress: Progress
+    ) -> tuple[LoadedModel, str]:
+        """Load a model on a thread, and measure the memory that the load takes.
+
+        Returns:
+            The model, and the name of a file that changed meanwhile; empty if none did.
+        """
         account = record.account
         assert account is not None
+        changed = watch_files(source.fingerprints)
         self._ledger.begin(account)
         try:
-            return load_model(
+            loaded = load_model(
                 source.path,
                 f"{record.model}/{record.version}",
                 source.configuration.options,
@@ -171,6 +181,7 @@ class VersionLoader:
                 progress,
                 self._limiter,
             )
+            return loaded, changed()
         finally:
             self._ledger.end(account)
 

@@ -907,6 +907,24 @@ async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
     assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
 
 
+async def test_load_fails_if_the_model_file_is_replaced_meanwhile(tmp_path: Path, load: Load) -> None:
+    """The graph was read before, so that the rows of the new model would run together without a proof."""
+    registry = await load(warmup_s=0.05, intra_op_threads=1)
+    put(tmp_path, builders.identity, "m", options="outputs: {y: {labels: .labels}}")
+    pipe = tmp_path / "m" / ".labels"
+    os.mkfifo(pipe)
+    loading = asyncio.ensure_future(registry.load("m"))
+    writer = await asyncio.to_thread(pipe.open, "wb")  # returns when the load, which has read the graph, reads labels
+    builders.row_mixer(tmp_path / "m" / "1" / "model.onnx")
+    writer.close()
+    with pytest.raises(ServeError, match=r"model.onnx changed while it was loaded: expected files that stay"):
+        await asyncio.wait_for(loading, 30)
+    pipe.unlink()
+    pipe.touch()
+    await registry.load("m")
+    assert registry.find("m", "").properties["batching"].startswith("not batched")
+
+
 async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(
     tmp_path: Path, load: Load, prometheus: CollectorRegistry
 ) -> None:

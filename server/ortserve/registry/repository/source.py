@@ -8,9 +8,10 @@ import glob
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from stat import S_ISREG
 from typing import Final, TypeAlias
 
 from ortserve.config.model import LoadOptions, ModelOptions, says_required
@@ -242,6 +243,21 @@ def take_fingerprints(files: ModelFiles, version: int, options: ModelOptions) ->
     return tuple(_fingerprints(_files(files.folder, str(version), left_out)))
 
 
+def watch_files(fingerprints: Iterable[Fingerprint]) -> Callable[[], str]:
+    """Return a function that names a file that was changed or removed since this call; empty if none was.
+
+    Only regular files count, because reading a pipe changes it.
+    """
+    paths = [Path(known[0]) for known in fingerprints if S_ISREG(known[2])]
+    before = list(_fingerprints(paths))
+
+    def changed() -> str:
+        now = set(_fingerprints(paths))
+        return next((Path(file[0]).name for file in before if file not in now), "")
+
+    return changed
+
+
 def _files(folder: Path, version: str, left_out: set[Path]) -> Iterator[Path]:
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or entry in left_out:
@@ -300,7 +316,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _fingerprints(paths: Iterator[Path] | list[Path]) -> Iterator[Fingerprint]:
+def _fingerprints(paths: Iterable[Path]) -> Iterator[Fingerprint]:
     for path in paths:
         if (status := _status(path)) is not None:
             yield str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
