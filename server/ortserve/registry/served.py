@@ -198,13 +198,15 @@ class ServedModel(ServedVersion):
             self._batcher.submit(request, shape_class, terms)
 
     def submit_own(self, request: InflightRequest, terms: Terms) -> None:
-        """Enqueue a request whose inputs have the form of the model, for measurements. The cache does not answer it.
+        """Enqueue a request whose inputs have the form of the model, for measurements.
+
+        It runs alone: under load it would share a batch with other requests, whose rows would count. The cache does not
+        answer it.
 
         Raises:
             ServeError: The error of the batcher.
         """
-        shape_class = None if self._shape_classes is None else self._shape_classes.find(request.inputs)
-        self._batcher.submit(request, shape_class, terms)
+        self._batcher.submit(request, Alone(), terms)
 
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """As ``ServedVersion.submit_part``. The server adds the hidden inputs of the model."""

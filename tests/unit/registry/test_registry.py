@@ -25,6 +25,7 @@ from models import builders, interfaces
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.terms import Scheduling, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
@@ -905,6 +906,22 @@ async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
         await asyncio.wait_for(loading, 30)
     await asyncio.wait_for(unloading, 30)
     assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
+
+
+async def test_measured_request_shares_no_batch_with_those_of_callers(tmp_path: Path, load: Load) -> None:
+    """Otherwise a busy version could not be compared with its successor, which would pass the speed gate unseen."""
+    put(tmp_path, partial(builders.heavy, steps=20, width=512), "m")
+    registry = await load(intra_op_threads=1)
+    served = registry.find("m", "")
+    assert isinstance(served, ServedModel)
+    requests = [InflightRequest(Timing(time.monotonic_ns()), (np.ones((1, 64), np.float32),), 1) for _ in range(9)]
+    for number, request in enumerate(requests):
+        submit = served.submit_own if number == 4 else served.submit
+        submit(request, served.terms(time.monotonic_ns()))
+    await asyncio.gather(*requests)
+    rows = [request.timing.batch_rows for request in requests]
+    assert rows.pop(4) == 1
+    assert max(rows) > 1
 
 
 async def test_load_fails_if_the_model_file_is_replaced_meanwhile(tmp_path: Path, load: Load) -> None:
