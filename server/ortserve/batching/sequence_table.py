@@ -4,9 +4,10 @@ Pure decisions: time is passed in, and ``sequences`` acts on the results.
 """
 
 import asyncio
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -45,10 +46,57 @@ def ends_sequence(kind: ErrorKind, *, is_pipelined: bool) -> bool:
     return kind in (ErrorKind.CANCELLED, ErrorKind.DEADLINE) or (is_rejected and is_pipelined)
 
 
+class Queued(Protocol):
+    """A request in the queue of its sequence. ``number`` grows along the queue."""
+
+    number: int
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the state begins anew with the request."""
+        ...
+
+
+Waiting = TypeVar("Waiting", bound=Queued)
+
+
+def enqueue(waiting: deque[Waiting], turn: Waiting) -> None:
+    """Append a request to the queue of its sequence."""
+    turn.number = waiting[-1].number + 1 if waiting else 0
+    waiting.append(turn)
+
+
+def find(waiting: deque[Waiting], turn: Waiting) -> int:
+    """The index of a request in a queue; -1 if it is not there.
+
+    Not by comparing each request: a client may cancel all of a long queue, each in turn.
+    """
+    index = bisect_left(waiting, turn.number, key=_number)
+    return index if index < len(waiting) and waiting[index] is turn else -1
+
+
+def take_dependents(waiting: deque[Waiting], first: int, *, with_starts: bool = False) -> list[Waiting]:
+    """Remove the requests from index ``first`` on, up to the next start or also those behind it.
+
+    Moves no more requests than are removed or are in front of them, because each of a long queue may be cancelled.
+    """
+    taken: list[Waiting] = []
+    waiting.rotate(-first)
+    while len(waiting) > first and (with_starts or not waiting[0].is_start):
+        taken.append(waiting.popleft())
+    waiting.rotate(first)
+    return taken
+
+
+def _number(turn: Queued) -> int:
+    return turn.number
+
+
 class Turn:
     """One request of a sequence, from its arrival until its run has ended.
 
     Attributes:
+        number: As in ``Queued``.
         request: The client's request. If it is cancelled during its run, the sequence continues.
         inputs: The client's inputs; all inputs of the model once the turn has come.
         run: The run of this request in the batcher; None before, and with the strategy ``direct``, whose runs hold rows
@@ -56,7 +104,19 @@ class Turn:
         timer: Fires at the deadline while the request waits for its turn or in its slot; None without a deadline.
     """
 
-    __slots__ = ("arrived_ns", "inputs", "is_end", "is_start", "nbytes", "request", "run", "sequence", "terms", "timer")
+    __slots__ = (
+        "arrived_ns",
+        "inputs",
+        "is_end",
+        "is_start",
+        "nbytes",
+        "number",
+        "request",
+        "run",
+        "sequence",
+        "terms",
+        "timer",
+    )
 
     def __init__(
         self, request: InflightRequest, sequence: "Sequence", part: SequencePart, terms: Terms, arrived_ns: int
@@ -69,6 +129,7 @@ class Turn:
         self.arrived_ns: Final = arrived_ns
         self.inputs: Arrays = request.inputs
         self.nbytes = 0
+        self.number = 0
         self.run: InflightRequest | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -123,15 +184,6 @@ class Sequence:
     def is_idle(self) -> bool:
         """Whether no request of the sequence waits or runs."""
         return self.running is None and not self.waiting
-
-    def take_dependents(self, first: int, *, with_starts: bool) -> list[Turn]:
-        """Remove the waiting requests from number ``first`` on, up to the next start or also those behind it."""
-        waiting = list(self.waiting)
-        after = first
-        while after < len(waiting) and (with_starts or not waiting[after].is_start):
-            after += 1
-        self.waiting = deque(waiting[:first] + waiting[after:])
-        return waiting[first:after]
 
 
 class SequenceTable:

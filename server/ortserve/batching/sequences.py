@@ -25,6 +25,9 @@ from ortserve.batching.sequence_table import (
     SequenceTable,
     Turn,
     ends_sequence,
+    enqueue,
+    find,
+    take_dependents,
 )
 from ortserve.batching.sequence_timers import ENDED_AT_ONCE, SequenceTimers
 from ortserve.clock import Clock
@@ -281,7 +284,7 @@ class SequenceRuns:
                 problem += f"; sequence {sequence.id} ends with its earlier requests"
             raise ServeError(ErrorKind.OVERLOADED, problem, retry_after_s=1)
         self._admission.enter(turn)
-        sequence.waiting.append(turn)
+        enqueue(sequence.waiting, turn)
         self._timers.limit_turn(turn)
         if sequence.slot == NO_SLOT and turn.terms.start_by_ns is not None:
             self._timers.limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
@@ -342,11 +345,11 @@ class SequenceRuns:
     def _end(
         self, sequence: Sequence, reason: str, error: ServeError, first: int = 0, *, with_starts: bool = False
     ) -> None:
-        """End a sequence early: after its run and its waiting requests before number ``first``. The others fail.
+        """End a sequence early: after its run and its waiting requests before index ``first``. The others fail.
 
         A later start does not depend on them. Unless ``with_starts`` is set, the sequence goes on with it.
         """
-        dropped = sequence.take_dependents(first, with_starts=with_starts)
+        dropped = take_dependents(sequence.waiting, first, with_starts=with_starts)
         for turn in dropped:
             self._leave(turn)
         if len(sequence.waiting) == first:
@@ -359,15 +362,15 @@ class SequenceRuns:
         """Take back a request whose run has not begun.
 
         Returns:
-            The number of the first waiting request behind it; None if it runs or was settled.
+            The index of the first waiting request behind it; None if it runs or was settled.
         """
         sequence = turn.sequence
         assert self.strategy is not None
-        if turn in sequence.waiting:
-            number = sequence.waiting.index(turn)
-            sequence.waiting.remove(turn)
+        index = find(sequence.waiting, turn)
+        if index >= 0:
+            del sequence.waiting[index]
             self._leave(turn)
-            return number
+            return index
         if sequence.running is not turn or not self.strategy.withdraw(turn):
             return None
         sequence.running = None

@@ -1,6 +1,8 @@
 """Sequences without models: runs wait in a list until the test settles them, in virtual time."""
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.sequence_admission import SequenceLimits
-from ortserve.batching.sequence_table import Sequence, SequenceTable
+from ortserve.batching.sequence_table import Sequence, SequenceTable, enqueue, find, take_dependents
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
@@ -113,6 +115,43 @@ def finish(run: InflightRequest) -> None:
     memory = output.copy()
     run.complete((output, memory))
     memory[:] = -1_000_000  # a later run reuses the memory of states
+
+
+class Queued:
+    """A request in the queue of its sequence."""
+
+    def __init__(self, is_start: bool) -> None:
+        self.is_start = is_start
+        self.number = 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("aaalftd"), st.booleans(), st.integers(0, 20)), max_size=60))
+def test_queues_of_sequences_keep_their_order(actions: list[tuple[str, bool, int]]) -> None:
+    queue: deque[Queued] = deque()
+    model: list[Queued] = []
+    gone: list[Queued] = []
+    for action, is_start, index in actions:
+        index = min(index, max(0, len(model) - 1))
+        if action == "a":
+            model.append(Queued(is_start))
+            enqueue(queue, model[-1])
+        elif action == "t":
+            after = index
+            while after < len(model) and (is_start or not model[after].is_start):
+                after += 1
+            gone += model[index:after]
+            assert take_dependents(queue, index, with_starts=is_start) == model[index:after]
+            del model[index:after]
+        elif model and action == "l":
+            gone.append(model.pop(0))
+            assert queue.popleft() is gone[-1]
+        elif model:
+            assert find(queue, model[index]) == index
+            if action == "d":
+                gone.append(model.pop(index))
+                del queue[index]
+        assert list(queue) == model
+        assert all(find(queue, one) == -1 for one in gone)
 
 
 def total(request: InflightRequest) -> int:
@@ -349,6 +388,21 @@ async def test_cancelling_a_queued_request_ends_the_sequence(stage: Stage) -> No
             assert not stage.queue
         assert len(stage.table) == 0
     assert stage.runs.reading().ended["cancelled"] == 2
+
+
+@virtual(limits=SequenceLimits(1, 10_000, 100_000, 1 << 30))
+async def test_each_request_of_a_long_queue_can_be_cancelled_in_a_short_time(stage: Stage) -> None:
+    stage.submit(1, 5, "S")
+    starts = [stage.submit(1, 1, "S") for _ in range(20_000)]
+    last = stage.submit(1, 2, "S")
+    began_s = time.thread_time()
+    for request in [*starts[:10_000], *reversed(starts[10_000:])]:
+        request.cancel()
+    assert time.thread_time() - began_s < 1.0  # 4 s if each moves the whole queue
+    assert stage.runs.waiting_rows == 1
+    await stage.answer()
+    await stage.answer()
+    assert total(last) == 2
 
 
 @virtual()

@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from typing import Final, Protocol
 
+from ortserve.batching.sequence_table import enqueue, find, take_dependents
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.errors import ErrorKind, ServeError
@@ -32,17 +33,23 @@ class TurnOwner(Protocol):
 class EnsembleTurn:
     """A request of a sequence, and the load of the ensemble that received it.
 
-    ``timer`` fires at the deadline while the request waits; None without a deadline.
+    ``number`` is as in ``Queued``. ``timer`` fires at the deadline while the request waits; None without a deadline.
     """
 
-    __slots__ = ("owner", "part", "request", "terms", "timer")
+    __slots__ = ("number", "owner", "part", "request", "terms", "timer")
 
     def __init__(self, owner: TurnOwner, request: InflightRequest, terms: EnsembleTerms, part: SequencePart) -> None:
         self.owner: Final[TurnOwner] = owner
         self.request: Final[InflightRequest] = request
         self.terms: Final[EnsembleTerms] = terms
         self.part = part
+        self.number = 0
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the state begins anew with the request."""
+        return self.part.is_start
 
     def stop_timer(self) -> None:
         """Stop the timer, because the request no longer waits."""
@@ -82,7 +89,7 @@ class SequenceTurns:
             )
         self._count += 1
         turn.part = SequencePart(turn.part.id, turn.part.is_start, turn.part.is_end, is_ahead=True)
-        waiting.append(turn)
+        enqueue(waiting, turn)
         return False
 
     def leave(self, sequence_id: SequenceId) -> EnsembleTurn | None:
@@ -111,14 +118,10 @@ class SequenceTurns:
         It is removed, too, if the request before it was also cancelled.
         """
         waiting = self._waiting.get(turn.part.id, deque())
-        behind: list[EnsembleTurn] = []
-        while waiting and waiting[-1] is not turn:
-            behind.append(waiting.pop())
-        removed: list[EnsembleTurn] = []
-        if len(waiting) > 1 and waiting[-2].request.is_settled:
-            removed.append(waiting.pop())
-        while behind and not behind[-1].part.is_start:
-            removed.append(behind.pop())
-        waiting.extend(reversed(behind))
+        index = find(waiting, turn)
+        removed = take_dependents(waiting, index + 1)
+        if index > 0 and waiting[index - 1].request.is_settled:
+            del waiting[index]
+            removed.append(turn)
         self._count -= len(removed)
         return removed
