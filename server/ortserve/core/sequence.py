@@ -1,7 +1,9 @@
 """Sequences of requests: the part of a request in its sequence, and the tensors that the server adds to it."""
 
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from sys import getsizeof
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 
@@ -18,7 +20,7 @@ READY: Final = "ready"
 END: Final = "end"
 ID: Final = "id"
 _OBJECT_BYTES: Final = 64
-"""Memory of a text in addition to its letters."""
+"""Memory of a reference to a state, in addition to the state."""
 
 
 @dataclass(slots=True, init=False)
@@ -222,8 +224,13 @@ def arrays_bytes(arrays: Arrays) -> int:
     for array in arrays:
         total += array.nbytes
         if array.dtype.hasobject:
-            total += sum([len(element) + _OBJECT_BYTES for element in array.flat])
+            total += sum([_object_bytes(element) for element in array.flat])
     return total
+
+
+def _object_bytes(element: object) -> int:
+    """The memory of a text, whose letters take up to 4 bytes each, or of a reference to a state in other memory."""
+    return getsizeof(element) if isinstance(element, (str, bytes)) else len(cast("Sized", element)) + _OBJECT_BYTES
 
 
 def _zeros_like(array: np.ndarray) -> np.ndarray:

@@ -357,6 +357,18 @@ def test_the_cache_counts_the_lookups_of_all_models(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
+def test_letters_of_several_bytes_count_as_such() -> None:
+    async def test() -> None:
+        stage = Stage(max_bytes=10_000)
+        for letter, entries in (("a", 1), ("\N{GRINNING FACE}", 1), ("b", 2)):
+            stage.submit(np.array([[letter]], object))
+            stage.queue.pop(0).complete((np.array([[letter * 3000]], object),))
+            assert stage.cache.reading().entries == entries
+        assert stage.cache.reading().evictions == 0
+
+    run(test)
+
+
 def test_the_least_recently_used_entry_goes_first() -> None:
     async def test() -> None:
         stage = Stage(max_bytes=2 * (512 + 4))
