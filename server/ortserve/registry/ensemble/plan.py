@@ -59,11 +59,11 @@ class Plan:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
-    def select(self, wanted: Collection[int]) -> Selection:
-        """Select the steps that compute ``wanted``, a subset of ``outputs``."""
+    def select(self, wanted: Collection[int], always: Iterable[int] = ()) -> Selection:
+        """Select the steps that compute ``wanted``, a subset of ``outputs``, and the steps ``always``."""
         writer = {tensor: number for number, step in enumerate(self.steps) for tensor in step.outputs.values()}
         needed: set[int] = set()
-        pending = [writer[tensor] for tensor in wanted if tensor in writer]
+        pending = [*always, *[writer[tensor] for tensor in wanted if tensor in writer]]
         while pending:
             number = pending.pop()
             if number not in needed:

@@ -119,7 +119,7 @@ class Route:
         name: Name of the ensemble.
         signature: Signature of the ensemble.
         plan: Plan of the ensemble.
-        selection: The needed steps.
+        selection: The steps that run.
         steps: All steps of the plan, with their members.
         outputs: Tensor of each output of the signature; -1 if it is not requested.
     """
@@ -146,9 +146,19 @@ class Route:
 
 
 def make_route(
-    name: str, signature: ModelSignature, plan: Plan, members: tuple[ServedVersion, ...], outputs: tuple[str, ...]
+    name: str,
+    signature: ModelSignature,
+    plan: Plan,
+    members: tuple[ServedVersion, ...],
+    outputs: tuple[str, ...],
+    *,
+    has_part: bool = False,
 ) -> Route:
-    """Create the route of requests for some outputs, or for all if ``outputs`` is empty."""
+    """Create the route of requests for some outputs, or for all if ``outputs`` is empty.
+
+    With ``has_part``, they are requests of sequences. All steps with sequences then run: a state would lack a request
+    without its step, and a start or an end that the step does not receive would continue the sequence before it.
+    """
     wanted = frozenset(
         [
             tensor
@@ -156,4 +166,5 @@ def make_route(
             if not outputs or spec.name in outputs
         ]
     )
-    return Route(name, signature, plan, plan.select(wanted), members, wanted)
+    always = [number for number, member in enumerate(members) if has_part and member.takes_sequences]
+    return Route(name, signature, plan, plan.select(wanted, always), members, wanted)

@@ -79,7 +79,8 @@ class ServedEnsemble(ServedVersion):
         self._cached = cached
         self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
         self._whole = make_route(self.name, signature, plan, members, ())
-        self._routes: OrderedDict[tuple[str, ...], Route] = OrderedDict()
+        self._routes: OrderedDict[tuple[tuple[str, ...], bool], Route] = OrderedDict()
+        """Routes by the requested outputs, and whether the request has a part in a sequence."""
         self._turns = turns
         assert self.options.ensemble is not None
         most = self.options.ensemble.max_inflight_requests
@@ -222,10 +223,15 @@ class ServedEnsemble(ServedVersion):
 
     def _run(self, terms: EnsembleTerms, part: SequencePart | None, request: InflightRequest) -> None:
         outputs = terms.outputs
-        on_end = self._on_run_ended if part is None or not part.id else partial(self._on_turn_ended, part.id)
+        has_part = part is not None and bool(part.id)
+        on_end = partial(self._on_turn_ended, part.id) if part is not None and has_part else self._on_run_ended
         self._running += 1
         try:
-            route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
+            route = (
+                self._whole
+                if not outputs
+                else self._routes.get((outputs, has_part)) or self._add_route(outputs, has_part=has_part)
+            )
             run = EnsembleRun(route, request, terms, part, self._times, self._clock, on_end, self._limits)
         except BaseException:  # such as a lack of memory; a run that exists reports its end itself
             on_end(None, ErrorKind.INTERNAL)
@@ -289,14 +295,14 @@ class ServedEnsemble(ServedVersion):
         turn.request.inputs = ()
         turn.request.fail(ServeError(ErrorKind.DEADLINE, f"in ensemble '{self.name}', {_LATE}"))
 
-    def _add_route(self, outputs: tuple[str, ...]) -> Route:
+    def _add_route(self, outputs: tuple[str, ...], *, has_part: bool) -> Route:
         """Add the route for a new list of outputs. A list with the same outputs in another order shares its route."""
         in_order = tuple([spec.name for spec in self.signature.outputs if spec.name in outputs])
-        route = self._routes.get(in_order)
+        route = self._routes.get((in_order, has_part))
         if route is None:
-            route = make_route(self.name, self.signature, self.plan, self.members, in_order)
+            route = make_route(self.name, self.signature, self.plan, self.members, in_order, has_part=has_part)
         for names in (outputs, in_order):
-            self._routes[names] = route
+            self._routes[names, has_part] = route
         while len(self._routes) > _MAX_ROUTES:
             self._routes.popitem(last=False)
         return route

@@ -226,6 +226,23 @@ def test_only_steps_with_sequences_get_the_part_of_a_sequence(clock: Clock) -> N
     assert (plain.parts, follows.parts) == ([], [part])
 
 
+def test_steps_with_sequences_run_for_each_request_of_a_sequence(clock: Clock) -> None:
+    members = {name: FakeMember(name, takes_sequences=name != "plain") for name in ("plain", "one", "other")}
+    steps: Steps = [(name, {"a": "x"}, {"b": name}) for name in members]
+    served = serve(members, list(members), steps, clock)
+    for part in (SequencePart(5, is_start=True), SequencePart(0)):
+        request = InflightRequest(Timing(clock()), (X,), len(X))
+        served.submit_part(request, served.terms(clock(), outputs=[RequestedOutput("one")]), part)
+        assert not members["plain"].requests
+        assert [len(members[name].requests) for name in ("one", "other")] == ([1, 1] if part.id else [1, 0])
+        for member in members.values():
+            if member.requests:
+                assert not request.is_settled, "an error of any step must reach the caller"
+                member.answer(X)
+        assert [array is X for array in request.take_outputs()] == [False, True, False]
+    assert members["other"].parts == [SequencePart(5, is_start=True)]
+
+
 class SequenceStage:
     """An ensemble of a plain step and a step with sequences; the test answers their requests."""
 
@@ -817,7 +834,7 @@ def test_lists_of_the_same_outputs_share_a_route_and_few_are_remembered(clock: C
     assert len(served._routes) == 256
     for _ in range(2):
         submit(served, clock, outputs=("f", "f", "a"))
-    assert served._routes["f", "f", "a"] is served._routes["a", "f"]
+    assert served._routes[("f", "f", "a"), False] is served._routes[("a", "f"), False]
 
 
 async def test_step_that_fails_unexpectedly_makes_room_for_one_other(clock: Clock) -> None:
