@@ -1,6 +1,5 @@
 """Ensembles on both protocols: values, errors, metadata, statistics, queues, deadlines, cancelled calls, sequences."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from servers import (
     read_metrics,
     rest_url,
     serving,
+    starting_batch,
     triton_clients,
     wait_for_queue,
 )
@@ -268,10 +268,10 @@ def test_deadlines_and_queue_timeouts_hold_for_the_steps(slow_server: ServerProc
 
 def test_a_cancelled_request_starts_no_further_step(slow_server: ServerProcess) -> None:
     before = statistics(slow_server, "after")["inference_count"]
+    inputs = triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)})
     with busy(slow_server), triton_clients(slow_server) as (_, grpc):
-        inputs = triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)})
         call = grpc.async_infer("e", inputs, lambda result, error: None)
-        wait_for_queue(slow_server, "slow", 2)
+        assert grpc.is_server_live()  # on the same connection, so that the request has arrived
         call.cancel()
     assert httpx.post(rest_url(slow_server, "e"), json=FOUR, timeout=LONG_S).status_code == 200
     assert statistics(slow_server, "after")["inference_count"] == before + 1
@@ -320,7 +320,7 @@ def test_a_sequence_through_an_ensemble_and_directly_has_one_state(tmp_path: Pat
 
 def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Path) -> None:
     """Cancel in a step before the model with the sequence, and while the request waits for an earlier one."""
-    add_model(tmp_path, "passes", sequences.slow, steps=600_000)
+    add_model(tmp_path, "passes", sequences.slow, steps=300_000)
     (add_model(tmp_path, "adds", sequences.slow, steps=10) / "model.yaml").write_text(
         "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
     )
@@ -330,24 +330,25 @@ def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Pat
 
     def send(client: Any, value: int, start: bool = False) -> Any:
         arrays = {"x": np.array([[value]], np.int32), "zero": np.zeros((1, 1), np.int32)}
-        call = client.async_infer(
+        return client.async_infer(
             "through",
             triton_inputs(triton_grpc, arrays),
             callback=lambda result, error: outcomes.put((value, error or int(result.as_numpy("total")[0, 0]))),
             sequence_id=7,
             sequence_start=start,
         )
-        time.sleep(0.03)  # other requests do not overtake it
-        return call
 
     with serving(tmp_path, *SHORT_WARMUP) as server, triton_clients(server) as (_, client):
         for values, cancelled in (((2, 4), 2), ((10, 20, 40), 20)):
             send(client, 1, start=True)
             assert outcomes.get(timeout=LONG_S) == (1, 1)
-            calls = {value: send(client, value) for value in values if value <= cancelled}
-            calls[cancelled].cancel()
-            time.sleep(0.03)
-            send(client, values[-1])
+            with starting_batch(server, "passes"):
+                call = send(client, values[0])
+            if values[0] != cancelled:
+                call = send(client, cancelled)
+                assert client.is_server_live()  # on the same connection, so that the request has arrived
+            call.cancel()
+            send(client, values[-1])  # on the same connection, so that it arrives later
             found = dict([outcomes.get(timeout=LONG_S) for _ in values])
             assert "must specify the START flag" in str(found[values[-1]])
             assert found.get(10) in (None, 11)

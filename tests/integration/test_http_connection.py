@@ -29,12 +29,12 @@ from servers import (
     SHORT_WARMUP,
     ServerProcess,
     add_model,
-    decisions,
     json_input,
     read_metrics,
     rest_url,
     serving,
     starting,
+    starting_batch,
     wait_for_queue,
     wait_for_sample,
 )
@@ -232,9 +232,8 @@ def test_requests_past_the_drain_timeout_are_aborted(tmp_path: Path) -> None:
         server.wait_until_loaded()
         host, port = server.http.split(":")
         with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
-            connection.sendall(post("slow", body_of(1)))
-            while not decisions(server, "slow")["batches"]:
-                pass  # each check is a separate request
+            with starting_batch(server, "slow"):
+                connection.sendall(post("slow", body_of(1)))
             server.send(signal.SIGTERM)
             try:
                 came = connection.recv(100)

@@ -4,9 +4,7 @@ import re
 import signal
 import socket
 import struct
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,18 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from models import builders, costly
-from servers import LONG_S, ServerProcess, add_model, decisions, json_input, read_metrics, rest_url, serving, starting
+from servers import (
+    LONG_S,
+    ServerProcess,
+    add_model,
+    decisions,
+    json_input,
+    read_metrics,
+    rest_url,
+    serving,
+    starting,
+    starting_batch,
+)
 
 ENDLESS = 2**62
 LIMIT = "run_timeout_s: 0.5\n"
@@ -76,32 +85,29 @@ def test_aborted_grpc_call_is_deadline_exceeded(tmp_path: Path) -> None:
 def test_endless_run_is_terminated_when_its_caller_leaves(tmp_path: Path, protocol: str) -> None:
     add_loop(tmp_path, "")
     with serving(tmp_path, "--warmup-s", "0.1") as server:
-        with leaving(server, protocol):
-            while decisions(server, "loop")["batches"] == 0:
-                pass
+        leave(server, protocol)
         assert ask(server, "loop", 3).json()["outputs"][0]["data"] == [3]
         overdue = read_metrics(server).by_labels("ortserve_overdue_batches_total", "model", "outcome")
         assert not any(overdue.values())
     assert "all its requests were cancelled; it took 1." in server.output
 
 
-@contextmanager
-def leaving(server: ServerProcess, protocol: str) -> Iterator[None]:
-    """Ask for an endless run. The caller resets its connection, or cancels its call, when the block ends."""
+def leave(server: ServerProcess, protocol: str) -> None:
+    """Ask for an endless run. The caller resets its connection, or cancels its call, when the run has begun."""
     if protocol == "gRPC":
         with triton_grpc.InferenceServerClient(server.grpc) as client:
             number = triton_grpc.InferInput("x", [1], "INT64")
             number.set_data_from_numpy(np.array([ENDLESS]))
-            call = client.async_infer("loop", [number], lambda result, error: None)
-            yield
+            with starting_batch(server, "loop"):
+                call = client.async_infer("loop", [number], lambda result, error: None)
             call.cancel()
         return
     body = orjson.dumps({"inputs": [json_input("x", np.array([ENDLESS]))]})
     head = f"POST /v2/models/loop/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port)) as connection:
-        connection.sendall(head + body)
-        yield
+        with starting_batch(server, "loop"):
+            connection.sendall(head + body)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not a FIN
 
 
@@ -124,9 +130,8 @@ def drained(repository: Path, model: str, name: str, number: int) -> tuple[int, 
     body = {"inputs": [json_input(name, np.array([number]))]}
     with starting(repository, "--warmup-s", "0.1", "--drain-timeout-s", "0.5") as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_loaded()
-        long = pool.submit(httpx.post, rest_url(server, model), json=body, timeout=LONG_S)
-        while decisions(server, model)["batches"] == 0:
-            pass
+        with starting_batch(server, model):
+            long = pool.submit(httpx.post, rest_url(server, model), json=body, timeout=LONG_S)
         server.send(signal.SIGTERM)
         status = server.wait()
         assert long.exception() is not None or long.result().status_code >= 500

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -29,11 +29,11 @@ from servers import (
     LONG_S,
     ServerProcess,
     add_model,
-    decisions,
     json_input,
     rest_url,
     serving,
     starting,
+    starting_batch,
     wait_for_queue,
 )
 
@@ -191,14 +191,6 @@ def total(answer: httpx.Response) -> int:
     return int(answer.json()["outputs"][0]["data"][0])
 
 
-@contextmanager
-def running(server: ServerProcess, model: str) -> Iterator[None]:
-    """After the block, wait until a batch of the model has started that had not started before it."""
-    before = decisions(server, model)["batches"]
-    yield
-    wait_until(lambda: decisions(server, model)["batches"] > before)
-
-
 def test_requests_of_one_id_from_several_connections_run_in_order_of_arrival(server: ServerProcess) -> None:
     name = next(IDS)
     with ExitStack() as stack:
@@ -237,7 +229,7 @@ def test_a_sequence_ends_if_an_answer_cannot_be_built(server: ServerProcess) -> 
 def test_sequences_share_a_batch(server: ServerProcess) -> None:
     names = [next(IDS) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        with running(server, "slower"):
+        with starting_batch(server, "slower"):
             first = pool.submit(ask, server, "slower", 1, sequence_id=names[0], sequence_start=True)
         others = [pool.submit(ask, server, "slower", 1, sequence_id=name, sequence_start=True) for name in names[1:]]
         assert [total(call.result()) for call in (first, *others)] == [1, 1, 1, 1]
@@ -259,7 +251,7 @@ def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(se
         )
 
     with triton_grpc.InferenceServerClient(server.grpc) as client:
-        with running(server, "slower"):
+        with starting_batch(server, "slower"):
             call = send(client, 5, "running", True)
         call.cancel()
         send(client, 1, "next")  # on the same connection, so that it arrives later
@@ -282,7 +274,7 @@ def test_a_rejected_request_can_be_sent_again_by_a_client_that_awaits_each_answe
     name = next(IDS)
     assert total(ask(server, "full", 1, sequence_id=name, sequence_start=True)) == 1
     with ThreadPoolExecutor(2) as pool:
-        with running(server, "full"):
+        with starting_batch(server, "full"):
             calls = [pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True)]
         calls.append(pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True))
         wait_for_queue(server, "full", 1)
@@ -345,7 +337,7 @@ def test_an_unload_answers_what_waits(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "m", sequences.slow)
     (folder / "model.yaml").write_text(SUM.replace("max_idle_s", "max_candidates: 1, max_idle_s"))
     with serving(tmp_path, *EXPLICIT) as server, ThreadPoolExecutor(3) as pool:
-        with running(server, "m"):
+        with starting_batch(server, "m"):
             calls = [pool.submit(ask, server, "m", 1, sequence_id=1, sequence_start=True)]
         calls += [pool.submit(ask, server, "m", 2, sequence_id=2, sequence_start=True)]
         wait_for_queue(server, "m", 1)

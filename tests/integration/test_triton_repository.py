@@ -19,11 +19,11 @@ from servers import (
     SHORT_WARMUP,
     ServerProcess,
     add_model,
-    decisions,
     json_input,
     rest_url,
     serving,
     starting,
+    starting_batch,
     triton_clients,
     wait_for_queue,
     wire_datatype,
@@ -331,9 +331,8 @@ dynamic_batching {
 def test_queue_of_a_level_holds_no_more_requests_than_configured(tmp_path: Path) -> None:
     configure(add_model(tmp_path, "slow", builders.slow, steps=200_000), SLOW % "")
     with serving(tmp_path, "--warmup-s", "0") as server, ThreadPoolExecutor(3) as callers:
-        running = [callers.submit(ask, server, "slow")]
-        while decisions(server, "slow")["batches"] == 0:
-            pass
+        with starting_batch(server, "slow"):
+            running = [callers.submit(ask, server, "slow")]
         running += [callers.submit(ask, server, "slow") for _ in range(2)]
         wait_for_queue(server, "slow", 2)
         status, error = ask(server, "slow")
@@ -358,9 +357,8 @@ def test_delay_policy_delays_late_requests(tmp_path: Path) -> None:
         return status
 
     with serving(tmp_path, "--warmup-s", "0") as server, ThreadPoolExecutor(3) as callers:
-        running = [callers.submit(call, server, 2)]
-        while decisions(server, "slow")["batches"] == 0:
-            pass
+        with starting_batch(server, "slow"):
+            running = [callers.submit(call, server, 2)]
         running.append(callers.submit(call, server, 1))
         wait_for_queue(server, "slow", 1)
         assert [future.result(LONG_S) for future in running] == [200, 200]

@@ -304,6 +304,15 @@ def wait_for_queue(server: ServerProcess, model: str, rows: int) -> None:
     wait_for_sample(server, "ortserve_queue_rows", lambda waiting: waiting >= rows, model=model, version="1")
 
 
+@contextmanager
+def starting_batch(server: ServerProcess, model: str) -> Iterator[None]:
+    """After the block, poll until a batch of the model runs that did not run before it."""
+    before = decisions(server, model)["batches"]
+    yield
+    labels = {"model": model, "version": "1", "decision": "batches"}
+    wait_for_sample(server, "ortserve_batching_decisions_total", lambda count: count > before, **labels)
+
+
 def decisions(server: ServerProcess, model: str) -> dict[str, int]:
     """The batcher's count of each decision for a model."""
     answer = httpx.get(f"http://{server.http}/v2/models/{model}/batching", timeout=LONG_S).raise_for_status()
