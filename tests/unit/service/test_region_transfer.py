@@ -243,7 +243,7 @@ async def test_failed_copy_of_a_cancelled_call_is_not_reported(
     assert complaints == []
 
 
-async def test_memory_of_inputs_is_reserved(regions: SharedMemory) -> None:
+async def test_memory_of_inputs_is_reserved(regions: SharedMemory, owned: Owned) -> None:
     gate = BodyGate(16)
     with RegionTransfer(regions, RegionUse([given(8), given(4)], {}), gate):
         assert gate.held_bytes == 12
@@ -251,6 +251,9 @@ async def test_memory_of_inputs_is_reserved(regions: SharedMemory) -> None:
             RegionTransfer(regions, RegionUse([given(8)], {}), gate)
         assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == 0
+    regions.unregister("r")
+    regions.threads.shutdown()
+    assert str(owned.path) not in open_files(), "the rejected request still leases the region"
 
 
 def test_inputs_larger_than_the_limit_are_rejected_even_if_the_server_holds_nothing(regions: SharedMemory) -> None:
