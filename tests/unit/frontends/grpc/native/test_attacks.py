@@ -117,7 +117,7 @@ async def answered(client: Client, count: int) -> None:
 
 def test_5000_cancelled_calls_a_second_affect_no_other_client() -> None:
     async def test(wire: Wire, client: Client) -> None:
-        for _ in range(200):
+        for _ in range(60):
             streams = [client.open(HOLD) for _ in range(100)]
             for stream in streams:
                 client.send(stream, framed(b"x"), is_end=True)
@@ -128,14 +128,14 @@ def test_5000_cancelled_calls_a_second_affect_no_other_client() -> None:
                 client.h2.reset_stream(stream)
             await client.exchange()
         assert not client.goaways
-        assert wire.cancelled == 20_000
+        assert wire.cancelled == 6_000
 
     on_wire(test)
 
 
 def test_resets_of_answered_calls_are_not_counted() -> None:
     async def test(wire: Wire, client: Client) -> None:
-        for number in range(20):
+        for number in range(6):  # more resets than a burst allows
             await answered(client, 500)
             first = 2 * 500 * number + 1
             wire.feed(b"".join(frames.rst_stream(first + 2 * n, ErrorCode.CANCEL) for n in range(500)))
@@ -147,7 +147,7 @@ def test_resets_of_answered_calls_are_not_counted() -> None:
 
 def test_immediate_resets_are_tolerated_up_to_the_answered_calls() -> None:
     async def test(wire: Wire, client: Client) -> None:
-        for _ in range(20):
+        for _ in range(6):
             await answered(client, 500)
             for _ in range(500):
                 client.h2.reset_stream(client.open(HOLD))
