@@ -161,6 +161,9 @@ def test_series_of_a_version_are_stable_until_removed(metrics: Metrics, registry
         model.set_state("ready")
         model.observe_success("rest", TIMING, 1)
     metrics.rejected("m", "overloaded")
+    metrics.loaded("m", is_ok=True)
+    metrics.batch_overdue("m")
+    metrics.residency.evictions["m"] = 1
 
     metrics.forget("m", "1")
     text = generate_latest(registry).decode()

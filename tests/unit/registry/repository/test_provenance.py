@@ -62,3 +62,5 @@ def test_long_and_odd_texts_can_be_sent(version: Path) -> None:
     assert len(text) == 2000
     assert text.startswith("?aaa")
     assert text.endswith("…")
+    (version / "provenance.json").write_text('{"summary": "' + "a" * 2001 + '"}')
+    assert read(version) == "a" * 1999 + "…"
