@@ -294,11 +294,14 @@ def test_kserve_runtime_keeps_to_the_same_rules(name: str, monkeypatch: pytest.M
     (port,) = container["ports"]
     assert port["containerPort"] == {"ortserve": options.http_port, "ortserve-grpc": options.grpc_port}[name]
     assert spec["annotations"]["prometheus.kserve.io/port"] == str(options.metrics_port)
-    assert container["livenessProbe"]["httpGet"] == {"path": "/v2/health/live", "port": options.metrics_port}
-    readiness = container["readinessProbe"]
+    readiness, liveness = container["readinessProbe"], container["livenessProbe"]
     if name == "ortserve":
+        assert liveness["httpGet"] == {"path": "/v2/health/live", "port": options.metrics_port}
         assert readiness["httpGet"] == {"path": "/v2/health/ready", "port": options.http_port}
     else:
+        # Knative sends HTTP probes to the exposed port, which is that of gRPC here.
+        asked = ["ortserve", "health", "--live", "--metrics-port", str(options.metrics_port)]
+        assert liveness["exec"] == {"command": asked}
         assert readiness["grpc"] == {"port": options.grpc_port}
     # Kubernetes' default grace period, which KServe does not change.
     assert options.drain_delay_s + options.drain_timeout_s < 30

@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -157,8 +158,8 @@ def test_missing_archive_fails_the_pod(archive: Path, tmp_path: Path) -> None:
 
 def test_kserves_arguments_serve_a_repository_on_kserves_ports(tmp_path: Path) -> None:
     """The flags are those of the runtime, with free ports in place of its ports."""
-    (runtime, _) = yaml.safe_load_all((DEPLOY / "overlays" / "kserve" / "clusterservingruntimes.yaml").read_text())
-    (container,) = runtime["spec"]["containers"]
+    runtimes = yaml.safe_load_all((DEPLOY / "overlays" / "kserve" / "clusterservingruntimes.yaml").read_text())
+    container, container_of_grpc = (runtime["spec"]["containers"][0] for runtime in runtimes)
     add_model(tmp_path, "identity", builders.identity)
     words = [{"/mnt/models": str(tmp_path)}.get(word, word) for word in container["args"]]
     arguments = ["0" if word.isdecimal() else word for word in words[1:]]
@@ -168,3 +169,7 @@ def test_kserves_arguments_serve_a_repository_on_kserves_ports(tmp_path: Path) -
     with serving(*arguments, *SHORT_WARMUP, env=environment) as server, triton_clients(server) as (http, grpc):
         assert http.is_model_ready("identity")
         assert grpc.is_model_ready("identity")
+        port = server.metrics.rpartition(":")[2]
+        probe = [port if word == "8002" else word for word in container_of_grpc["livenessProbe"]["exec"]["command"]]
+        done = subprocess.run([sys.executable, "-m", *probe], capture_output=True, check=False, timeout=LONG_S)
+        assert (done.returncode, done.stdout) == (0, b"live\n")
