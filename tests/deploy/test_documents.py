@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from configparser import ConfigParser
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import grpc
 import httpx
 import yaml
 
-from manifests import DEPLOY, ROOT, installation, overlays, rendered
+from manifests import DEPLOY, ROOT, Installation, installation, overlays, rendered
 from ortserve import __version__
 from ortserve.cli.serve import build_parser
 from ortserve.config.options import read_options, variable_name
@@ -114,6 +115,21 @@ def test_documented_image_is_that_of_the_runtimes_for_kserve(tmp_path: Path) -> 
     assert images == [f"registry.example.com/ortserve:{__version__}-cpu"] * 2
 
 
+def opened_networks(installed: Installation) -> set[int]:
+    """The versions of IP with which the pod may reach addresses outside the cluster's networks."""
+    opened = [
+        peer["ipBlock"]
+        for rule in installed.one("NetworkPolicy")["spec"]["egress"]
+        for peer in rule["to"]
+        if "ipBlock" in peer
+    ]
+    for block in opened:
+        whole = ip_network(block["cidr"])
+        assert whole.prefixlen == 0
+        assert {ip_network(part).version for part in block["except"]} == {whole.version}
+    return {ip_network(block["cidr"]).version for block in opened}
+
+
 def test_documented_archive_reaches_the_init_container(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     overlay["components"] = ["../deploy/components/models-download"]
@@ -130,6 +146,7 @@ def test_documented_archive_reaches_the_init_container(tmp_path: Path) -> None:
     assert "fetch.sh" in installed.one("ConfigMap", scripts["configMap"]["name"])["data"]
     ports = {port["port"] for rule in installed.one("NetworkPolicy")["spec"]["egress"] for port in rule["ports"]}
     assert ports == {53, 443}
+    assert opened_networks(installed) == {4, 6}
 
 
 def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
@@ -152,6 +169,7 @@ def test_documented_store_is_served_through_a_cache_on_a_volume(tmp_path: Path) 
     assert {"tmp", "shm", "cache"} == {volume["name"] for volume in installed.pod["spec"]["volumes"]}
     ports = {port["port"] for rule in installed.one("NetworkPolicy")["spec"]["egress"] for port in rule["ports"]}
     assert ports == {53, 443}
+    assert opened_networks(installed) == {4, 6}
 
 
 def test_documented_traces_reach_the_named_collector(tmp_path: Path) -> None:
