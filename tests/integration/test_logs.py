@@ -1,6 +1,8 @@
 """The log of a real server: machine-readable lines with request ids and without tensor values."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -15,8 +17,9 @@ from tritonclient.utils import InferenceServerException
 from encodings_of_requests import triton_inputs
 from models import builders
 from ortserve.core.dtypes import DataType
+from proxies import free_ports
 from raw_grpc import cancel_during_answer
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, rest_url, serving, triton_clients
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
 from transports import ON_BOTH_TRANSPORTS
 
 SECRET_TEXT: Final = "vErYsEcReT"
@@ -146,3 +149,24 @@ def test_calls_that_are_cancelled_while_their_answers_are_sent_are_not_logged(
         for _ in range(5):
             cancel_during_answer(server.grpc, "/inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
     assert "ERROR" not in server.output  # ``serving`` has checked that there is no traceback
+
+
+def test_reader_of_the_log_that_stalls_stops_no_request(tmp_path: Path) -> None:
+    """Its pipe is full after some hundred lines."""
+    _add_models(tmp_path)
+    ports = free_ports()
+    flags = ("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--metrics-port", str(ports.metrics))
+    command = [sys.executable, "-m", "ortserve", "serve", str(tmp_path), "--access-log", *flags, *SHORT_WARMUP]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "initial loading has ended" not in process.stderr.readline():
+            pass
+        body = {"inputs": [json_input("x", np.ones((1, 4), np.float32))]}
+        with httpx.Client(base_url=f"http://127.0.0.1:{ports.http}", timeout=LONG_S) as client:
+            for _ in range(1000):
+                assert client.post("/v2/models/numbers/infer", json=body).status_code == 200
+        process.terminate()
+        lines = process.stderr.read().splitlines()
+        assert process.wait(LONG_S) == 0
+    assert sum(" request protocol=http " in line for line in lines) == 1000
+    assert lines[-1].endswith(" drained")

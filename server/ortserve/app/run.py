@@ -17,7 +17,8 @@ from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.process_limits import SPARE_FILES, limit_malloc_arenas, raise_open_files
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, put_loop_first, set_slice
 from ortserve.errors import ServeError
-from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
+from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event, never_wait_for_standard_error
+from ortserve.telemetry.standard_error import StandardError
 
 logger: Final = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ _SWITCH_INTERVAL_S: Final = 0.00005
 """Time for which the event loop may hold the interpreter lock while a worker waits for it. With Python's 5 ms a worker
 waited 0.8 ms for the answers of its last batch before it could start the next one, and fewer rows per second were
 served (``loadtests/batched_compute.py``)."""
+
+_LAST_LINES_S: Final = 1.0
+"""Time for standard error to take the last log lines."""
 
 
 def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int:
@@ -38,6 +42,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
         The exit status 1, if the server cannot start.
     """
     limit_malloc_arenas()
+    never_wait_for_standard_error(options.log_format)
     switches = configure_logging(options.log_level, options.log_format)
     for problem in unknown_variables(os.environ):
         log_event(logger, logging.WARNING, "environment variable has no effect", reason=problem)
@@ -76,6 +81,8 @@ async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping
         await server.stop()
     # os._exit, because the interpreter would wait for threads in a load or a run without a time limit.
     logging.shutdown()
+    if isinstance(sys.stderr, StandardError):
+        sys.stderr.wait_until_written(_LAST_LINES_S)
     sys.stdout.flush()
     os._exit(0 if is_whole else 1)
 

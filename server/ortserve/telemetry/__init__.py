@@ -11,6 +11,7 @@ __all__ = [
     "metrics",
     "readings",
     "series",
+    "standard_error",
     "statistics",
     "trace_export",
     "trace_files",

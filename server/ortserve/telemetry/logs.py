@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Final, Literal, TextIO, TypeAlias
 
 from ortserve.errors import ModelRejectionError
+from ortserve.telemetry.standard_error import StandardError
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -142,6 +143,21 @@ def configure_logging(
     # At level debug, hpack logs every header, and with the headers the keys of callers.
     logging.getLogger("hpack").setLevel(logging.WARNING)
     return switches
+
+
+def never_wait_for_standard_error(log_format: LogFormat) -> None:
+    """Replace ``sys.stderr`` by a stream that holds lines instead of waiting. For the owner of the process, before
+    ``configure_logging``.
+    """
+    if sys.stderr is None:  # the process was started without
+        return
+    line = json_line if log_format == "json" else text_line
+
+    def describe(dropped: int) -> str:
+        message = "log lines were dropped, because standard error took none"
+        return line(time.time(), "WARNING", __name__, message, {"lines": dropped})
+
+    sys.stderr = StandardError(sys.stderr.fileno(), describe)
 
 
 def log_event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:
