@@ -21,6 +21,7 @@ from ortserve.config.options import (
     split_list,
 )
 from ortserve.config.repository_url import Repository
+from ortserve.config.triton_names import hint_for_flag
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
 from ortserve.paths import is_model_file
 
@@ -90,9 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests similar flags for unknown ones."""
+    """Suggests similar flags for unknown ones, and this server's flags for those of Triton."""
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "expected no value, got")
+        if hint := "".join(hint_for_flag(word.partition("=")[0]) for word in message.split()):
+            super().error(message + hint)
         super().error(with_suggestions(message, self._option_string_actions))
 
 

@@ -16,5 +16,6 @@ __all__ = [
     "session",
     "shown_values",
     "tensors",
+    "triton_names",
     "versions",
 ]

@@ -12,6 +12,8 @@ import pytest
 from ortserve import __version__
 from ortserve.cli import huge_pages
 from ortserve.cli.main import main
+from ortserve.cli.serve import build_parser
+from ortserve.config import triton_names
 from ortserve.config.options import ServerOptions, flag_name
 from ortserve.core.compiled import IS_COMPILED
 
@@ -140,6 +142,32 @@ def test_unknown_arguments_are_rejected(
 def test_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--example", "--http-prt=9000"]) == 2
     assert "unrecognized arguments: --http-prt=9000; did you mean '--http-port'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--model-repository=/models", "REPOSITORY"),
+        ("--http-address=0.0.0.0", "--host"),
+        ("--exit-timeout-secs=30", "--drain-timeout-s"),
+    ],
+)
+def test_flag_of_triton_names_the_one_in_its_place(capsys: pytest.CaptureFixture[str], flag: str, instead: str) -> None:
+    assert main(["serve", "--example", flag]) == 2
+    expected = f"unrecognized arguments: {flag}; this option of tritonserver is {instead} here\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+def test_switch_with_a_value_is_rejected_with_what_is_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--example", "--strict-readiness=true"]) == 2
+    expected = "argument --strict-readiness/--no-strict-readiness: expected no value, got 'true'\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+def test_named_flags_exist_and_those_of_triton_do_not() -> None:
+    flags = build_parser()._option_string_actions
+    assert set(triton_names._FLAGS_OF_TRITON.values()) - {"REPOSITORY"} <= set(flags)
+    assert not set(triton_names._FLAGS_OF_TRITON) & set(flags)
 
 
 def test_misspelt_flag_of_a_tool_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
