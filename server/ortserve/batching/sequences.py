@@ -236,11 +236,11 @@ class SequenceRuns:
         """Fail the request. Called by the strategy.
 
         The states do not change, so that the client can repeat the request. The sequence ends if its first request
-        failed, or if the request was dropped before its run and later ones could run without it.
+        failed, if the client cannot know that this one failed, or if it was dropped before later ones.
         """
         sequence = turn.sequence
         sequence.running = None
-        is_over = turn.is_start
+        is_over = turn.is_start or turn.request.is_settled  # by a cancellation during its run
         if isinstance(error, ServeError) and not turn.request.timing.taken_ns:
             is_over = is_over or ends_sequence(error.kind, is_pipelined=sequence.is_pipelined)
         if is_over:

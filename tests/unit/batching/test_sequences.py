@@ -417,6 +417,24 @@ async def test_cancelling_the_running_request_advances_the_state(stage: Stage) -
     assert total(second) == 6
 
 
+@pytest.mark.parametrize("strategy", ["oldest", "direct"])
+def test_a_sequence_ends_if_a_cancelled_run_fails(strategy: str) -> None:
+    @virtual(strategy=strategy)
+    async def test(stage: Stage) -> None:
+        stage.submit(1, 5, "S")
+        await stage.answer()
+        second, third, fourth = stage.submit(1, 1), stage.submit(1, 2), stage.submit(1, 3, "S")
+        await asyncio.sleep(0)
+        run = stage.take()
+        second.cancel()
+        run.fail(ServeError(ErrorKind.REJECTED_BY_MODEL, "no"))
+        assert "must specify the START flag" in error(third).message, "the client does not know that the second failed"
+        await stage.answer()
+        assert total(fourth) == 3
+
+    test()
+
+
 @virtual()
 async def test_the_id_is_free_as_soon_as_the_end_is_enqueued(stage: Stage) -> None:
     old = stage.submit(1, 5, "SE")
