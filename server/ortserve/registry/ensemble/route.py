@@ -39,16 +39,18 @@ class BoundStep:
     Attributes:
         member: The version that answers the step.
         inputs: Tensor of each input of the member; -1 for an input that is not mapped.
+        read: The tensors that the step reads, each once.
         outputs: Used outputs: the index among the member's outputs, and the tensor.
         wanted: The same outputs as a list of names, for a member that is an ensemble.
     """
 
-    __slots__ = ("inputs", "member", "outputs", "wanted")
+    __slots__ = ("inputs", "member", "outputs", "read", "wanted")
 
     def __init__(self, step: PlannedStep, used: tuple[str, ...], member: ServedVersion) -> None:
         signature = member.signature
         self.member: Final[ServedVersion] = member
         self.inputs: Final[tuple[int, ...]] = tuple([step.inputs.get(spec.name, -1) for spec in signature.inputs])
+        self.read: Final[tuple[int, ...]] = tuple(dict.fromkeys(step.inputs.values()))
         self.outputs: Final[tuple[tuple[int, int], ...]] = tuple(
             [(signature.output_index[name], step.outputs[name]) for name in used]
         )

@@ -223,11 +223,10 @@ class EnsembleRun:
 
     def _release_inputs(self, step: BoundStep) -> None:
         """Drop tensors that have no further readers, so that their memory is free as early as possible."""
-        for tensor in set(step.inputs):
-            if tensor >= 0:
-                self._readers[tensor] -= 1
-                if not self._readers[tensor]:
-                    self._tensors[tensor] = None
+        for tensor in step.read:
+            self._readers[tensor] -= 1
+            if not self._readers[tensor]:
+                self._tensors[tensor] = None
 
     def _leave_step(self, number: int) -> None:
         if self._limits is not None:
