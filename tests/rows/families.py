@@ -317,6 +317,7 @@ _meet("random: of constants", "float[N,4] x", "a = RandomNormal<shape=[4]>() y =
 # Control flow.
 _IF: Final = "y = If(c) <then_branch = t () => (a) { a = Relu(x) }, else_branch = e () => (b) { b = Neg(x) }>"
 _apart("control: If on an input without rows", "float[N,4] x, bool c", _IF)
+_apart("control: If whose branches name their results like the node, as in merged decoders", "float[N,4] x, bool c", "y = If(c) <then_branch = t () => (y) { y = Relu(x) }, else_branch = e () => (y) { y = Neg(x) }>")
 _apart("control: If on a length", "float[N,L] x", "l = Shape<start=1, end=2>(x) m = Greater(l, two) c = Squeeze(m) " + _IF, "int64[1] two = {2}")
 _apart("control: Loop of fixed steps", _X, "y = Loop(n, , x) <body = step (int64 i, bool g, float[N,4] h) => (g2, k) { g2 = Identity(g) j = Add(h, h) k = Tanh(j) }>", "int64 n = {3}")
 _apart("control: Loop whose condition stays true", _X, "f, s = Loop(n, t, x) <body = step (int64 i, bool g, float[N,4] h) => (g2, h2, k) { g2 = Identity(g) h2 = Tanh(h) k = Relu(h) }> u = Transpose<perm=[1,0,2]>(s) y = Reshape(u, r)", "int64 n = {3}, bool t = {1}, int64[2] r = {-1, 12}")

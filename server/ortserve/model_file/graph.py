@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import chain
 from typing import Final, TypeAlias
 
 FLOAT: Final = 1
@@ -205,10 +206,13 @@ def graphs_of(nodes: Iterable[Node]) -> Iterator[Graph]:
 
 
 def names_read(node: Node) -> Iterator[str]:
-    """Yield the names that a node reads, including those that its graphs read."""
+    """Yield the names that a node reads, including those that its graphs read from outside.
+
+    A graph may give names of the outer graph to its own tensors, even those of its node's outputs.
+    """
     yield from node.inputs
-    for value in node.attributes.values():
-        if isinstance(value, Graph):
-            for inner in value.nodes:
-                yield from names_read(inner)
-            yield from (output.name for output in value.outputs)
+    for graph in graphs_of([node]):
+        own = {*graph.constants, *(given.name for given in graph.inputs)}
+        own.update(name for inner in graph.nodes for name in inner.outputs)
+        read = chain.from_iterable(map(names_read, graph.nodes))
+        yield from (name for name in (*read, *(output.name for output in graph.outputs)) if name not in own)

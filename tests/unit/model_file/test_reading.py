@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from models import builders, interfaces
 from ortserve.core.dtypes import DataType
-from ortserve.model_file.graph import UNREADABLE, Declared, Skipped
+from ortserve.model_file.graph import UNREADABLE, Declared, Skipped, names_read
 from ortserve.model_file.reading import read_model
 
 
@@ -130,3 +130,11 @@ def test_truncated_file_is_read_without_a_crash(path: Path) -> None:
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
         assert names_without_shape(path) <= {"x", "y"}
+
+
+def test_branches_may_name_their_results_like_the_node(path: Path) -> None:
+    branches = "then_branch = t () => (float[n] y) { y = Relu(x) }, else_branch = e () => (float[n] y) { y = Neg(x) }"
+    text = f"g (bool c, float[n] x) => (float[n] y) {{ y = If(c) <{branches}> }}"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 17]> {text}'), path)
+    (node,) = read_model(path).graph.nodes
+    assert (node.op, set(names_read(node))) == ("If", {"c", "x"})
