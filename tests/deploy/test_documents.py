@@ -183,6 +183,15 @@ def test_documented_traces_reach_the_named_collector(tmp_path: Path) -> None:
     assert ports == {53, 4318}
 
 
+def test_documented_patch_admits_prometheus_of_another_namespace(tmp_path: Path) -> None:
+    installed = rendered(own_overlay(tmp_path, {**yaml_block("newTag"), **yaml_block("my-prometheus")}))
+    callers, scrapes = installed.one("NetworkPolicy")["spec"]["ingress"]
+    assert [port["port"] for port in scrapes["ports"]] == ["metrics"]
+    (peer,) = scrapes["from"]
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "my-prometheus"}
+    assert callers == rendered(DEPLOY / "overlays" / "cpu").one("NetworkPolicy")["spec"]["ingress"][0]
+
+
 def test_documented_timings_equal_those_of_the_manifests() -> None:
     base = installation("base, by its files")
     section = KUBERNETES[KUBERNETES.index("A pod ends in this order") :]
