@@ -256,10 +256,18 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
         problems = describe_problems(error, ServerOptions.model_fields, in_environment | dict(flags))
         raise OptionsError(
             *(
-                f"{flag_name(name) if name in flags else variable_name(name)}: {problem}"
+                f"{flag_name(name)}: {problem}"
+                if name in flags
+                else f"{variable_name(name)}: {problem}{_hint_of_kubernetes(name, in_environment[name])}"
                 for name, problem in problems.items()
             )
         ) from None
+
+
+def _hint_of_kubernetes(option: str, value: str | None) -> str:
+    """The end of a message about a variable with an address, which Kubernetes sets in all pods beside a Service."""
+    is_address = option.endswith("_port") and "://" in (value or "")
+    return "; Kubernetes sets it for a Service, unless the pod has enableServiceLinks: false" if is_address else ""
 
 
 def option_origins(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, str]:

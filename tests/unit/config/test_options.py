@@ -134,7 +134,10 @@ def test_every_bad_value_is_reported_with_source_expectation_and_value(monkeypat
         "--http-port: expected integer, 0 to 65535, got '99999'",
         "--log-level: expected one of debug, info, warning, error, got 'loud'",
         "--execution-providers: expected list of names, at least one, got []",
-        "ORTSERVE_GRPC_PORT: expected integer, 0 to 65535, got 'tcp://10.0.0.1:8001'",
+        (
+            "ORTSERVE_GRPC_PORT: expected integer, 0 to 65535, got 'tcp://10.0.0.1:8001'; "
+            "Kubernetes sets it for a Service, unless the pod has enableServiceLinks: false"
+        ),
     }
 
 
