@@ -36,6 +36,8 @@ _FLAGS_OF_TRITON: Final = {
 
 def hint_for(key: str) -> str:
     """The problem with a key that only Triton knows; empty for other keys."""
+    if key == "dynamic_batching":
+        return "unknown key; requests share batches without this field of a config.pbtxt"
     known = _NAMES_OF_TRITON.get(key)
     return f"unknown key; this field of a config.pbtxt is '{known}' here" if known else ""
 

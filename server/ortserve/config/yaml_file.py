@@ -44,10 +44,13 @@ def read_yaml(path: Path) -> dict[str, object]:
             loader.dispose()
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
+    except yaml.reader.ReaderError as error:
+        expected = "expected text in UTF-8 without control characters"
+        raise ValueError(f"{expected}, got {error.reason} at position {error.position}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
+        raise ValueError(f"is not YAML: {getattr(error, 'problem', error)}{where}") from None
     except RecursionError:  # raised by the parser, before ``_Check`` can count the levels
         raise ValueError(f"nested too deep: expected at most {MAX_LEVELS} levels, got hundreds") from None
     assert isinstance(content, dict)

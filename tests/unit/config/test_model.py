@@ -60,6 +60,10 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
     ("text", "problem"),
     [
         ("max_row: 4", "max_row: unknown key; did you mean 'max_rows'?"),
+        (
+            "dynamic_batching: {}",
+            "dynamic_batching: unknown key; requests share batches without this field of a config.pbtxt",
+        ),
         ("max_batch_size: 8", "max_batch_size: unknown key; this field of a config.pbtxt is 'max_rows' here"),
         (
             "labels: {1st: 1}",

@@ -75,6 +75,16 @@ def test_yaml_values_without_an_option_type_are_rejected_with_their_line(file: P
     assert str(caught.value) == problem
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"a: stra\xdfe\n", "got invalid continuation byte at position 7"), (b"a: \x00\n", "special characters")],
+)
+def test_text_in_another_encoding_is_rejected_with_the_expected_one(file: Path, content: bytes, problem: str) -> None:
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^expected text in UTF-8 without control characters, .*{problem}"):
+        read_yaml(file)
+
+
 def test_unreadable_file_is_named_without_its_folder(file: Path) -> None:
     with pytest.raises(ValueError, match=r"^cannot be read: No such file or directory$"):
         read_yaml(file)
