@@ -9,16 +9,17 @@ no secret.
 import argparse
 import http.client
 import math
+import os
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
-
-from ortserve.config.options import OptionsError, flag_name, read_options, variable_name
+from typing import Any, Final
 
 _LOCAL: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared with, not listened on
 """The local address of a server that listens on all interfaces."""
+_DEFAULTS: Final = {"host": "127.0.0.1", "metrics_port": "8002", "tls_metrics": "false"}
+_SWITCHES: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,21 +29,41 @@ def main(arguments: Sequence[str]) -> int:
     """
     flags = vars(build_parser().parse_args(arguments))
     asks_live, timeout_s, config_path = flags.pop("live"), flags.pop("timeout_s"), flags.pop("config", None)
-    try:
-        options = read_options(flags, config_path)
-    except OptionsError as error:
-        sys.stderr.writelines(f"ortserve health: {problem}\n" for problem in error.problems)
-        return 2
-    if options.metrics_port == 0:
+    address = None if config_path or os.environ.get("ORTSERVE_CONFIG") else _plain_address(flags)
+    if address is None:
+        from ortserve.config.options import OptionsError, read_options  # only here: it takes 0.3 s
+
+        try:
+            options = read_options(flags, config_path)
+        except OptionsError as error:
+            sys.stderr.writelines(f"ortserve health: {problem}\n" for problem in error.problems)
+            return 2
+        address = options.host, options.metrics_port, options.tls_metrics
+    host, port, has_tls = address
+    if port == 0:
         sys.stderr.write("ortserve health: metrics_port: expected the port of the server, got 0\n")
         return 2
     question = "live" if asks_live else "ready"
-    host = _LOCAL.get(options.host, options.host)
-    if problem := _ask(host, options.metrics_port, question, timeout_s, has_tls=options.tls_metrics):
+    if problem := _ask(_LOCAL.get(host, host), port, question, timeout_s, has_tls=has_tls):
         sys.stderr.write(f"ortserve health: not {question}: {problem}\n")
         return 1
     sys.stdout.write(f"{question}\n")
     return 0
+
+
+def _plain_address(flags: Mapping[str, Any]) -> tuple[str, int, bool] | None:
+    """Host, metrics port, and whether that port uses TLS, from flags and variables. None for values to be checked.
+
+    Container engines run this command every few seconds. Reading all options would take most of its time.
+    """
+    given = {
+        name: str(flags.get(name, os.environ.get(f"ORTSERVE_{name.upper()}") or default))
+        for name, default in _DEFAULTS.items()
+    }
+    port, has_tls = given["metrics_port"], _SWITCHES.get(given["tls_metrics"].lower())
+    if not (port.isascii() and port.isdigit() and int(port) < 2**16) or has_tls is None or not given["host"]:
+        return None
+    return given["host"], int(port), has_tls
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,7 +111,7 @@ def _seconds(text: str) -> float:
 
 def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool) -> str | None:
     """The reason why the server is not ready; None if it is."""
-    # Without a client library: the command runs every few seconds, and half of its time is Python's start.
+    # Without a client library, because the command runs every few seconds.
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     if has_tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -107,8 +128,8 @@ def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool
     except (ConnectionResetError, http.client.BadStatusLine):  # the result of plain text on a TLS port
         if has_tls:
             return f"{address} closed the connection without an answer"
-        flag, variable = flag_name("tls_metrics"), variable_name("tls_metrics")
-        return f"{address} did not answer in plain HTTP; if the server speaks TLS there, set {flag} or {variable}"
+        option = "--tls-metrics or ORTSERVE_TLS_METRICS"
+        return f"{address} did not answer in plain HTTP; if the server speaks TLS there, set {option}"
     except (OSError, http.client.HTTPException) as error:
         return f"{address}: {getattr(error, 'strerror', None) or repr(error)}"
     finally:

@@ -2,6 +2,8 @@
 
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from ortserve.cli import health
 from ortserve.cli.main import main
 from ortserve.config.options import ServerOptions, variable_name
 
@@ -80,6 +83,19 @@ def test_server_is_found_by_its_own_environment(
         monkeypatch.setenv("ORTSERVE_METRICS_PORT", str(port))
         assert main(["health"]) == 0
         assert capsys.readouterr().out == "ready\n"
+
+
+def test_usual_health_check_imports_no_options() -> None:
+    """Container engines run it every few seconds, and the import of all options takes 0.3 s of a processor."""
+    defaults = {name: str(ServerOptions.model_fields[name].default).lower() for name in health._DEFAULTS}
+    assert defaults == health._DEFAULTS
+    script = (
+        "import sys; from ortserve.cli.main import main; main(['health', '--metrics-port', '1']); print(*sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    modules = set(ran.stdout.split())
+    assert "ortserve.cli.health" in modules
+    assert modules.isdisjoint({"numpy", "pydantic", "yaml"})
 
 
 def test_server_is_found_by_its_own_file(tmp_path: Path) -> None:
