@@ -27,7 +27,7 @@ from onnx import TensorProto, helper
 import gpu_models
 from apart import UnavailableError
 from gpu_package import environment_on_host_memory
-from models import builders, patterns
+from models import builders, interfaces, patterns
 from ortserve.cli.main import main
 from ortserve.engine.harmful_optimizers import harmful_optimizers
 from ortserve.model_file.reading import read_model
@@ -90,6 +90,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ser
         add_model(repository, name, partial(copied, CORPUS / f"{name}.onnx"))
     with serving(repository, *SHORT_WARMUP) as server:
         yield repository, server
+
+
+def test_model_that_runs_requests_alone_has_batches_of_one_row(inspected: Inspected, tmp_path: Path) -> None:
+    """Its warm-up tries larger inputs, because the first dimension of an input without a shape may be any size."""
+    model = interfaces.any_shape(tmp_path / "model.onnx")
+
+    rows = inspected(model)["rows"]
+
+    assert (rows["verdict"], rows["max_rows"]) == ("alone", 1)
 
 
 @pytest.mark.parametrize("name", VERDICTS)

@@ -78,4 +78,4 @@ def _describe_rows(loaded: LoadedModel, outcome: TrialOutcome | None) -> Rows:
             drift = max(outcome.drift, found.drift)
         if outcome.drift and outcome.problem and loaded.rows.grounds is Grounds.PROVEN:
             trial = f"a row alone and among others differs by {drift:.1e}, beyond the tolerance; {_ROUNDING}"
-    return Rows(verdict, because, trial, drift, found.max_rows)
+    return Rows(verdict, because, trial, drift, found.max_rows if loaded.signature.is_batched else 1)
