@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import httpx
 import numpy as np
+import onnx
 import pytest
 
 from certificates import Secret
@@ -632,7 +633,16 @@ def test_inputs_that_requests_may_omit_are_not_bound(tmp_path: Path) -> None:
 def test_sequences_cannot_be_bound(tmp_path: Path) -> None:
     """A second run would append to the sequence of the first run."""
     status, line = fails(builders.sequence_output(tmp_path / "sequence.onnx"), "--way", "bound", *SHORT)
-    assert (status, "sequences cannot be bound" in line) == (2, True), line
+    assert (status, "cannot be bound" in line) == (2, True), line
+
+
+def test_outputs_that_are_declared_twice_cannot_be_bound(tmp_path: Path) -> None:
+    """A binding has each output once."""
+    model = onnx.load(builders.scalar_sum(tmp_path / "once.onnx"))
+    model.graph.output.append(model.graph.output[0])
+    onnx.save(model, tmp_path / "twice.onnx")
+    status, line = fails(tmp_path / "twice.onnx", "--way", "bound", *SHORT)
+    assert (status, "cannot be bound" in line) == (2, True), line
 
 
 def test_open_loop_on_a_model_in_this_process_is_measured() -> None:

@@ -40,8 +40,10 @@ class BareRuns:
         self._is_bound = plan.way == "bound"
         signature = self._model.signature
         unbound = {DataType.BYTES, DataType.BF16} & {one.datatype for one in (*signature.inputs, *signature.outputs)}
-        if self._is_bound and (unbound or signature.has_sequences):  # a run appends to a sequence that is bound
-            kinds = "strings, BF16 and sequences"
+        is_repeated = len({one.name for one in signature.outputs}) < len(signature.outputs)
+        # A run appends to a sequence that is bound.
+        if self._is_bound and (unbound or signature.has_sequences or is_repeated):
+            kinds = "strings, BF16, sequences and outputs that are declared twice"
             raise invalid_input(f"{plan.subject.path}: {kinds} cannot be bound, so measure it without --way bound")
 
     def caller(self) -> Caller:
