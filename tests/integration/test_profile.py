@@ -305,6 +305,7 @@ def broken(folder: Path) -> dict[str, tuple[list[str], int, str]]:
         "bad provider": ([known, "--provider", "abacus"], 2, "abacus"),
         "bad threads": ([known, "--compare", "default", "threads=none"], 2, "threads"),
         "no folder": ([known, "--trace", "/nowhere/t.json"], 2, "expected a file in an existing folder"),
+        "full disk": ([known, "--runs", "2", "--trace", "/dev/full"], 1, "profile: /dev/full: No space left on device"),
         "no server": (["http://127.0.0.1:9", "digits"], 1, "cannot reach the server"),
         "other protocol": (["grpc://127.0.0.1:9", "digits"], 2, "HTTP port"),
     }
