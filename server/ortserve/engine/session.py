@@ -280,11 +280,11 @@ def _native_options(name: str, options: SessionOptions, *, varies: bool) -> ort.
     native.enable_cpu_mem_arena = settings.memory_arena
     native.enable_mem_pattern = not varies if settings.memory_pattern is None else settings.memory_pattern
     native.use_deterministic_compute = settings.deterministic
-    # Spinning idle threads cost up to eight times the CPU of the work itself on a shared machine.
-    for pool in ("intra_op", "inter_op"):
-        native.add_session_config_entry(f"session.{pool}.allow_spinning", option_text(settings.spinning))
     native.use_per_session_threads = not options.has_global_threads
+    # Each key is added once, because ONNX Runtime writes a warning to standard error for an entry that it overwrites.
     entries: dict[str, Scalar | None] = {
+        # Spinning idle threads cost up to eight times the CPU of the work itself on a shared machine.
+        **{f"session.{pool}.allow_spinning": settings.spinning for pool in ("intra_op", "inter_op")},
         _AFFINITIES: settings.thread_affinities,
         "session.dynamic_block_base": settings.dynamic_block_base,
         "session.set_denormal_as_zero": settings.denormal_as_zero,

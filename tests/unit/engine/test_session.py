@@ -223,6 +223,17 @@ def test_every_level_of_graph_optimization_is_onnx_runtimes_own(
     assert session.get_session_options().graph_optimization_level == native
 
 
+def test_entry_replaces_a_setting_without_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime writes a line to standard error for each entry that is added twice."""
+    entry = "session.intra_op.allow_spinning"
+    options = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(spinning=False, entries={entry: "1"}))
+
+    native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", options).get_session_options()
+
+    assert native.get_session_config_entry(entry) == "1"
+    assert capfd.readouterr().err == ""
+
+
 def test_default_settings_suit_a_server(tmp_path: Path) -> None:
     native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", OPTIONS).get_session_options()
     assert native.get_session_config_entry("session.intra_op.allow_spinning") == "0"
