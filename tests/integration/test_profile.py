@@ -321,7 +321,9 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert shown.err.count("\n") == 1, shown.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["http://127.0.0.1:9"], ["a.onnx", "b"], ["x", "--runs", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["http://127.0.0.1:9"], ["a.onnx", "b"], ["x", "--runs", "0"], ["x", "--trace", "y", "-o", "y"]]
+)
 def test_wrong_arguments_show_the_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         run_tool("profile", arguments)

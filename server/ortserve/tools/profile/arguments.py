@@ -31,6 +31,8 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
     else:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
+    if given.trace is not None and given.trace == given.page:
+        parser.error(f"--trace: expected another file than that of -o, got '{given.trace}'")
     return given
 
 
