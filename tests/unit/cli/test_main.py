@@ -193,6 +193,10 @@ def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.Cap
         ),
         ("bench http://host --model m --threads 2", "--threads: expected a model in this process, got a URL"),
         (
+            "bench http://host --model m --find-capacity --rounds 3",
+            "--rounds: expected --concurrency, --rate or --arrivals, got --find-capacity",
+        ),
+        (
             "profile digits --requests 9",
             "--requests: expected the URL of a server, which begins with http:// or grpc://, got a model",
         ),

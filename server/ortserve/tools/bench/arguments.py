@@ -32,6 +32,8 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
     if kinds == {False}:
         parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
+    if given.find_capacity:
+        parser.refuse(given, ("--rounds", "--precision"), "--concurrency, --rate or --arrivals, got --find-capacity")
     return given
 
 
