@@ -246,6 +246,20 @@ def test_late_answers_time_out_whenever_they_come() -> None:
     assert (ran.status, ran.point["answers"]) == (1, 0)
 
 
+def test_an_answer_of_a_slow_target_is_compared(tmp_path: Path) -> None:
+    """The first 37 requests take longer than the measurement, and the very first one belongs to the warm-up."""
+    short = ("--seconds", "0.5", "--warmup", "0.2", "--json")
+    with small_server(service_s=0.05) as slow:
+        points = [bench(slow.url, "--model", "m", *short).point]
+    points.append(
+        bench(builders.heavy(tmp_path / "model.onnx", steps=120), "--threads", "1", "--batch", "32", *short).point
+    )
+
+    for point in points:
+        assert 0 < point["answers"] < 37
+        assert (point["outputs"]["checked"], point["outputs"]["different"]) == (1, 0)
+
+
 @pytest.mark.parametrize("way", ["wrong", "nonsense"])
 def test_wrong_outputs_are_seen(way: str) -> None:
     with small_server(behave=lambda number: way if number >= LONE else "ok") as lying:

@@ -56,7 +56,8 @@ class Work:
         warmup_s: Duration of the warm-up, which is not measured.
         seconds: Duration of the measurement after it.
         timeout_s: Time limit of an answer.
-        look_every: One in so many answers is kept for comparison.
+        look_every: One in so many answers is kept for comparison, and the first one of the measurement, as slow targets
+            may give no more.
     """
 
     key: str
@@ -156,6 +157,7 @@ class LoopDriver:
         self._timer = best_timer(self._loop, self._on_timer)
         self._timer_ns = 0
         self._wakes_ns = 0
+        self._has_looked = False
         self._wake_delay_ns = 0.0
         self._cpu_at_begin_ns: int | None = None
         self._cpu_ns = self._waited_ns = 0
@@ -245,7 +247,9 @@ class LoopDriver:
         work = self._work
         now_ns = due_ns if work.callers else monotonic_ns()
         request = work.plan.request_of(number, work.callers)
-        self._target.send(Ticket(number, due_ns, now_ns, number % work.look_every == 0, request))
+        is_first = not self._has_looked and due_ns >= self._begin_ns
+        self._has_looked |= is_first
+        self._target.send(Ticket(number, due_ns, now_ns, is_first or number % work.look_every == 0, request))
 
     def _set_timer(self, due_ns: int, now_ns: int) -> None:
         """Set the timer earlier than ``due_ns`` by the usual delay of a wake-up: some 50 µs on an idle processor."""
@@ -279,6 +283,7 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
     """
     begin_ns, end_ns, dues = work.times(start_ns)
     stop, lock, recorder, numbers = threading.Event(), threading.Lock(), Recorder(begin_ns), itertools.count()
+    has_looked = threading.Event()
     channel.on_stop = stop.set
     timeout_ns = int(work.timeout_s * 1e9)
 
@@ -302,7 +307,10 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
             try:
                 read = run(number)
                 done_ns = monotonic_ns()
-                body = read() if number % work.look_every == 0 else None
+                is_first = due_ns >= begin_ns and not has_looked.is_set()
+                if is_first:
+                    has_looked.set()
+                body = read() if is_first or number % work.look_every == 0 else None
             except ServeError as error:
                 with lock:
                     recorder.failed(ticket, monotonic_ns(), error.kind.value, error.message)
