@@ -26,7 +26,7 @@ MACHINES = [pytest.param(GPU, id="gpu"), pytest.param(CPU, id="cpu")]
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.8])
 def test_mean_latency_of_poisson_arrivals_stays_near_the_bound(machine: Machine, load: float) -> None:
     per_s = load * machine.capacity_per_s
-    outcome = open_loop(machine, poisson_ns(per_s, 12_000, seed=1))
+    outcome = open_loop(machine, poisson_ns(per_s, 6_000, seed=1))
     assert None not in outcome.latency_ns
     assert outcome.mean_ns <= 1.10 * machine.bound_ns(per_s)
     assert outcome.mean_ns >= machine.latency_ns(1)
@@ -35,7 +35,7 @@ def test_mean_latency_of_poisson_arrivals_stays_near_the_bound(machine: Machine,
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.9])
 def test_no_fixed_delay_beats_dispatch_when_idle(machine: Machine, load: float) -> None:
-    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 4_000, seed=1)
+    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 3_000, seed=1)
     ours = open_loop(machine, arrivals_ns)
     for delay_ns in (500_000, 1_000_000, 2_000_000, 10_000_000):
         delayed = open_loop(machine, arrivals_ns, queue_delay_ns=delay_ns, closed_loop_wait=False)
@@ -47,7 +47,7 @@ def test_no_fixed_delay_beats_dispatch_when_idle(machine: Machine, load: float) 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_overloaded_server_keeps_its_goodput(machine: Machine, load: float, noise: float) -> None:
     slo_ns = 5 * machine.latency_ns(machine.max_rows)
-    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 15_000, seed=1)
+    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 8_000, seed=1)
     outcome = open_loop(replace(machine, noise=noise), arrivals_ns, slo_ns=slo_ns)
     assert outcome.goodput_per_s(slo_ns) >= 0.95 * machine.capacity_per_s
     assert outcome.quantile_ns(0.99) <= slo_ns
@@ -67,14 +67,14 @@ def test_tight_deadlines_halve_batches_but_not_throughput(machine: Machine) -> N
 
 def test_overload_without_deadlines_answers_no_request_in_time() -> None:
     slo_ns = 5 * GPU.latency_ns(GPU.max_rows)
-    outcome = open_loop(GPU, poisson_ns(2 * GPU.capacity_per_s, 15_000, seed=1))
+    outcome = open_loop(GPU, poisson_ns(2 * GPU.capacity_per_s, 8_000, seed=1))
     assert outcome.goodput_per_s(slo_ns) < 0.2 * GPU.capacity_per_s
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_light_load_with_deadlines_rejects_no_request(machine: Machine) -> None:
     slo_ns = 2 * machine.latency_ns(machine.max_rows)
-    outcome = open_loop(machine, poisson_ns(0.5 * machine.capacity_per_s, 12_000, seed=1), slo_ns=slo_ns)
+    outcome = open_loop(machine, poisson_ns(0.5 * machine.capacity_per_s, 6_000, seed=1), slo_ns=slo_ns)
     assert None not in outcome.latency_ns
 
 
@@ -83,14 +83,14 @@ def test_echo_wait_gains_most_of_the_closed_loop_optimum(clients: int) -> None:
     def think(draw: random.Random) -> float:
         return draw.expovariate(1 / 200_000)
 
-    plain = closed_loop(GPU, clients, think, closed_loop_wait=False, requests=6_000)
-    waiting = closed_loop(GPU, clients, think, closed_loop_wait=True, requests=6_000)
-    ideal_per_s = ideal_closed_loop(GPU, clients, think, requests=6_000)
+    plain = closed_loop(GPU, clients, think, closed_loop_wait=False, requests=4_000)
+    waiting = closed_loop(GPU, clients, think, closed_loop_wait=True, requests=4_000)
+    ideal_per_s = ideal_closed_loop(GPU, clients, think, requests=4_000)
     assert waiting.per_s >= 1.15 * plain.per_s
     assert 0.85 * ideal_per_s <= waiting.per_s <= 1.01 * ideal_per_s
 
 
 def test_model_of_long_batches_gets_no_more_of_the_device() -> None:
     short, long = Machine("1 ms", 0, 1_000_000, 16), Machine("20 ms", 0, 20_000_000, 16)
-    shared = share_device([short, long], seconds=8.0)
+    shared = share_device([short, long], seconds=4.0)
     assert shared.shares == pytest.approx([0.5, 0.5], abs=0.02)
