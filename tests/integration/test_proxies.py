@@ -287,9 +287,9 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
 async def test_stream_continues_past_the_size_of_one_body(fleet: Fleet) -> None:
     """A proxy counts a stream as one body, however many messages it has; the server bounds each message."""
-    add_model(fleet.repository, "identity", builders.identity)
+    add_model(fleet.repository, "wide", builders.identity, shape=("batch", "width"))
     await fleet.start_both()
-    rows = np.zeros((1_000_000, 4), np.float32)
+    rows = np.zeros((1, 4_000_000), np.float32)  # one row runs at once, a million of them in many batches
     most = ServerOptions().max_body_bytes
     assert rows.nbytes < most < 5 * rows.nbytes
     given = triton_grpc.InferInput("x", rows.shape, "FP32")
@@ -298,7 +298,7 @@ async def test_stream_continues_past_the_size_of_one_body(fleet: Fleet) -> None:
 
     async def requests() -> AsyncIterator[dict[str, object]]:
         for _ in range(5):
-            yield {"model_name": "identity", "inputs": [given]}
+            yield {"model_name": "wide", "inputs": [given]}
             await answered.acquire()
 
     n_answered = 0
