@@ -202,12 +202,16 @@ def _printable(name: str) -> str:
 def _read_model(folder: Path) -> ModelFiles:
     name = folder.name
     entries = sorted(folder.iterdir())
-    options_files = tuple(entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
+    named = [entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE)]
+    # A pipe would block its reader, and with it the poll of all models.
+    options_files = tuple(entry for entry in named if is_file(entry) or not exists(entry))
     versions = {
         version: entry / MODEL_FILE for entry in entries if (version := version_of(entry.name)) and is_folder(entry)
     }
     problem = ""
-    if len(options_files) > 1:
+    if unreadable := next((entry.name for entry in named if entry not in options_files), ""):
+        problem = f"{unreadable}: expected a file, got something else"
+    elif len(options_files) > 1:
         problem = f"it has both {OPTIONS_FILE} and {TRITON_OPTIONS_FILE}: expected one of them"
     elif misnamed := next((found for entry in entries if (found := _misnamed(entry))), ""):
         problem = misnamed

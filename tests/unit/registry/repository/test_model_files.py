@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.config.model import ModelOptions
+from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.repository.model_files import ModelFiles, read_repositories
+from ortserve.registry.repository.source import read_sources
 
 
 def touch(root: Path, *names: str) -> None:
@@ -148,6 +149,16 @@ def test_model_file_that_is_no_file_is_described(tmp_path: Path) -> None:
         with pytest.raises(ServeError) as caught:
             model.file(version, ModelOptions())
         assert caught.value.message == message
+
+
+def test_configuration_that_is_no_file_is_a_problem_of_its_model_alone(tmp_path: Path) -> None:
+    """It is not opened: a pipe would block the poll of all models."""
+    touch(tmp_path, "a/1/model.onnx", "b/1/model.onnx", "c/1/model.onnx", "b/config.pbtxt/")
+    os.mkfifo(tmp_path / "a/model.yaml")
+    a, b, c = read_sources([tmp_path], LoadOptions())
+    assert a.problem == "model.yaml: expected a file, got something else"
+    assert b.problem == "config.pbtxt: expected a file, got something else"
+    assert not c.problem
 
 
 def test_model_folder_given_as_a_repository_is_recognized(tmp_path: Path) -> None:
