@@ -248,11 +248,10 @@ def watch_files(fingerprints: Iterable[Fingerprint]) -> Callable[[], str]:
 
     Only regular files count, because reading a pipe changes it.
     """
-    paths = [Path(known[0]) for known in fingerprints if S_ISREG(known[2])]
-    before = list(_fingerprints(paths))
+    before = [file for file in _fingerprints(Path(known[0]) for known in fingerprints) if S_ISREG(file[2])]
 
     def changed() -> str:
-        now = set(_fingerprints(paths))
+        now = set(_fingerprints(Path(file[0]) for file in before))
         return next((Path(file[0]).name for file in before if file not in now), "")
 
     return changed
