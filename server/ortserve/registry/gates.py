@@ -77,7 +77,10 @@ async def check_speed(
     slowdown = await find_slowdown(
         sizes, own, partial(_time_served, serving, before.inputs, clock), options.max_slowdown, clock
     )
-    if slowdown:
+    if slowdown is None:
+        reason = f"max_slowdown: version {serving.version} rejected each request to be compared"
+        log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
+    elif slowdown:
         raise invalid_input(f"max_slowdown: {slowdown} (version {serving.version})")
 
 

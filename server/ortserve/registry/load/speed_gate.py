@@ -35,16 +35,18 @@ def is_slower(candidate_ns: int, serving_ns: int, max_slowdown: float) -> bool:
 
 async def find_slowdown(
     sizes: Sequence[int], candidate: TimeRun, serving: TimeRun, max_slowdown: float, clock: Clock
-) -> str:
+) -> str | None:
     """Compare a candidate with the version that serves, size by size.
 
     Returns:
-        The size and both times if the candidate is slower than allowed after all rounds; empty otherwise.
+        The size and both times if the candidate is slower than allowed after all rounds; empty otherwise. None if no
+        size could be compared.
 
     Raises:
         ServeError: A run failed.
     """
     stop_ns = clock() + _BUDGET_NS
+    has_compared = False
     for rows in sizes:
         times: tuple[list[int], list[int]] = ([], [])
         for number in range(MAX_ROUNDS):
@@ -56,10 +58,11 @@ async def find_slowdown(
             is_late = number + 1 >= MIN_ROUNDS
             if is_late and all(times) and not is_slower(min(times[0]), min(times[1]), max_slowdown):
                 break
+        has_compared = has_compared or all(times)
         if all(times) and is_slower(min(times[0]), min(times[1]), max_slowdown):
             own_ns, other_ns = min(times[0]), min(times[1])
             return (
                 f"a batch of {rows} rows takes {own_ns / 1e6:.3f} ms, {own_ns / other_ns:.2f} times the "
                 f"{other_ns / 1e6:.3f} ms of the serving version; expected at most {max_slowdown:g} times"
             )
-    return ""
+    return "" if has_compared else None
