@@ -11,7 +11,7 @@ from typing import Final
 
 from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.batch_runs import BatchRuns
-from ortserve.batching.large_requests import most_rows, run_in_pieces, text_units
+from ortserve.batching.large_requests import long_piece_rows, most_rows, run_in_pieces, text_units
 from ortserve.batching.queue import ShapeClass
 from ortserve.batching.statistics import Learned, describe, saturation
 from ortserve.clock import Clock
@@ -59,7 +59,15 @@ class Batcher:
     Loop thread only, except ``learned`` and ``saturation``.
     """
 
-    def __init__(self, runs: BatchRuns, limits: QueueLimits, clock: Clock, *, has_texts: bool = False) -> None:
+    def __init__(
+        self,
+        runs: BatchRuns,
+        limits: QueueLimits,
+        clock: Clock,
+        *,
+        has_texts: bool = False,
+        has_long_pieces: bool = False,
+    ) -> None:
         """Accept requests from now on.
 
         Args:
@@ -67,11 +75,15 @@ class Batcher:
             limits: Limits of the queue.
             clock: Monotonic nanoseconds.
             has_texts: Whether inputs hold texts, whose amount per run is limited (``large_requests``).
+            has_long_pieces: Whether a piece of a large request may have more rows than a batch, until memory is too
+                small or rows turn out to depend on each other.
         """
         self._runs = runs
         self._queue = runs.queue
         self._clock = clock
         self._has_texts = has_texts
+        self._long_piece_policy = runs.policy if has_long_pieces else None
+        """The policy while pieces may have more rows than a batch: any change ends that."""
         self._arrivals = ArrivalRate()
         self._admission = Admission(runs.queue, limits, runs.decisions, instances=runs.instances.count)
         self._divided = 0  # number of requests that run in pieces; some pieces may not be queued yet
@@ -119,6 +131,8 @@ class Batcher:
         if self._has_texts:
             request.text_units = text_units(request.inputs)
             piece_rows = most_rows(request.text_units, request.rows, piece_rows)
+        if request.rows > piece_rows and policy is self._long_piece_policy:
+            piece_rows = long_piece_rows(piece_rows, request.nbytes / request.rows, known.batch_latency)
         if known.runs_alone or request.rows <= piece_rows:
             self._runs.enqueue(request, known, now_ns)
             return

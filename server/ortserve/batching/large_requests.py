@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from ortserve.batching.groups import check_rows
+from ortserve.batching.latency import LatencyModel
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import COMPUTED, InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -27,6 +28,12 @@ _MAX_ANSWER_BYTES: Final = 2**31 - 1
 _INLINE_BYTES: Final = 1024 * 1024
 """Larger outputs of a piece are copied on a thread: the kernel clears the pages of a new answer while it is written."""
 
+_LONG_PIECE_NS: Final = 500_000
+"""Maximum predicted time of a piece with more rows than a batch. Other requests wait for it."""
+_LONG_PIECE_BYTES: Final = 4 * 1024 * 1024
+"""Maximum inputs of such a piece."""
+_LONG_PIECE_ROWS: Final = 4096
+
 MAX_TEXT_UNITS: Final = 16_384
 """Maximum amount of text in a run: this many short texts, or 512 KiB of long ones. Either holds the interpreter lock
 for up to 4 ms."""
@@ -34,6 +41,25 @@ _BYTES_PER_UNIT: Final = 32
 _COUNTED: Final = 1024
 """Maximum number of elements of an input whose characters are counted, which takes about 40 µs. The total of a larger
 input is estimated from evenly spaced elements."""
+
+
+def long_piece_rows(max_rows: int, row_nbytes: float, latency: LatencyModel) -> int:
+    """Rows of the pieces of one request: more than ``max_rows``, the most of a batch, if runs stay short.
+
+    The limit of a batch bounds how many requests are answered in one turn of the event loop. A piece is of one request.
+
+    Args:
+        max_rows: Maximum rows of a batch.
+        row_nbytes: Size of the inputs of one row.
+        latency: Predicts the time of a run.
+    """
+    rows = max_rows
+    while 2 * rows <= _LONG_PIECE_ROWS and 2 * rows * row_nbytes <= _LONG_PIECE_BYTES:
+        predicted_ns = latency.predict_ns(2 * rows)
+        if predicted_ns is None or predicted_ns > _LONG_PIECE_NS:
+            break
+        rows *= 2
+    return rows
 
 
 async def run_in_pieces(

@@ -27,7 +27,7 @@ from ortserve.core.batch import Arrays, Batch
 from ortserve.core.inflight import CANCELLED
 from ortserve.core.terms import NO_TERMS, Alone, Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError
 
 US = 1_000
 MS = 1_000_000
@@ -107,6 +107,7 @@ def play(
     closed_loop_wait: bool = False,
     run_limits: RunLimits | None = None,
     tries_one_row: bool = False,
+    has_long_pieces: bool = False,
 ) -> None:
     """Run ``main`` on a stage where each run takes ``run_ns``; ``known_ns`` is the batcher's prediction."""
 
@@ -131,7 +132,7 @@ def play(
             run_limits=run_limits,
             run_events=RunEvents(lambda: None, lambda runner, reason, is_last: abandoned.append(is_last)),
         )
-        batcher = Batcher(runs, QueueLimits(max_queue_rows, max_queue_bytes), clock)
+        batcher = Batcher(runs, QueueLimits(max_queue_rows, max_queue_bytes), clock, has_long_pieces=has_long_pieces)
         await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock(), abandoned))
         await batcher.close()
         assert not [violation for runner in runners for violation in runner.violations]
@@ -500,6 +501,25 @@ def test_large_request_runs_in_pieces_beside_others() -> None:
         assert timing.computed_ns == stage.clock()
 
     play(main, max_rows=4)
+
+
+def test_large_request_of_short_runs_has_longer_pieces_until_memory_is_too_small() -> None:
+    async def main(stage: Stage) -> None:
+        large = rows_of(*range(1, 11))
+        assert_answered(await stage.submit(large), large)
+        await asyncio.gather(*(stage.submit(rows_of(number)) for number in range(6)))
+        with pytest.raises(OutOfMemoryError):
+            await stage.submit(rows_of(*[77] * 12))
+        assert_answered(await stage.submit_in_pieces(large), large)
+        sizes = [run.sizes for run in stage.runner.runs]
+        assert sizes == [[10], [1, 1, 1, 1], [1, 1], [12], [4], [4], [2]]
+
+    def compute(rows: np.ndarray) -> Arrays:
+        if rows[0, 0] == 77:
+            raise OutOfMemoryError("too little memory for the batch")
+        return answer(rows)
+
+    play(main, max_rows=4, known_ns=100_000, run_ns=100_000, compute=compute, has_long_pieces=True)
 
 
 def test_large_request_fails_with_its_piece_and_leaves_nothing_in_the_queue() -> None:

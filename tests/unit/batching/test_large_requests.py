@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from fakes.inflight import inflight
-from ortserve.batching.large_requests import MAX_QUEUED_PIECES, JoinedRows, run_in_pieces, split_rows
+from ortserve.batching.large_requests import (
+    MAX_QUEUED_PIECES,
+    JoinedRows,
+    long_piece_rows,
+    run_in_pieces,
+    split_rows,
+)
+from ortserve.batching.latency import LatencyModel
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import CANCELLED, COMPUTED, InflightRequest
 from ortserve.core.timing import Timing
@@ -25,6 +32,23 @@ def test_pieces_are_views_in_order_and_join_to_the_whole(rows: int, sizes: list[
         joined.add(piece, size)
     np.testing.assert_array_equal(joined.outputs()[0], array)
     np.testing.assert_array_equal(joined.outputs()[1], other)
+
+
+@pytest.mark.parametrize(
+    ("known", "row_nbytes", "rows"),
+    [
+        ([], 16, 64),
+        ([(32, 32e4), (64, 64e4)], 16, 64),
+        ([(32, 32e3), (64, 64e3)], 16, 256),
+        ([(32, 1e3), (64, 1e3)], 16, 4096),
+        ([(32, 1e3), (64, 1e3)], 2**14, 256),
+    ],
+    ids=["unknown", "slow", "512 rows take over 0.5 ms", "as many as may be", "large rows"],
+)
+def test_pieces_of_one_request_have_more_rows_than_a_batch_while_runs_stay_short(
+    known: list[tuple[int, float]], row_nbytes: int, rows: int
+) -> None:
+    assert long_piece_rows(64, row_nbytes, LatencyModel(known)) == rows
 
 
 @pytest.mark.parametrize("output", [np.zeros(3), np.ones(()), np.ones((4, 2))])

@@ -140,7 +140,13 @@ class Assembly:
         )
         limits = QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options))
         has_texts = any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs)
-        batcher = Batcher(runs, limits, self._clock, has_texts=has_texts)
+        batcher = Batcher(
+            runs,
+            limits,
+            self._clock,
+            has_texts=has_texts,
+            has_long_pieces=runs_on_host and not has_texts and _may_exceed_batches(loaded, options),
+        )
         sequences = self._sequence_runs(loaded, options, batcher, metrics)
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks, sequences))
         metrics.set_saturation_source(batcher.saturation)
@@ -292,6 +298,19 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
         tuple(sorted(options.preferred_rows)),
         tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
         options.closed_loop_wait,
+    )
+
+
+def _may_exceed_batches(loaded: LoadedModel, options: ModelOptions) -> bool:
+    """Whether one request may run with more rows than a batch: nothing but warm-up limits the rows of a batch."""
+    return (
+        loaded.rows.grounds is Grounds.PROVEN
+        and options.max_rows is None
+        and not options.buckets
+        and options.sequences is None
+        and not loaded.warm_up.no_memory
+        and loaded.padding is None
+        and loaded.signature.ragged is None
     )
 
 
