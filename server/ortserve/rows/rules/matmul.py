@@ -128,7 +128,7 @@ def fused_matmul(call: Call) -> Output:
 
 
 def _swapped(call: Call, value: Value) -> Value:
-    """A tensor with its last two axes exchanged; a vector is not changed."""
+    """A tensor with its last two axes exchanged. Raises NotKnownError for a vector."""
     dims = call.dims(value)
     rank = len(dims)
     if rank < 2:
