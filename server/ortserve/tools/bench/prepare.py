@@ -46,6 +46,8 @@ from ortserve.tools.subject import find_model
 
 _Answer = TypeVar("_Answer")
 
+_PREPARE_S: Final = 10.0
+"""Least time limit of calls before the load."""
 _ALMOST_ALL: Final = 0.9
 """More allowed errors do not lead to more tries, which are 132 then."""
 
@@ -183,7 +185,8 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
         ServeError: The server cannot be reached, is of another kind, or rejects the requests.
     """
     model, _, version = settings.model.partition("/")
-    control = Control(address, model, version, settings.timeout_s)
+    # A shorter limit is for the load alone, whose late answers it counts.
+    control = Control(address, model, version, max(settings.timeout_s, _PREPARE_S))
     server, signature = control.describe()
     if settings.sequences is None and control.has_sequences():
         raise invalid_input(
