@@ -135,10 +135,10 @@ def _read(view: memoryview, datatype: DataType, count: int, name: str, model: st
     if wide is not DataType.BYTES:
         return np.fromiter(values, wide.numpy, len(values))
     try:
-        return object_array([text.decode() for text in values], (len(values),))
+        return object_array([element.decode() for element in values], (len(values),))
     except UnicodeDecodeError:
-        for index, text in enumerate(values):
-            decode_element(text, index, name)
+        for index, element in enumerate(values):
+            decode_element(element, index, name)
         raise
 
 
