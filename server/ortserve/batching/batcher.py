@@ -11,7 +11,7 @@ from typing import Final
 
 from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.batch_runs import BatchRuns
-from ortserve.batching.large_requests import long_piece_rows, most_rows, run_in_pieces, text_units
+from ortserve.batching.large_requests import MAX_QUEUED_PIECES, long_piece_rows, most_rows, run_in_pieces, text_units
 from ortserve.batching.queue import ShapeClass
 from ortserve.batching.statistics import Learned, describe, saturation
 from ortserve.clock import Clock
@@ -206,7 +206,10 @@ class Batcher:
 
     async def _run_in_pieces(self, request: InflightRequest, shape_class: Hashable, piece_rows: int) -> Arrays:
         enqueue = partial(self._enqueue_piece, request, shape_class, request.timing.queued_ns)
-        return await run_in_pieces(request.inputs, request.rows, piece_rows, enqueue, self._count_wasted)
+        max_queued = max(1, MAX_QUEUED_PIECES * min(piece_rows, self.max_rows) // piece_rows)
+        return await run_in_pieces(
+            request.inputs, request.rows, piece_rows, enqueue, self._count_wasted, max_queued=max_queued
+        )
 
     def _count_wasted(self, rows: int) -> None:
         self._runs.decisions.wasted_rows += rows

@@ -20,7 +20,8 @@ from ortserve.core.inflight import COMPUTED, InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 MAX_QUEUED_PIECES: Final = 64
-"""Maximum number of queued pieces of one request: more than run at a time. Each takes memory while it waits."""
+"""Maximum number of queued pieces of one request: more than run at a time. Each takes memory while it waits. Pieces
+with more rows than a batch are fewer, so that the request takes no more rows of the queue."""
 
 _MAX_ANSWER_BYTES: Final = 2**31 - 1
 """The size limit of a gRPC message."""
@@ -32,7 +33,8 @@ _LONG_PIECE_NS: Final = 500_000
 """Maximum predicted time of a piece with more rows than a batch. Other requests wait for it."""
 _LONG_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Maximum inputs of such a piece."""
-_LONG_PIECE_ROWS: Final = 4096
+_LONG_PIECE_BATCHES: Final = 8
+"""Maximum rows of such a piece, in batches of the maximum size."""
 
 MAX_TEXT_UNITS: Final = 16_384
 """Maximum amount of text in a run: this many short texts, or 512 KiB of long ones. Either holds the interpreter lock
@@ -54,7 +56,7 @@ def long_piece_rows(max_rows: int, row_nbytes: float, latency: LatencyModel) -> 
         latency: Predicts the time of a run.
     """
     rows = max_rows
-    while 2 * rows <= _LONG_PIECE_ROWS and 2 * rows * row_nbytes <= _LONG_PIECE_BYTES:
+    while 2 * rows <= _LONG_PIECE_BATCHES * max_rows and 2 * rows * row_nbytes <= _LONG_PIECE_BYTES:
         predicted_ns = latency.predict_ns(2 * rows)
         if predicted_ns is None or predicted_ns > _LONG_PIECE_NS:
             break
@@ -68,6 +70,8 @@ async def run_in_pieces(
     max_rows: int,
     enqueue: Callable[[Arrays], InflightRequest],
     count_wasted: Callable[[int], object],
+    *,
+    max_queued: int = MAX_QUEUED_PIECES,
 ) -> Arrays:
     """Run a request in pieces of at most ``max_rows`` rows.
 
@@ -77,6 +81,7 @@ async def run_in_pieces(
         max_rows: Maximum rows of a piece.
         enqueue: Enqueues a piece.
         count_wasted: Called with the number of rows that were computed already, if the request is cancelled.
+        max_queued: Maximum number of queued pieces.
 
     Raises:
         ServeError: The error of ``enqueue``, of ``JoinedRows.add``, or of the first piece that failed. The other pieces
@@ -88,7 +93,7 @@ async def run_in_pieces(
     """Rows of the pieces that are joined and no longer needed."""
     try:
         for piece in split_rows(inputs, rows, max_rows):
-            if len(pieces) == MAX_QUEUED_PIECES:
+            if len(pieces) == max_queued:
                 await _join(joined, pieces[0])
                 dropped_rows += pieces.popleft().rows
             pieces.append(enqueue(piece))

@@ -17,6 +17,7 @@ from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.inline_runs import TRIAL_RUNS, InlineBudget, InlineRuns
+from ortserve.batching.large_requests import MAX_QUEUED_PIECES
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import MAX_CLASSES, RequestQueue
@@ -520,6 +521,22 @@ def test_large_request_of_short_runs_has_longer_pieces_until_memory_is_too_small
         return answer(rows)
 
     play(main, max_rows=4, known_ns=100_000, run_ns=100_000, compute=compute, has_long_pieces=True)
+
+
+def test_longer_pieces_take_no_more_rows_of_the_queue_than_batches() -> None:
+    """Otherwise callers of small requests would be rejected as long as a large one waits."""
+
+    async def main(stage: Stage) -> None:
+        most = MAX_QUEUED_PIECES * 4
+        large = np.ones((10 * most, 2), np.float32)
+        task = asyncio.ensure_future(stage.submit_in_pieces(large))
+        while not task.done():
+            assert stage.queue.rows <= most
+            await asyncio.sleep(RUN_NS / 4e9)
+        assert_answered(await task, large)
+        assert {run.sizes[0] for run in stage.runner.runs} == {32}
+
+    play(main, max_rows=4, known_ns=100_000, has_long_pieces=True)
 
 
 def test_large_request_fails_with_its_piece_and_leaves_nothing_in_the_queue() -> None:

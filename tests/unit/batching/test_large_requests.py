@@ -40,7 +40,7 @@ def test_pieces_are_views_in_order_and_join_to_the_whole(rows: int, sizes: list[
         ([], 16, 64),
         ([(32, 32e4), (64, 64e4)], 16, 64),
         ([(32, 32e3), (64, 64e3)], 16, 256),
-        ([(32, 1e3), (64, 1e3)], 16, 4096),
+        ([(32, 1e3), (64, 1e3)], 16, 512),
         ([(32, 1e3), (64, 1e3)], 2**14, 256),
     ],
     ids=["unknown", "slow", "512 rows take over 0.5 ms", "as many as may be", "large rows"],
