@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     asks_live, timeout_s, config_path = flags.pop("live"), flags.pop("timeout_s"), flags.pop("config", None)
     address = None if config_path or os.environ.get("ORTSERVE_CONFIG") else _plain_address(flags)
     if address is None:
-        from ortserve.config.options import OptionsError, read_options  # only here: it takes 0.3 s
+        from ortserve.config.options import OptionsError, read_options  # only here: pydantic takes most of the time
 
         try:
             options = read_options(flags, config_path)

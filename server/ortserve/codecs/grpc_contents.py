@@ -57,8 +57,8 @@ _SMALL_BYTES: Final = 2 * 1024
 """protobuf decodes contents up to this size. For a few elements it takes a tenth of the time of numpy."""
 
 _PARSED_BYTES: Final = 64 * 1024
-"""protobuf decodes texts up to this size, in 1 ms where a scan in steps takes 10 ms, and contents up to this size in an
-unusual encoding. Larger ones in an unusual encoding are rejected."""
+"""protobuf decodes texts up to this size, much faster than a scan in steps, and contents up to this size in an unusual
+encoding. Larger ones in an unusual encoding are rejected."""
 
 _STEP_BYTES: Final = 64 * 1024
 _MAX_VARINT_BYTES: Final = 10

@@ -45,7 +45,7 @@ from ortserve.errors import ContentsError, ServeError, invalid_input
 M = TypeVar("M", bound=Message)
 
 _SHORT_BYTES: Final = 8 * 1024
-"""Maximum size of messages that are decoded on the event loop without counting their parts, in at most about 3 ms."""
+"""Maximum size of messages that are decoded on the event loop without counting their parts first."""
 
 _KEPT: Final = 1024
 """Maximum number of cached heads. The least recently used one is evicted first."""

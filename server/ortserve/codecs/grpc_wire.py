@@ -40,7 +40,7 @@ _FEW_CONTENTS: Final = 64
 """Maximum number of raw contents that are scanned on the event loop, in 0.1 ms."""
 
 _FEW_FIELDS: Final = 512
-"""Maximum number of fields that are scanned on the event loop, in 1 ms when interpreted."""
+"""Maximum number of fields that are scanned on the event loop, which delays all other callers."""
 
 _MAX_SIZE_BYTES: Final = 5
 _MAX_VARINT_BYTES: Final = 10
@@ -67,7 +67,7 @@ def split_request(data: bytes | memoryview) -> Parts:
 
 
 def split_small_request(data: bytes | memoryview) -> Parts | None:
-    """Split a request like ``split_request``. Returns None after 1 ms if the request has many parts."""
+    """Split a request like ``split_request``. Returns None early if the request has many parts."""
     try:
         parts = _split_usual(data, _FEW_CONTENTS)
     except ServeError:  # too many raw contents for this scan

@@ -86,7 +86,7 @@ def test_server_is_found_by_its_own_environment(
 
 
 def test_usual_health_check_imports_no_options() -> None:
-    """Container engines run it every few seconds, and the import of all options takes 0.3 s of a processor."""
+    """Container engines run it every few seconds, and importing all options takes most of its time."""
     defaults = {name: str(ServerOptions.model_fields[name].default).lower() for name in health._DEFAULTS}
     assert defaults == health._DEFAULTS
     script = (

@@ -527,7 +527,7 @@ def test_too_long_string_element_is_rejected() -> None:
 
 @pytest.mark.parametrize("is_raw", [False, True])
 def test_small_message_with_many_parts_is_decoded_on_a_thread(is_raw: bool) -> None:
-    """2,000 inputs of a byte take 20 ms, which would delay all other callers."""
+    """Decoding thousands of inputs on the event loop would delay all other callers."""
 
     def inputs(count: int) -> GrpcRequest:
         message = request(*((f"x{index}", "INT8", [1]) for index in range(count)), raw=[b"\1"] * count * is_raw)

@@ -1,4 +1,4 @@
-"""Standard error whose reader stalls: a real pipe that nobody reads for a while."""
+"""The reader of standard error stalls: no thread reads a real pipe for a while."""
 
 import json
 import os
