@@ -252,7 +252,16 @@ def test_an_answer_of_a_slow_target_is_compared(tmp_path: Path) -> None:
     with small_server(service_s=0.05) as slow:
         points = [bench(slow.url, "--model", "m", *short).point]
     points.append(
-        bench(builders.heavy(tmp_path / "model.onnx", steps=120), "--threads", "1", "--batch", "32", *short).point
+        bench(
+            builders.heavy(tmp_path / "model.onnx", steps=240),
+            "--threads",
+            "1",
+            "--batch",
+            "32",
+            *short[2:],
+            "--seconds",
+            "1.5",
+        ).point
     )
 
     for point in points:
