@@ -335,6 +335,66 @@ def test_two_servers_share_a_cache_whose_bound_evicts_only_unused_files(lab: Lab
     assert not list((lab.folder / "cache-shared" / "views").iterdir())
 
 
+CHAIN = """
+inputs: {IN: {}}
+outputs: {OUT: {}}
+ensemble:
+  steps:
+    - {model: m, inputs: {x: IN}, outputs: {y: between}}
+    - {model: MEMBER, inputs: {x: between}, outputs: {y: OUT}}
+"""
+
+
+@pytest.mark.parametrize("budget", [(), ("--memory-budget-bytes", "1000000000")], ids=["", "budget"])
+def test_start_loads_each_model_when_its_files_have_arrived(lab: Lab, tmp_path: Path, budget: tuple[str, ...]) -> None:
+    """A model whose name a store lists, too, waits, and so does an ensemble until the files of all members are there.
+
+    Under a memory budget all models wait, because the one that comes last may be required.
+    """
+    name, folder = f"dawn{len(budget)}", tmp_path / "folder"
+    slow, quick = lab.bucket(name), lab.bucket(f"quick-{name}")
+    for model, place in {"large": slow, "twin": slow, "m": quick, "local": folder}.items():
+        upload(place, version(tmp_path, model, 1, 1))
+    upload(folder, version(tmp_path, "twin", 1, 2))
+    for ensemble, member in {"early": "local", "late": "large"}.items():
+        configuration = CHAIN.replace("MEMBER", member).encode()
+        upload(folder, {f"models/{ensemble}/model.yaml": configuration, f"models/{ensemble}/1/.keep": b""})
+    lab.proxy.fault, lab.proxy.spoiled = "pause", f"/{name}/models/"
+    flags = (*lab.flags(name), f"s3://quick-{name}/models", folder / "models", "--store-timeout-s", "60", *budget)
+    with starting(*flags, env=lab.proxy.environment) as server:
+        server.wait_for_line("listening", "metrics")
+        wait_for_path(lab.proxy, "/large/1/")
+        if budget:
+            time.sleep(2)  # four times the interval in which the server looks for files
+            assert index(server) == dict.fromkeys(("m", "local", "early", "large", "twin", "late"), ("", ""))
+        else:
+            server.wait_for_line("model is ready", "model=early")
+            assert answer_of(server, "m") == answer_of(server, "local") == 1
+            assert {name for name, (state, _) in index(server).items() if state} == {"m", "local", "early"}
+        assert httpx.get(f"{server.url}/v2/health/ready", timeout=LONG_S).status_code == 400
+        lab.proxy.fault = ""
+        server.wait_until_loaded()
+        assert answer_of(server, "large") == 1
+        states = index(server)
+        assert "two models of this name" in states.pop("twin")[1]
+        assert states == dict.fromkeys(("m", "local", "early", "large", "late"), ("READY", ""))
+        loads = [line for line in server.lines if "model is ready" in line]
+        assert len(loads) == len(states), loads
+        server.stop()
+
+
+def test_server_whose_start_waits_for_a_store_stops(lab: Lab, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    upload(lab.bucket("dusk"), version(tmp_path, "large", 1, 1))
+    upload(folder, version(tmp_path, "m", 1, 1))
+    lab.proxy.fault = "stall"
+    flags = (*lab.flags("dusk"), folder / "models", "--store-timeout-s", "60")
+    with starting(*flags, env=lab.proxy.environment) as server:
+        server.wait_for_line("model is ready", "model=m")
+        assert answer_of(server) == 1
+        server.stop()
+
+
 def test_slow_fetch_delays_no_other_model(lab: Lab, tmp_path: Path) -> None:
     """Neither those of the same store, nor of other stores and folders, nor calls."""
     slow, quick, folder = lab.bucket("slow"), lab.bucket("quick"), tmp_path / "folder"

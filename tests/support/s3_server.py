@@ -11,12 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from servers import LONG_S
+from servers import LONG_S, LOOK_S
 
 ACCESS_KEY: Final = "TESTACCESSKEY"
 SECRET_KEY: Final = "TESTSECRETKEY-never-in-logs"
@@ -84,7 +85,8 @@ class FaultyProxy:
     Attributes:
         fault: ``""``; ``down`` (connections are closed at once); ``cut`` (the connection ends in the middle of an
             object); ``corrupt`` (bytes of an object are changed); ``stall`` (an object stops in the middle, its
-            connection stays open); ``error`` (503).
+            connection stays open); ``pause`` (an object stops in the middle until the fault is another one); ``error``
+            (503).
         spoiled: Part of the paths to which faults apply; ``down`` applies to all.
         paths: The paths of requests so far.
     """
@@ -145,13 +147,18 @@ class FaultyProxy:
             answer += piece
         head, _, body = answer.partition(b"\r\n\r\n")
         middle = len(body) // 2
+        rest = b""
         if fault == "corrupt":
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
-        elif fault in ("cut", "stall"):
-            body = body[:middle]
+        elif fault in ("cut", "stall", "pause"):
+            body, rest = body[:middle], body[middle:]
         client.sendall(head + b"\r\n\r\n" + body)
         if fault == "stall":
             client.recv(1)  # returns when the client gives up
+        elif fault == "pause":
+            while self.fault == "pause":
+                time.sleep(LOOK_S)
+            client.sendall(rest)
 
 
 @contextmanager

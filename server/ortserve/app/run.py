@@ -31,15 +31,14 @@ _LAST_LINES_S: Final = 1.0
 """Time for standard error to take the last log lines."""
 
 
-def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int:
+def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoReturn:
     """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal kills it at once.
+
+    The status is 1 if the server cannot start, or if runs were abandoned at the end.
 
     Args:
         options: Options of the server.
         origins: Where each option that is set was set, for the console.
-
-    Returns:
-        The exit status 1, if the server cannot start.
     """
     limit_malloc_arenas()
     never_wait_for_standard_error(options.log_format)
@@ -57,7 +56,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
             runner.run(_serve(options, switches, origins))
         except ServeError as error:
             log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
-            return 1
+            _exit(1)
 
 
 async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None) -> NoReturn:
@@ -79,12 +78,16 @@ async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping
         is_whole = await server.drain()
     finally:
         await server.stop()
-    # os._exit, because the interpreter would wait for threads in a load or a run without a time limit.
+    _exit(0 if is_whole else 1)
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process without waiting for threads, which may be in a load or a run without a time limit."""
     logging.shutdown()
     if isinstance(sys.stderr, StandardError):
         sys.stderr.wait_until_written(_LAST_LINES_S)
     sys.stdout.flush()
-    os._exit(0 if is_whole else 1)
+    os._exit(status)
 
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)

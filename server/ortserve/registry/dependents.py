@@ -28,6 +28,11 @@ def closure_of(names: Iterable[str], found: Mapping[str, ModelSource]) -> list[s
     return list(wanted)
 
 
+def lacks_members(name: str, found: Mapping[str, ModelSource]) -> bool:
+    """Whether a model is an ensemble of which a member at any depth is not in ``found``."""
+    return any(member not in found for one in closure_of([name], found) for member in members_of(found[one]))
+
+
 def required_versions(source: ModelSource, member: str) -> list[int]:
     """The versions of a member that an ensemble names. ``LATEST`` stands for no particular version."""
     found: set[int] = set()

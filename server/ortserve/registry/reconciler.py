@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,14 @@ logger: Final = logging.getLogger(__name__)
 
 _MAX_REASONS: Final = 16
 """Maximum number of options without effect that are logged one by one for a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of a model that waits or is under way: its source, and the task that makes it."""
+
+    source: ModelSource
+    task: asyncio.Task[None]
 
 
 class Reconciler:
@@ -65,8 +74,8 @@ class Reconciler:
         self._clock = clock
         self._on_versions = on_versions
         self._retries = LoadRetries()
-        self._coming: dict[str, ModelSource] = {}
-        """The newest source of each model whose change by ``apply_all`` waits or is under way."""
+        self._coming: dict[str, _Change] = {}
+        """The newest change of each model by ``apply_all`` that waits or is under way."""
         self._served: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that served last, for a model that is evicted before its next versions load."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -83,7 +92,7 @@ class Reconciler:
     def is_due(self, source: ModelSource) -> bool:
         """Whether a model has changed since its latest change began, or has failed and should be tried again."""
         if (coming := self._coming.get(source.name)) is not None:
-            return coming != source
+            return coming.source != source
         return self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock())
 
     def waits_for_request(self, source: ModelSource) -> bool:
@@ -125,28 +134,35 @@ class Reconciler:
 
         Models in ``forced`` are loaded even if they could be loaded on demand.
         """
-        loading = {source.name: source for source in reject_cycles(sources, self._sources)}
-        self._coming |= loading
-        tasks: dict[str, asyncio.Task[None]] = {}
+        coming = {name: change.source for name, change in self._coming.items()}
+        sources = reject_cycles(sources, self._sources | coming)
+        applied = {source.name for source in sources}
 
         async def apply(source: ModelSource) -> None:
-            members = [tasks[member] for member in members_of(source) if member in tasks]
-            try:
-                if members:
-                    await asyncio.wait(members)
-                async with self.lock(source.name):
-                    if self._coming.get(source.name) is source:  # otherwise a newer change follows
-                        await self.apply(source, loading.keys(), is_forced=source.name in forced)
-            finally:
-                if self._coming.get(source.name) is source:
-                    del self._coming[source.name]
+            members = [self._coming[member].task for member in members_of(source) if member in self._coming]
+            if members:
+                await asyncio.wait(members)
+            async with self.lock(source.name):
+                if self._is_newest(source.name, asyncio.current_task()):  # otherwise a newer change follows
+                    await self.apply(source, applied, is_forced=source.name in forced)
 
-        tasks.update((name, self._loop.create_task(apply(source))) for name, source in loading.items())
+        tasks = [self._loop.create_task(apply(source)) for source in sources]
+        for source, task in zip(sources, tasks, strict=True):
+            self._coming[source.name] = _Change(source, task)
+            task.add_done_callback(partial(self._on_end, source.name))
         try:
-            await asyncio.gather(*tasks.values())
+            await asyncio.gather(*tasks)
         finally:
-            for task in tasks.values():
+            for task in tasks:
                 task.cancel()
+
+    def _is_newest(self, name: str, task: asyncio.Task[None] | None) -> bool:
+        change = self._coming.get(name)
+        return change is not None and change.task is task
+
+    def _on_end(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._is_newest(name, task):
+            del self._coming[name]
 
     async def apply(
         self,

@@ -15,6 +15,7 @@ from ortserve.engine.process_limits import cpu_budget
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
+from ortserve.registry.initial_load import InitialLoad
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.on_demand import LoadsOnDemand
@@ -127,6 +128,7 @@ class Registry:
             wait_s=on_demand_wait_s,
             read=self._reader.read if is_polled else None,
         )
+        self._initial = InitialLoad(self._reader, self._reconciler, self._room, self._start)
         self._changes: set[asyncio.Task[Any]] = set()
         self._found: Set[str] = frozenset()
         """The models in the repositories at the latest poll."""
@@ -190,16 +192,7 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
         """
-        found = {source.name: source for source in await self._reader.read_all(only)}
-        names = found if only is None else sorted(only)
-        missing = "it is in no repository"
-        sources = [found.get(name) or ModelSource(name, problem=missing) for name in closure_of(names, found)]
-        # Required models come first, then pinned ones, each with their members: they get processors and memory first.
-        required = closure_of([source.name for source in sources if source.is_required], found)
-        pinned = closure_of([source.name for source in sources if source.is_pinned], found)
-        sources.sort(key=lambda source: (source.name not in required, source.name not in pinned))
-        at_start = [source.name for source in sources if not source.is_on_demand]
-        await self._reconciler.apply_all(sources, forced=closure_of(at_start, found))
+        await self._initial.load(only)
         self._catalog.is_complete = True
         self.on_change()
 

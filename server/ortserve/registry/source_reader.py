@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
@@ -52,10 +52,14 @@ class SourceReader:
         found = {files.name for files in await asyncio.to_thread(read_repositories, self._repositories)}
         return sorted(found if self._mirrors is None else found | await self._mirrors.names())
 
-    async def read_all(self, only: Collection[str] | None = None) -> list[ModelSource]:
+    async def read_all(
+        self, only: Collection[str] | None, on_arrival: Callable[[list[ModelSource]], object]
+    ) -> list[ModelSource]:
         """Read the sources of all models, whose current files are first fetched from their stores.
 
-        With ``only``, models in stores may be missing, except those in ``only`` and their members.
+        Args:
+            only: Models whose files are fetched, with those of their members; None for all. Others may be missing.
+            on_arrival: Called after files have arrived, with the sources of the models whose files are all here.
 
         Raises:
             ServeError: A repository cannot be read.
@@ -63,7 +67,9 @@ class SourceReader:
         wanted = None if only is None else set(only)
         while True:
             if self._mirrors is not None:
-                await self._mirrors.sync(wanted)
+                async with aclosing(self._mirrors.arrivals(wanted)) as arrivals:
+                    async for missing in arrivals:
+                        on_arrival([source for source in await self._read_folders() if source.name not in missing])
             sources = await self._read_folders()
             if self._mirrors is None or wanted is None or not (more := _other_members(wanted, sources)):
                 return sources

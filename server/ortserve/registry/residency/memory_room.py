@@ -113,9 +113,14 @@ class MemoryRoom:
         """Ensembles that are being loaded, each with its members."""
 
     @property
+    def has_budget(self) -> bool:
+        """Whether the memory of all models together is limited on the host or on GPUs."""
+        return self._budget_bytes is not None or self._gpu_budget_bytes is not None
+
+    @property
     def max_loads(self) -> int:
         """Maximum number of concurrent loads. It is 1 under a budget, where the memory of each load must be exact."""
-        return 1 if self._has_budget else MAX_LOADS
+        return 1 if self.has_budget else MAX_LOADS
 
     def memory_use(self) -> MemoryUse:
         """The host memory of all models."""
@@ -158,11 +163,11 @@ class MemoryRoom:
         options = source.configuration.options
         self._loading_on_devices = {}
         if options.ensemble is not None:
-            if self._has_budget:
+            if self.has_budget:
                 self._check_members(record.model, options)
             return 0
         cost = self._expect(record.model, record.version, source)
-        if self._has_budget and (due_ns := self._make_room(record, cost)):
+        if self.has_budget and (due_ns := self._make_room(record, cost)):
             return due_ns
         self._loading_on_devices = cost.on_devices
         record.account = self._ledger.reserve(cost.nbytes, options.instances)
@@ -205,10 +210,6 @@ class MemoryRoom:
             return []
         numbers = options.gpus or (int(settings.get("device_id", 0)),)
         return [self._devices.name_of(provider, numbers[number % len(numbers)]) for number in range(options.instances)]
-
-    @property
-    def _has_budget(self) -> bool:
-        return self._budget_bytes is not None or self._gpu_budget_bytes is not None
 
     def _budgets(self, cost: LoadCost, residents: Sequence[Resident]) -> Iterator[_Budget]:
         """The budgets that apply to a load of this cost."""

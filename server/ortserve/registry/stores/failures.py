@@ -1,6 +1,6 @@
 """The models of a store whose current files could not be fetched, and when to try again."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,11 @@ class Failures:
 
     def __init__(self) -> None:
         self._failures: dict[str, _Failure] = {}
+
+    @property
+    def entries(self) -> Set[str]:
+        """The entries whose last placement failed."""
+        return self._failures.keys()
 
     def note(self, placement: Placement, problem: str, now_ns: int, *, is_required: bool) -> None:
         """Record a failed placement, and schedule the next attempt."""

@@ -25,6 +25,7 @@ from ortserve.registry.stores.fetch import FetchProgress
 from ortserve.registry.stores.objects import Store, StoredObject, StoreError, group_by_entry, model_name
 from ortserve.registry.stores.placement import FILES_SIDE_BY_SIDE, Choice, Objects, Placement, Placer
 from ortserve.telemetry.logs import log_event, log_fault
+from ortserve.telemetry.readings import StoreReading
 
 logger: Final = logging.getLogger(__name__)
 
@@ -32,21 +33,6 @@ _MODELS_SIDE_BY_SIDE: Final = 4
 _LISTING_NS: Final = 5 * 10**9
 """Interval in which the listing is written while placements are under way. A process that is killed then loses the
 digests of a few seconds: the next one fetches these files again."""
-
-
-@dataclass(slots=True)
-class MirrorCounts:
-    """Values for the metrics of one repository.
-
-    Attributes:
-        is_up: Whether the last listing succeeded.
-        failed_lists: Number of failed listings.
-        failed_models: Number of failed attempts to fetch a model.
-    """
-
-    is_up: bool = False
-    failed_lists: int = 0
-    failed_models: int = 0
 
 
 @dataclass(slots=True)
@@ -98,8 +84,6 @@ class Mirror:
         """
         self.url: Final = url
         self.folder: Final = folder
-        self.counts: Final = MirrorCounts()
-        self.progress: Final = FetchProgress(url, clock)
         self._store = store
         self._cache = cache
         self._clock = clock
@@ -107,12 +91,15 @@ class Mirror:
         """Held during a listing. A store may fetch much for one, which the next one then need not fetch again."""
         self._lock = threading.Lock()
         self._state = _State()
+        self._is_up = False
+        self._failed_lists = self._failed_models = 0
+        self._progress = FetchProgress(url, clock)
         self._placing: dict[str, Placement] = {}
         """The newest placement of each entry that waits or is under way."""
         self._users = 0
         """Number of calls and placements that may read the store."""
         self._models = ThreadPool(_MODELS_SIDE_BY_SIDE, "store-models")
-        placing = store, cache, folder, defaults, ThreadPoolExecutor(FILES_SIDE_BY_SIDE, "store-files"), self.progress
+        placing = store, cache, folder, defaults, ThreadPoolExecutor(FILES_SIDE_BY_SIDE, "store-files"), self._progress
         self._placer = Placer(*placing, checks_etags=checks_etags, on_digest=self._note_digest)
         self._reported = ""
         self._listed_ns = self._written_ns = 0
@@ -143,10 +130,20 @@ class Mirror:
         """Whether the last listing has any of the named models, or there is no listing yet."""
         return not self._state.is_known or any(name in names for name in self.names())
 
+    def missing(self) -> set[str]:
+        """Names of the listed models whose files are neither in the folder nor have failed to arrive. Any thread."""
+        with self._lock:
+            here = self._state.placed.keys() | self._state.failures.entries
+            return {model_name(entry) for entry in self._state.entries.keys() - here}
+
     def problems(self) -> list[ModelSource]:
         """Sources of the models whose current files could not be fetched, with the problem. Any thread."""
         with self._lock:
             return self._state.failures.sources()
+
+    def reading(self) -> StoreReading:
+        """The values for the metrics. Any thread."""
+        return StoreReading(self.url, self._is_up, self._progress.total_bytes, self._failed_lists, self._failed_models)
 
     def sync(
         self,
@@ -204,7 +201,7 @@ class Mirror:
         """End the placements of models soon, None for those of all, and make no caller wait for them any more."""
         with self._lock:
             for entry, placement in self._placing.items():
-                if names is None or model_name(entry) in names:
+                if _is_among(entry, names):
                     placement.give_up()
 
     def release(self, name: str) -> None:
@@ -239,19 +236,17 @@ class Mirror:
             try:
                 listed = with_known_digests(self._store.list(known), known)
             except StoreError as error:
-                self.counts.is_up = False
-                self.counts.failed_lists += 1
+                self._is_up = False
+                self._failed_lists += 1
                 self._report(error)
                 raise
             self._listed_ns = self._clock()
             with self._lock:
-                for path, one in self._state.objects.items():  # digests from fetches that have ended since
-                    if path in listed and one.tag == listed[path].tag and one.sha256:
-                        listed[path] = one
-                self._state.objects = listed
-                self._state.entries = group_by_entry(listed.values())
+                # with digests from fetches that have ended since
+                self._state.objects = with_known_digests(listed.values(), self._state.objects)
+                self._state.entries = group_by_entry(self._state.objects.values())
                 self._state.is_known = True
-        self.counts.is_up = True
+        self._is_up = True
         if self._reported:
             self._reported = ""
             log_event(logger, logging.INFO, "the store can be listed again", repository=self.url)
@@ -279,7 +274,7 @@ class Mirror:
         chosen = {
             entry: (objects, self._choose(entry, objects, with_all_versions))
             for entry, objects in self._state.entries.items()
-            if names is None or model_name(entry) in names
+            if _is_among(entry, names)
         }
         with self._lock:
             begun = [
@@ -291,9 +286,7 @@ class Mirror:
             for entry in self._placing.keys() - present:
                 self._placing[entry].is_outdated = True
             self._state.failures.keep(present)
-            gone = [
-                entry for entry in self._state.placed.keys() - present if names is None or model_name(entry) in names
-            ]
+            gone = [entry for entry in self._state.placed.keys() - present if _is_among(entry, names)]
         self._remove(gone)
         return bool(gone), begun
 
@@ -328,7 +321,7 @@ class Mirror:
             return [
                 placement.settled
                 for entry, placement in self._placing.items()
-                if not placement.settled.done() and (names is None or model_name(entry) in names)
+                if not placement.settled.done() and _is_among(entry, names)
             ]
 
     def _run(self, placement: Placement, before: Placement | None) -> None:
@@ -367,7 +360,7 @@ class Mirror:
         is_required = any(says_required(tree / entry / name) for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
         shutil.rmtree(tree, ignore_errors=True)
         if not placement.is_outdated:
-            self.counts.failed_models += 1
+            self._failed_models += 1
             with self._lock:
                 self._state.failures.note(placement, problem, self._clock(), is_required=is_required)
 
@@ -398,3 +391,8 @@ class Mirror:
             with self._lock:
                 self._state.placed.pop(entry, None)
             self._placer.remove(entry)
+
+
+def _is_among(entry: str, names: Collection[str] | None) -> bool:
+    """Whether an entry is that of one of the models. None stands for all models."""
+    return names is None or model_name(entry) in names

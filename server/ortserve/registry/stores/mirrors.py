@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,14 @@ from ortserve.registry.stores.cache import StoreCache, default_cache_dir
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import Store, StoreError
 from ortserve.telemetry.logs import log_fault
-from ortserve.telemetry.readings import StoreReading, StoresReading
+from ortserve.telemetry.readings import StoresReading
 
 logger: Final = logging.getLogger(__name__)
 
 _LOADS_SIDE_BY_SIDE: Final = 16
 """Maximum number of concurrent calls of mirrors in addition to the poll of each mirror. Further calls wait."""
+_ARRIVALS_INTERVAL_S: Final = 0.5
+"""Interval in which the start looks for files that have arrived. It then reads all repositories."""
 _NAMES_MAX_AGE_S: Final = 10.0
 """Maximum age of the names in the repository index, so that not every request for it lists the stores."""
 _NAMES_WAIT_S: Final = 2.0
@@ -92,6 +94,28 @@ class Mirrors:
             except StoreError as error:
                 if not mirror.is_known or (names is not None and mirror.may_have(names)):
                     raise ServeError(ErrorKind.NOT_READY, f"repository {mirror.url}: {error.message}") from None
+
+    async def arrivals(self, names: Collection[str] | None) -> AsyncGenerator[set[str], None]:
+        """Update the folders, as ``sync`` does.
+
+        Yields:
+            The names of the models whose files are still missing: each time that these are other ones, from the moment
+            when all stores are listed, and not after the last file.
+
+        Raises:
+            ServeError: As ``sync``.
+        """
+        before: set[str] | None = None
+        sync = asyncio.ensure_future(self.sync(names))
+        try:
+            while not (await asyncio.wait({sync}, timeout=_ARRIVALS_INTERVAL_S))[0]:
+                missing = {name for mirror in self._mirrors for name in mirror.missing()}
+                if missing != before and all(mirror.is_known for mirror in self._mirrors):
+                    before = missing
+                    yield missing
+            sync.result()
+        finally:
+            sync.cancel()
 
     def refuse(self, because: str, name: str | None = None) -> None:
         """Give up each ``sync`` of a model alone, and refuse further ones; None for every ``sync``.
@@ -171,17 +195,7 @@ class Mirrors:
 
     def reading(self) -> StoresReading:
         """The values for the metrics. Called on the scraping thread."""
-        stores = [
-            StoreReading(
-                mirror.url,
-                mirror.counts.is_up,
-                mirror.progress.total_bytes,
-                mirror.counts.failed_lists,
-                mirror.counts.failed_models,
-            )
-            for mirror in self._mirrors
-        ]
-        return StoresReading(stores, self._cache.size_bytes())
+        return StoresReading([mirror.reading() for mirror in self._mirrors], self._cache.size_bytes())
 
     async def close(self) -> None:
         """Remove the folders. Call it when no model is loaded any more."""

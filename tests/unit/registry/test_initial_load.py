@@ -1,0 +1,110 @@
+"""The start of a registry with a folder and a store in memory, with the real ONNX Runtime."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from fakes.store import StoreInMemory
+from models import members
+from ortserve.config.model import LoadOptions
+from ortserve.registry.catalog import State
+from ortserve.registry.registry import Registry
+from ortserve.registry.stores import mirrors
+from ortserve.registry.stores.cache import StoreCache
+from ortserve.registry.stores.mirror import Mirror
+from ortserve.telemetry.metrics import Metrics
+from servers import LONG_S
+
+
+class Start:
+    """A registry of the folder ``models`` and of a store that has one model, ``far``, whose content does not arrive."""
+
+    def __init__(self, folder: Path) -> None:
+        self.models = folder / "models"
+        self.models.mkdir()
+        self.store = StoreInMemory(far=members.affine(folder / "far.onnx", 1, 1).read_bytes())
+        self.arrive = self.store.slow["far/1/model.onnx"] = threading.Event()
+        cache = StoreCache(folder / "cache", 10**6)
+        options = LoadOptions(warmup_s=0, intra_op_threads=1)
+        mirror = Mirror("s3://b", self.store, cache, cache.view / "repository-0", options, time.monotonic_ns)
+        folders, stores = [self.models, mirror.folder], mirrors.Mirrors([mirror], cache)
+        self.prometheus = CollectorRegistry()
+        self.registry = Registry(folders, options, Metrics(self.prometheus), time.monotonic_ns, mirrors=stores)
+
+    def put(self, name: str) -> None:
+        (self.models / name / "1").mkdir(parents=True)
+        members.affine(self.models / name / "1" / "model.onnx", 2, 0)
+
+    def states(self) -> dict[str, State]:
+        return {record.model: record.state for record in self.registry.records()}
+
+    async def reach(self, condition: Callable[[], bool]) -> None:
+        for _ in range(3000):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError
+
+
+@pytest_asyncio.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    monkeypatch.setattr(mirrors, "_ARRIVALS_INTERVAL_S", 0.01)
+    start = Start(tmp_path)
+    yield start
+    start.arrive.set()
+    await start.registry.close()
+
+
+async def test_ensemble_whose_member_loads_since_an_earlier_arrival_waits_for_it(start: Start) -> None:
+    pipe = start.models / "slow.onnx"
+    os.mkfifo(pipe)
+    members.add_ensemble(
+        start.models, "chain", ["x"], ["y"], [("slow", {"a": "x"}, {"b": "t"}), ("far", {"a": "t"}, {"b": "y"})]
+    )
+    members.add_ensemble(start.models, "outer", ["x"], ["y"], [("chain", {"x": "x"}, {"y": "y"})])
+    loading = asyncio.create_task(start.registry.load_all())
+    await start.reach(lambda: "slow" in start.states())
+    start.arrive.set()
+    await start.reach(lambda: start.states().get("far") is State.READY)
+    content = members.affine(start.models.parent / "slow", 1, 1).read_bytes()
+    await asyncio.to_thread(pipe.write_bytes, content)
+    await asyncio.wait_for(loading, LONG_S)
+    assert start.states() == dict.fromkeys(("slow", "far", "chain", "outer"), State.READY)
+    for name in start.states():
+        loads = {"model": name, "outcome": "failed"}
+        assert not start.prometheus.get_sample_value("ortserve_model_loads_total", loads)
+
+
+async def test_member_on_demand_is_loaded_when_its_ensemble_is(start: Start) -> None:
+    start.put("lazy")
+    (start.models / "lazy" / "model.yaml").write_text("load_policy: on_demand")
+    members.add_ensemble(
+        start.models, "chain", ["x"], ["y"], [("lazy", {"a": "x"}, {"b": "t"}), ("far", {"a": "t"}, {"b": "y"})]
+    )
+    loading = asyncio.create_task(start.registry.load_all())
+    await start.reach(lambda: "lazy" in start.states())
+    assert start.states() == {"lazy": State.GONE}
+    start.arrive.set()
+    await asyncio.wait_for(loading, LONG_S)
+    assert {state.model: state.state for state in start.registry.records() if state.state is not State.GONE} == (
+        dict.fromkeys(("lazy", "far", "chain"), State.READY)
+    )
+
+
+async def test_model_that_was_unloaded_during_the_start_stays_unloaded(start: Start) -> None:
+    start.put("near")
+    loading = asyncio.create_task(start.registry.load_all())
+    await start.reach(lambda: start.states().get("near") is State.READY)
+    assert not start.registry.is_loaded
+    await start.registry.unload("near")
+    start.arrive.set()
+    await asyncio.wait_for(loading, LONG_S)
+    assert start.registry.is_loaded
+    assert start.states() == {"near": State.GONE, "far": State.READY}
