@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from ortserve.engine.empty_tensors.known import Known, listed, sum_of
+from ortserve.engine.empty_tensors.known import Known, SizeSum
 from ortserve.model_file.graph import Attribute, Node
 
 LARGE: Final = 2**31 - 1
@@ -36,17 +36,19 @@ class Call:
         return Known() if given is None else given
 
     def has(self, place: int) -> bool:
+        """Whether an input is given."""
         return place < len(self.node.inputs) and bool(self.node.inputs[place])
 
     def attribute(self, name: str) -> Attribute:
         return self.node.attributes.get(name)
 
     def integer(self, name: str, default: int) -> int:
+        """An attribute that is an integer."""
         value = self.attribute(name)
         return value if isinstance(value, int) else default
 
     def integers(self, name: str, place: int) -> tuple[int, ...] | None:
-        """A list of integers from an attribute, or from a constant input."""
+        """A list of integers from an attribute, or from a constant input; None if neither is known."""
         value = self.attribute(name)
         if isinstance(value, tuple):
             return tuple(int(one) for one in value if not isinstance(one, str))
@@ -54,17 +56,19 @@ class Call:
         return None if elements is None else tuple(int(one) for one in elements)
 
 
-def size_of(shape: Known, at: int, call: Call) -> dict[str, Any]:
-    """What is known about one size, with the position among the sizes that ``shape`` has."""
+def with_size(found: Known, shape: Known, at: int, call: Call) -> Known:
+    """``found`` with what is known about its only number: the one at position ``at`` of the sizes in ``shape``."""
     if shape.axes_of is None:
-        return {}
+        return found
     name, first = shape.axes_of
     sizes = call.shapes[name].sizes if name in call.shapes else None
     if at < 0 and sizes is None:
-        return {}
+        return found
     axis = first + at if at >= 0 or sizes is None else len(sizes) + at
     size = sizes[axis] if sizes is not None and axis < len(sizes) else None
-    return sum_of(0, [f"{call.scope}{name}[{axis}]"]) if size is None else listed((size,))
+    return (
+        found.with_total(SizeSum(0, (f"{call.scope}{name}[{axis}]",))) if size is None else found.with_elements((size,))
+    )
 
 
 def copy_of(call: Call) -> Known:

@@ -2,14 +2,43 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Constant, Tensor
 
 Sizes: TypeAlias = tuple[int | None, ...]
 """The sizes of the axes; None for an unknown size."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeSum:
+    """A number that a model computes from sizes: an offset plus the sizes of axes, each of which is at least 1.
+
+    Attributes:
+        offset: May be negative.
+        axes: Names of the axes, sorted. An axis that is added twice occurs twice.
+    """
+
+    offset: int
+    axes: tuple[str, ...] = ()
+
+    @property
+    def least(self) -> int:
+        """The smallest number that it may be."""
+        return self.offset + len(self.axes)
+
+    def plus(self, other: "SizeSum") -> "SizeSum":
+        return SizeSum(self.offset + other.offset, tuple(sorted((*self.axes, *other.axes))))
+
+    def minus(self, other: "SizeSum") -> "SizeSum | None":
+        """The difference; None if a size remains that is subtracted."""
+        rest = Counter(self.axes)
+        rest.subtract(other.axes)
+        if min(rest.values(), default=0) < 0:
+            return None
+        return SizeSum(self.offset - other.offset, tuple(sorted(rest.elements())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +51,7 @@ class Known:
         least: A lower bound of the elements; None if there is none.
         has_no_zero: Whether no element is 0.
         elements: The elements of a small constant.
-        total: A single number as an offset and the sizes of axes that are added to it, in order; None if unknown.
+        total: Its value, if it is a single number that is computed from sizes; None if unknown.
         axes_of: The tensor whose sizes these are, with the first of the axes.
     """
 
@@ -31,8 +60,19 @@ class Known:
     least: Constant | None = None
     has_no_zero: bool = False
     elements: tuple[Constant, ...] | None = None
-    total: tuple[int, tuple[str, ...]] | None = None
+    total: SizeSum | None = None
     axes_of: tuple[str, int] | None = None
+
+    def with_elements(self, elements: tuple[Constant, ...] | None) -> "Known":
+        """The same tensor with these elements; None if they are unknown."""
+        if not elements:
+            return replace(self, elements=elements)
+        total = SizeSum(int(elements[0])) if len(elements) == 1 and isinstance(elements[0], int) else None
+        return replace(self, least=min(elements), has_no_zero=0 not in elements, elements=elements, total=total)
+
+    def with_total(self, total: SizeSum) -> "Known":
+        """The same tensor with this single number."""
+        return replace(self, least=total.least, has_no_zero=total.least > 0, total=total)
 
 
 ANYTHING: Final = Known(may_be_empty=True)
@@ -40,42 +80,18 @@ ANYTHING: Final = Known(may_be_empty=True)
 
 
 def of_constant(tensor: Tensor) -> Known:
-    elements = tensor.elements
-    return Known(tensor.dims, 0 in (tensor.dims or ()), **listed(elements))
-
-
-def listed(elements: tuple[Constant, ...] | None) -> dict[str, Any]:
-    if not elements:
-        return {"elements": elements}
-    total = (int(elements[0]), ()) if len(elements) == 1 and isinstance(elements[0], int) else None
-    return {"least": min(elements), "has_no_zero": 0 not in elements, "elements": elements, "total": total}
-
-
-def sum_of(offset: int, axes: Iterable[str]) -> dict[str, Any]:
-    """A sum of sizes, each of which is at least 1."""
-    total = (offset, tuple(sorted(axes)))
-    return {"least": offset + len(total[1]), "has_no_zero": offset + len(total[1]) > 0, "total": total}
-
-
-def minus(first: Known, second: Known) -> tuple[int, tuple[str, ...]] | None:
-    """The difference of two sums of sizes, if no size remains that is subtracted."""
-    if first.total is None or second.total is None:
-        return None
-    rest = Counter(first.total[1])
-    rest.subtract(second.total[1])
-    return (
-        (first.total[0] - second.total[0], tuple(sorted(rest.elements())))
-        if min(rest.values(), default=0) >= 0
-        else None
-    )
+    """What is known about a constant: all, if it is small."""
+    return Known(tensor.dims, 0 in (tensor.dims or ())).with_elements(tensor.elements)
 
 
 def least_of(known: Iterable[Known | None]) -> Constant | None:
+    """The lower bound of the elements of all these tensors; None if any of them has none."""
     bounds = [None if one is None else one.least for one in known]
     return min((bound for bound in bounds if bound is not None), default=None) if None not in bounds else None
 
 
 def broadcast(shapes: Sequence[Sizes | None]) -> Sizes | None:
+    """The sizes of tensors that are broadcast together; None if a number of axes is unknown."""
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):
         return None

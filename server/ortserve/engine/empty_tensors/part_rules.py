@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.engine.empty_tensors.call import LARGE, Call, size_of
-from ortserve.engine.empty_tensors.known import ANYTHING, Known, Sizes, listed
+from ortserve.engine.empty_tensors.call import LARGE, Call, with_size
+from ortserve.engine.empty_tensors.known import ANYTHING, Known, Sizes
 from ortserve.model_file.graph import Constant
 
 
@@ -19,8 +19,8 @@ def _gather(call: Call) -> Known:
     if indices.elements is not None and len(indices.elements) == 1:
         at = int(indices.elements[0])
         if given.elements is not None and -len(given.elements) <= at < len(given.elements):
-            return replace(found, **listed((given.elements[at],)))
-        return replace(found, **size_of(given, at, call))
+            return found.with_elements((given.elements[at],))
+        return with_size(found, given, at, call)
     return found
 
 
@@ -57,14 +57,9 @@ def _slice(call: Call) -> Known:
     starts, ends = call.known(1), call.known(2)
     if call.opset < 10:
         starts, ends = (Known(elements=elements) for elements in (call.integers("starts", 9), call.integers("ends", 9)))
+    if (part := _slice_of_sizes(call, given, starts, ends)) is not None:
+        return part
     axes, steps = call.integers("axes", 3), call.integers("steps", 4)
-    if given.axes_of is not None and starts.elements is not None and len(starts.elements) == 1 and not call.has(4):
-        at = int(starts.elements[0])
-        part = replace(given, sizes=(None,), axes_of=(given.axes_of[0], given.axes_of[1] + at) if at >= 0 else None)
-        if ends.elements is not None and ends.elements[0] - at == 1:
-            return replace(part, sizes=(1,), **size_of(given, at, call))
-        if given.sizes in (None, (None,)):
-            return part
     if axes is None and not call.has(3):
         axes = tuple(range(len(starts.elements or ends.elements or ())))
     if not axes:
@@ -86,14 +81,26 @@ def _slice(call: Call) -> Known:
     kept = None if sizes is None else tuple(sizes)
     found = Known(kept, given.may_be_empty or not is_full, given.least, given.has_no_zero)
     if given.elements is not None and axes == (0,) and starts.elements and ends.elements and not call.has(4):
-        return replace(found, **listed(given.elements[int(starts.elements[0]) : int(ends.elements[0])]))
+        return found.with_elements(given.elements[int(starts.elements[0]) : int(ends.elements[0])])
     return found
+
+
+def _slice_of_sizes(call: Call, given: Known, starts: Known, ends: Known) -> Known | None:
+    """A slice of the sizes of another tensor; None if it is not one, or ``given`` has a known length."""
+    if given.axes_of is None or starts.elements is None or len(starts.elements) != 1 or call.has(4):
+        return None
+    name, first = given.axes_of
+    at = int(starts.elements[0])
+    part = replace(given, sizes=(None,), axes_of=(name, first + at) if at >= 0 else None)
+    if ends.elements is not None and ends.elements[0] - at == 1:
+        return with_size(replace(part, sizes=(1,)), given, at, call)
+    return part if given.sizes in (None, (None,)) else None
 
 
 def _sliced(
     size: int | None, start: Constant | None, end: Constant | None, least_end: Constant | None, step: int | None
 ) -> int | None:
-    """The size of a part of an axis: 0 if it may be empty, None if it is not empty."""
+    """The size of a part of an axis: 0 if it may be empty, None if it is unknown and not 0."""
     if step is None or start is None:
         return 0
     start = int(start)
@@ -143,11 +150,11 @@ def _window(call: Call) -> Known:
         return Known(may_be_empty=True)
     count = len(kernel)
 
-    def listed(name: str, default: int, length: int) -> tuple[int, ...]:
+    def given_or(name: str, default: int, length: int) -> tuple[int, ...]:
         value = call.attribute(name)
         return tuple(int(one) for one in value) if isinstance(value, tuple) else (default,) * length
 
-    pads, steps, gaps = listed("pads", 0, 2 * count), listed("strides", 1, count), listed("dilations", 1, count)
+    pads, steps, gaps = given_or("pads", 0, 2 * count), given_or("strides", 1, count), given_or("dilations", 1, count)
     rounds_up = bool(call.integer("ceil_mode", 0))
     same = str(call.attribute("auto_pad") or "").startswith("SAME")
     spatial: list[int | None] = []

@@ -5,17 +5,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from ortserve.engine.empty_tensors.call import LARGE, Call, copy_of, size_of
-from ortserve.engine.empty_tensors.known import (
-    ANYTHING,
-    Known,
-    broadcast,
-    least_of,
-    listed,
-    minus,
-    of_constant,
-    sum_of,
-)
+from ortserve.engine.empty_tensors.call import LARGE, Call, copy_of, with_size
+from ortserve.engine.empty_tensors.known import ANYTHING, Known, SizeSum, broadcast, least_of, of_constant
 from ortserve.engine.empty_tensors.part_rules import PART_RULES
 from ortserve.model_file.graph import Constant, Tensor
 
@@ -39,12 +30,12 @@ def _computed(call: Call) -> Known:
     first, second = call.known(0), call.known(1)
     match call.node.op:
         case "Add" if first.total is not None and second.total is not None:
-            return Known(**sum_of(first.total[0] + second.total[0], first.total[1] + second.total[1]))
+            return Known().with_total(first.total.plus(second.total))
         case "Add" if first.least is not None and second.least is not None:
-            total = first.least + second.least
-            return Known(least=total, has_no_zero=total > 0)
-        case "Sub" if (rest := minus(first, second)) is not None:
-            return Known(**sum_of(*rest))
+            bound = first.least + second.least
+            return Known(least=bound, has_no_zero=bound > 0)
+        case "Sub" if (rest := _difference(first, second)) is not None:
+            return Known().with_total(rest)
         case "Mul":
             is_positive = first.least is not None and second.least is not None and min(first.least, second.least) >= 1
             return Known(least=1 if is_positive else None, has_no_zero=first.has_no_zero and second.has_no_zero)
@@ -56,6 +47,10 @@ def _computed(call: Call) -> Known:
             has_no_zero = all(one is not None and one.has_no_zero for one in chosen)
             return Known(least=least_of(chosen), has_no_zero=has_no_zero)
     return Known()
+
+
+def _difference(first: Known, second: Known) -> SizeSum | None:
+    return None if first.total is None or second.total is None else first.total.minus(second.total)
 
 
 def _shape(call: Call) -> Known:
@@ -70,9 +65,9 @@ def _shape(call: Call) -> Known:
         return Known((count,), not chosen, least=0)
     sizes = None if given.sizes is None else tuple(given.sizes[axis] for axis in chosen)
     if sizes is not None and None not in sizes:
-        return Known((len(sizes),), **listed(tuple(size for size in sizes if size is not None)))
+        return Known((len(sizes),)).with_elements(tuple(size for size in sizes if size is not None))
     found = Known((count,), least=1, has_no_zero=True, axes_of=(name, chosen.start))
-    return replace(found, **size_of(found, 0, call)) if len(chosen) == 1 else found
+    return with_size(found, found, 0, call) if len(chosen) == 1 else found
 
 
 def _made(call: Call, place: int) -> Known:
@@ -100,10 +95,10 @@ def _constant_node(call: Call) -> Known:
         if isinstance(value, Tensor):
             return of_constant(value)
         if name == "value_int" and isinstance(value, int):
-            return Known((), **listed((value,)))
+            return Known(()).with_elements((value,))
         if name == "value_ints" and isinstance(value, tuple):
             elements = tuple(one for one in value if isinstance(one, int))
-            return Known((len(elements),), not elements, **listed(elements))
+            return Known((len(elements),), not elements).with_elements(elements)
     return Known(may_be_empty="value" in call.node.attributes)
 
 
@@ -115,13 +110,10 @@ def _constant_of_shape(call: Call) -> Known:
 
 def _range(call: Call) -> Known:
     start, limit, step = (call.known(place) for place in range(3))
-    length = minus(limit, start)
+    length = _difference(limit, start)
     is_up = step.least is not None and step.least > 0
-    return Known(
-        (None,),
-        not (is_up and length is not None and sum(map(len, length[1:]), length[0]) > 0),
-        start.least if is_up else None,
-    )
+    is_full = is_up and length is not None and length.least > 0
+    return Known((None,), not is_full, start.least if is_up else None)
 
 
 def _reshape(call: Call) -> Known:
