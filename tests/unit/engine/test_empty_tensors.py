@@ -91,3 +91,8 @@ def test_equal_names_in_calls_of_a_function_are_different_sizes(tmp_path: Path) 
     rows (t) => (c) { i = Constant <value_int = 0> () s = Shape (t) c = Gather (s, i) }"""
     onnx.save(parser.parse_model(text), str(tmp_path / "model.onnx"))
     assert find_sizes(read_model(tmp_path / "model.onnx"))[""]["y"].may_be_empty
+
+
+def test_squeeze_of_an_axis_that_a_scalar_lacks_is_left_to_onnx_runtime(tmp_path: Path) -> None:
+    """ONNX Runtime rejects the model with its reason; the analysis before must not fail."""
+    assert known(tmp_path, "float x", "y = Squeeze (x, axes)", "<int64[1] axes = {0}>").sizes is None

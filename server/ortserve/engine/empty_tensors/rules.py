@@ -133,12 +133,10 @@ def _transpose(call: Call) -> Known:
 def _squeeze(call: Call) -> Known:
     sizes, axes = call.known(0).sizes, call.integers("axes", 1)
     kept = None
-    if sizes is not None and (axes or not call.has(1)):
-        chosen = {axis % len(sizes) for axis in axes} if axes else None
-        kept = tuple(
-            size for axis, size in enumerate(sizes) if (axis not in chosen if chosen is not None else size != 1)
-        )
-    return replace(copy_of(call), sizes=kept if axes else None)
+    if sizes and axes:  # without axes, those of size 1 are removed, and an unknown size may be 1
+        removed = {axis % len(sizes) for axis in axes}
+        kept = tuple(size for axis, size in enumerate(sizes) if axis not in removed)
+    return replace(copy_of(call), sizes=kept)
 
 
 def _unsqueeze(call: Call) -> Known:
