@@ -1,6 +1,7 @@
 """Finds optimizers of ONNX Runtime that would change the results of a model or make it crash."""
 
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Final
 
 from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
@@ -87,10 +88,10 @@ def _may_multiply_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
 
 def _compares_with_padding(nodes: Sequence[Node]) -> bool:
     """Whether a MaxPool may find that its padding, which an operator Pad adds, is larger than the entries beside it."""
-    makers = {name: node for node in nodes for name in node.outputs}
+    makers = _makers(nodes)
     for node in nodes:
-        pad = makers.get(node.inputs[0]) if node.op == "MaxPool" and node.inputs else None
-        if pad is not None and pad.op == "Pad":
+        pad = _made_by("Pad", node.inputs, makers) if node.op == "MaxPool" else None
+        if pad is not None:
             padded = makers.get(pad.inputs[0])
             if padded is None or padded.op not in _NEVER_NEGATIVE:
                 return True
@@ -100,34 +101,39 @@ def _compares_with_padding(nodes: Sequence[Node]) -> bool:
 def _has_wide_scales(model: Model, nodes: Sequence[Node]) -> bool:
     """Whether a product of quantized matrices may have scales other than one number, or one for each column."""
     constants = {name: tensor for graph in all_graphs(model) for name, tensor in graph.constants.items()}
-    makers = {name: node for node in nodes for name in node.outputs}
     for node in nodes:
         value = node.attributes.get("value")
         if node.op == "Constant" and isinstance(value, Tensor):
             constants[node.outputs[0]] = value
+    makers = _makers(nodes)
 
-    def made_by(operator: str, name: str) -> Node | None:
-        maker = makers.get(name)
-        return maker if maker is not None and maker.op == operator else None
+    def is_narrow(scale: str, product: Node) -> bool:
+        if scale not in constants:
+            return _made_by("DynamicQuantizeLinear", (scale,), makers) is not None
+        matrix = constants.get(product.inputs[1])
+        columns = () if matrix is None else (matrix.dims or ())[-1:]
+        *rows, last = (1, *(constants[scale].dims or ()))
+        return set(rows) <= {1} and last in (1, *columns)
 
     for node in nodes:
-        for name, scales in (node.inputs, node.inputs[::-1]) if node.op == "Mul" else ():
-            cast, product_of_scales = made_by("Cast", name), made_by("Mul", scales)
-            product = made_by("MatMulInteger", cast.inputs[0]) if cast is not None else None
+        for scaled, scales in permutations(node.inputs, 2) if node.op == "Mul" else ():
+            cast, product_of_scales = _made_by("Cast", (scaled,), makers), _made_by("Mul", (scales,), makers)
+            product = None if cast is None else _made_by("MatMulInteger", cast.inputs, makers)
             if product is None or product_of_scales is None:
                 continue
-            columns = _dims(constants, product.inputs[1])[-1:]
-            for scale in product_of_scales.inputs:
-                *others, last = (1, *_dims(constants, scale)) if scale in constants else (0, 0)
-                is_narrow = set(others) <= {1} and last in (1, *columns)
-                if not is_narrow and made_by("DynamicQuantizeLinear", scale) is None:
-                    return True
+            if not all(is_narrow(scale, product) for scale in product_of_scales.inputs):
+                return True
     return False
 
 
-def _dims(constants: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    known = constants.get(name)
-    return known.dims or () if known is not None else ()
+def _makers(nodes: Sequence[Node]) -> Mapping[str, Node]:
+    return {name: node for node in nodes for name in node.outputs}
+
+
+def _made_by(operator: str, names: Sequence[str], makers: Mapping[str, Node]) -> Node | None:
+    """The node that makes the first of these tensors, if it has this operator."""
+    maker = makers.get(names[0]) if names else None
+    return maker if maker is not None and maker.op == operator else None
 
 
 def _takes_any_image(model: Model) -> bool:
