@@ -36,9 +36,8 @@ def _fail_if_none_along(node: CheckedNode, place: int, *axes: int) -> None:
 def _check_summed(product: CheckedNode) -> None:
     """Products over an axis of length 0 are not written if they are quantized or transposed."""
     second = _SECOND_FACTOR.get(product.node.op, 1)
-    *_, summed, last = (None, *(product.sizes(second) or (None,)))
-    if len(product.sizes(second) or ()) == 1:
-        summed = last
+    sizes = product.sizes(second)
+    summed = sizes[-2:][0] if sizes else None  # of a matrix the rows, of a vector all
     if not summed and (product.may_be_empty(0) or product.may_be_empty(second)):
         _fail_if_none_along(product, 0, -2 if product.node.attributes.get("transA") else -1)
 
