@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,15 +108,23 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         raise invalid_input(pointer)
     _check_dimensions(model, options.settings)
     _check_scans(model)
-    images = find_images(model)
-    edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model), **text_gather_edits(model)}
-    checks = check_edits(model) if options.provider.name == CPU else {}
     try:
-        session = _open(path, name, options, model, {**edits, **checks})
+        images = find_images(model)
+        edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model)}
+        edits |= text_gather_edits(model)
+        checks = check_edits(model) if options.provider.name == CPU else {}
+        harmful = harmful_optimizers(model)
+    except ServeError:
+        raise
+    except Exception:  # a node of an invalid model may lack inputs, for example: ONNX Runtime gives the reason
+        _open(path, name, options, model, {})
+        raise
+    try:
+        session = _open(path, name, options, model, {**edits, **checks}, harmful)
     except ServeError as error:
         if not checks:
             raise
-        session = _open(path, name, options, model, edits)
+        session = _open(path, name, options, model, edits, harmful)
         message = "checks of operators are left out, because ONNX Runtime does not load the model with them"
         log_event(logger, logging.WARNING, message, model=name, reason=error.message)
     try:
@@ -128,13 +136,19 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     return ImageSession(session, images, options.settings.max_image_pixels) if images else session
 
 
-def _open(path: Path, name: str, options: SessionOptions, model: Model, edits: Edits) -> ort.InferenceSession:
-    """Open an edited model. Raises ServeError: invalid_input, with ONNX Runtime's reason without paths."""
+def _open(
+    path: Path, name: str, options: SessionOptions, model: Model, edits: Edits, harmful: Sequence[str] = ()
+) -> ort.InferenceSession:
+    """Open an edited model without the optimizers ``harmful``.
+
+    Raises:
+        ServeError: invalid_input, with ONNX Runtime's reason without paths.
+    """
     make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
     provider = options.provider
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))
-        if harmful := harmful_optimizers(model):
+        if harmful:
             named = option_text(options.settings.entries.get(_DISABLED_OPTIMIZERS, ""))
             native.add_session_config_entry(_DISABLED_OPTIMIZERS, ";".join((named, *harmful)).lstrip(";"))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"

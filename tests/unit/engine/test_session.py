@@ -66,6 +66,7 @@ def write_nothing(path: Path) -> Path:
         (lambda path: write_node(path, "Gelu", domain="my.domain"), "my.domain:Gelu"),
         (lambda path: write_node(path, "Identity", opset=99), "Opset 99 is under development"),
         (lambda path: write_node(path, "Identity", ir_version=99), "Unsupported model IR version: 99"),
+        (lambda path: write_node(path, "RoiAlign"), "has input size 1 not in range [min=3, max=3]"),
         (write_external, "expected weights, as of tensor 'w', in weights.bin: there is no such file"),
     ],
 )
