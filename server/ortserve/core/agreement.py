@@ -113,7 +113,7 @@ class AgreementMeter:
         """``names`` are those of the outputs, in order."""
         self._outputs: Final = [_OutputMeter(name) for name in names]
         self._samples = 0
-        self._labelled = [0, 0, 0]
+        self._labels = self._hits = self._reference_hits = 0
 
     def add(
         self,
@@ -137,16 +137,16 @@ class AgreementMeter:
             meter.add(expected, found, samples)
         self._samples += samples
         if labels is not None:
-            hits = (predicted_hits(outputs, labels) for outputs in (reference, candidate))
-            self._labelled = [total + count for total, count in zip(self._labelled, (*hits, len(labels)), strict=True)]
+            self._reference_hits += predicted_hits(reference, labels)
+            self._hits += predicted_hits(candidate, labels)
+            self._labels += len(labels)
 
     def result(self) -> Agreement:
         """All errors so far."""
-        reference_hits, hits, labels = self._labelled
         outputs = tuple(meter.result() for meter in self._outputs)
-        if not labels:
+        if not self._labels:
             return Agreement(self._samples, outputs)
-        return Agreement(self._samples, outputs, hits / labels, reference_hits / labels)
+        return Agreement(self._samples, outputs, self._hits / self._labels, self._reference_hits / self._labels)
 
 
 def predicted_hits(outputs: Sequence[np.ndarray], labels: np.ndarray) -> int:
@@ -170,6 +170,8 @@ def predicted_hits(outputs: Sequence[np.ndarray], labels: np.ndarray) -> int:
 
 
 class _OutputMeter:
+    """Collects the errors of one output. They are infinite once shapes or non-finite elements differ."""
+
     def __init__(self, name: str) -> None:
         self._name: Final = name
         self._max = self._largest = self._cosine = 0.0
@@ -219,7 +221,9 @@ class _OutputMeter:
         self._positions += positions
 
     def result(self) -> OutputError:
-        relative = 0.0 if not self._max else self._max / self._largest if self._largest else math.inf
+        relative = 0.0
+        if self._max:
+            relative = self._max / self._largest if self._largest else math.inf
         top1 = 1.0 if math.isinf(self._max) else self._elsewhere / max(1, self._positions)
         cosine = max(self._cosine, top1) if self._is_discrete else self._cosine
         return OutputError(self._name, self._max, relative, cosine, top1)
