@@ -55,9 +55,8 @@ class ThreadDenormals:
 
     def __init__(self, layout: FenvLayout) -> None:
         """``layout`` must be the layout of this machine."""
-        libm = ctypes.PyDLL(
-            "libm.so.6"
-        )  # calls keep the interpreter lock, which a busy thread could otherwise acquire at each call
+        # Calls keep the interpreter lock, which a busy thread could otherwise acquire at each call.
+        libm = ctypes.PyDLL("libm.so.6")
         self._get, self._set = libm.fegetenv, libm.fesetenv
         self._new = ctypes.c_uint32 * layout.words
         self._word = layout.word
