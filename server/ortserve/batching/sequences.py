@@ -7,6 +7,7 @@ forms batches of slots itself.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol
 
@@ -79,21 +80,22 @@ class SequenceRuns:
         tensors: SequenceTensors,
         table: SequenceTable,
         limits: SequenceLimits,
+        make_strategy: Callable[["SequenceRuns"], Strategy],
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
     ) -> None:
-        """Start without sequences. ``strategy`` has to be set before the first request.
+        """Start without sequences.
 
         Args:
             model: Name of the model, for errors and the log.
             tensors: The hidden tensors.
             table: An empty table.
             limits: Limits of sequences and of waiting requests.
+            make_strategy: Makes the strategy, which reports to this object.
             loop: The running event loop.
             clock: Monotonic nanoseconds.
         """
         self.tensors: Final = tensors
-        self.strategy: Strategy | None = None
         self._model: Final = model
         self._table: Final = table
         self._admission: Final = SequenceAdmission(model, tensors, limits)
@@ -103,12 +105,12 @@ class SequenceRuns:
         self._ends = dict.fromkeys(END_REASONS, 0)
         self._timers = SequenceTimers(table, loop, clock, self._remove_expired, self._on_waited, self._on_late)
         self._empty: asyncio.Event | None = None
+        self.strategy = make_strategy(self)
 
     @property
     def waiting_rows(self) -> int:
         """Number of requests that wait outside of the batcher's queue; each has one row. Any thread."""
-        in_slots = 0 if self.strategy is None else self.strategy.waiting_rows
-        return self._admission.waiting_rows + in_slots
+        return self._admission.waiting_rows + self.strategy.waiting_rows
 
     def reading(self) -> SequenceReading:
         """The present counts, for metrics. Any thread."""
@@ -187,7 +189,6 @@ class SequenceRuns:
     async def close(self) -> None:
         """Run all waiting requests, then drop the states. ``submit`` must not be called any more."""
         self._is_draining = True
-        assert self.strategy is not None
         self.strategy.end_delays()
         remaining = self._table.open_sequences()
         while remaining:
@@ -298,7 +299,6 @@ class SequenceRuns:
         self._run(sequence, turn)
 
     def _run(self, sequence: Sequence, turn: Turn) -> None:
-        assert self.strategy is not None
         sequence.running = turn
         tensors = self.tensors
         states = tensors.first_states if turn.is_start else sequence.states
@@ -365,7 +365,6 @@ class SequenceRuns:
             The index of the first waiting request behind it; None if it runs or was settled.
         """
         sequence = turn.sequence
-        assert self.strategy is not None
         index = find(sequence.waiting, turn)
         if index >= 0:
             del sequence.waiting[index]

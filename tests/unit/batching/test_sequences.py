@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import Sequence, SequenceTable, enqueue, find, take_dependents
-from ortserve.batching.sequences import SequenceRuns
+from ortserve.batching.sequences import SequenceRuns, Strategy
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
 from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors, StateTensor
@@ -65,21 +66,20 @@ class Stage:
         self.rejects: ServeError | None = None
         self.table = SequenceTable(slots * groups, IDLE_NS)
         limits = limits or SequenceLimits(1000, 10_000, 1000, 1_000_000)
-        self.runs = SequenceRuns("m", TENSORS, self.table, limits, loop, clock)
-        if strategy == "oldest":
-            self.runs.strategy = OldestRuns(self.runs, self.enqueue)
-        else:
-            self.runs.strategy = DirectRuns(
-                self.runs,
-                groups,
-                slots,
-                self.enqueue,
-                lambda _: None,
-                loop,
-                clock,
+        make_strategy: Callable[[SequenceRuns], Strategy] = partial(OldestRuns, enqueue=self.enqueue)
+        if strategy == "direct":
+            make_strategy = partial(
+                DirectRuns,
+                groups=groups,
+                slots=slots,
+                enqueue=self.enqueue,
+                shape_class=lambda _: None,
+                loop=loop,
+                clock=clock,
                 delay_ns=delay_ns,
                 min_utilization=min_utilization,
             )
+        self.runs = SequenceRuns("m", TENSORS, self.table, limits, make_strategy, loop, clock)
 
     def enqueue(self, request: InflightRequest, _: object) -> None:
         if self.rejects is not None:

@@ -21,7 +21,7 @@ from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import RunEvents, RunLimits
 from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import SequenceTable
-from ortserve.batching.sequences import SequenceRuns
+from ortserve.batching.sequences import SequenceRuns, Strategy
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Learned
 from ortserve.batching.timers import best_timer
@@ -178,26 +178,27 @@ class Assembly:
         limits = SequenceLimits(
             configured.max_sequences, configured.max_state_bytes, options.max_queue_rows, options.max_queue_bytes
         )
-        runs = SequenceRuns(metrics.name, tensors, table, limits, self._loop, self._clock)
         signature = loaded.signature
         shapes = None
         if not signature.has_one_shape_class:
             elsewhere = len(tensors.states) if tensors.are_elsewhere else 0
             shapes = ShapeClasses(signature, padding_of_requests(loaded.padding), states_elsewhere=elsewhere)
+        make_strategy: Callable[[SequenceRuns], Strategy]
         if is_direct:
-            runs.strategy = DirectRuns(
-                runs,
-                groups,
-                rows,
-                batcher.submit,
-                partial(_shape_class, shapes),
-                self._loop,
-                self._clock,
+            make_strategy = partial(
+                DirectRuns,
+                groups=groups,
+                slots=rows,
+                enqueue=batcher.submit,
+                shape_class=partial(_shape_class, shapes),
+                loop=self._loop,
+                clock=self._clock,
                 delay_ns=int(options.queue_delay_s * 1e9),
                 min_utilization=configured.min_slot_utilization,
             )
         else:
-            runs.strategy = OldestRuns(runs, partial(_enqueue_turn, batcher, shapes))
+            make_strategy = partial(OldestRuns, enqueue=partial(_enqueue_turn, batcher, shapes))
+        runs = SequenceRuns(metrics.name, tensors, table, limits, make_strategy, self._loop, self._clock)
         metrics.set_sequences_source(runs.reading)
         return runs
 
