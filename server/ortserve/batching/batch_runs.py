@@ -18,7 +18,7 @@ from ortserve.batching.latency import AnswerTime
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.row_checks import Difference, RowChecks
-from ortserve.batching.run_limits import RunEvents, RunLimits, RunWatch
+from ortserve.batching.run_limits import NO_CALLBACKS, RunEvents, RunLimits, RunWatch
 from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
@@ -64,10 +64,9 @@ class BatchRuns:
         observe_batch: ObserveBatch,
         make_timer: MakeTimer | None = None,
         depth: int = 1,
-        on_lost: Callable[[str], object] | None = None,
         name: str = "",
         run_limits: RunLimits | None = None,
-        run_events: RunEvents | None = None,
+        run_events: RunEvents = NO_CALLBACKS,
         row_checks: RowChecks | None = None,
         on_difference: Callable[[Difference], object] | None = None,
         ragged: RaggedTensors | None = None,
@@ -87,10 +86,9 @@ class BatchRuns:
                 and the time at which the result reached the loop.
             make_timer: Makes the timer of delayed batches; None for a timer of the event loop.
             depth: Number of batches that an instance takes at a time.
-            on_lost: Called with the reason when the devices of all instances are lost and all requests have failed.
             name: Name of the model, for errors and the log.
             run_limits: Time limits of runs on workers; None to derive them from predictions.
-            run_events: Callbacks for runs over their limits; None for no callbacks.
+            run_events: Callbacks for runs over their limits and lost devices.
             row_checks: Runs requests that shared batches again alone; None for a model that is not checked.
             on_difference: Called with the first difference that row checks find. Requests run alone from then on.
             ragged: Divides the outputs of a model whose requests may differ in shape; None to divide by rows.
@@ -111,7 +109,7 @@ class BatchRuns:
         self._observe_batch = observe_batch
         self._is_woken = False
         self._timer = make_timer(self._wake) if make_timer else LoopTimer(loop, self._wake)
-        self._on_lost = on_lost
+        self._events = run_events
         self._name = name
         self._idle: asyncio.Event | None = None
         self._row_checks = row_checks
@@ -390,5 +388,4 @@ class BatchRuns:
             return
         self.closed_because = error.message
         self._scheduler.fail_all(error)
-        if self._on_lost is not None:
-            self._on_lost(error.message)
+        self._events.on_lost(error.message)

@@ -98,16 +98,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunEvents:
-    """Callbacks for runs over their limits, called on the loop.
+    """Callbacks for runs over their limits and lost devices, called on the loop.
 
     Attributes:
         on_timeout: Called for each run that is terminated.
         on_abandoned: Called for each instance that is abandoned because its run does not end, with the instance, the
             reason, and whether it was the last instance of the model.
+        on_lost: Called with the reason when the devices of all instances are lost and all requests have failed.
     """
 
     on_timeout: Callable[[], object]
     on_abandoned: Callable[[Runner, str, bool], object]
+    on_lost: Callable[[str], object]
+
+
+NO_CALLBACKS: Final = RunEvents(lambda: None, lambda runner, reason, is_last: None, lambda reason: None)
+"""Callbacks without effect."""
 
 
 class RunWatch:
@@ -124,7 +130,7 @@ class RunWatch:
         share: Share,
         scheduler: Scheduler,
         decisions: Decisions,
-        events: RunEvents | None,
+        events: RunEvents,
         fail_all: Callable[[str], object],
         wake: Callable[[], object],
         loop: asyncio.AbstractEventLoop,
@@ -139,7 +145,7 @@ class RunWatch:
             share: Releases the threads of abandoned runs.
             scheduler: Schedules groups again that waited behind an abandoned run.
             decisions: Counts terminated and abandoned runs.
-            events: None for no callbacks.
+            events: Called when runs exceed their limits.
             fail_all: Called with the reason when no instance is left.
             wake: Called when requests may run on another instance.
             loop: The event loop of the calling thread.
@@ -222,8 +228,7 @@ class RunWatch:
         why = f"its limit is {run.limit_ns / 1e9:g} s" if is_limit else "all its deadlines have passed"
         message = f"a run of model '{self._name}' was terminated after {elapsed_ns / 1e9:.1f} s: {why}"
         self._decisions.run_timeouts += 1
-        if self._events is not None:
-            self._events.on_timeout()
+        self._events.on_timeout()
         log_event(logger, logging.WARNING, "run is over its time limit", model=self._name, reason=message)
         fail_group(run.group, run.taken_ns, RunTimeoutError(message))
         run.runner.terminate(run.batch)
@@ -255,8 +260,7 @@ class RunWatch:
         is_last = not self._instances.count
         if is_last:
             self._fail_all(reason)
-        if self._events is not None:
-            self._events.on_abandoned(runner, reason, is_last)
+        self._events.on_abandoned(runner, reason, is_last)
         self._wake()
 
     def _set(self, due_ns: float, now_ns: int) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -80,16 +79,13 @@ class VersionLoader:
         self._tried: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that passed a trial load."""
 
-    async def load(
-        self, record: VersionRecord, source: VersionSource, on_lost: Callable[[str], None], events: RunEvents
-    ) -> ServedVersion:
+    async def load(self, record: VersionRecord, source: VersionSource, events: RunEvents) -> ServedVersion:
         """Load a version. After an error, everything that the load opened is closed.
 
         Args:
             record: Record of this load. This call sets its progress, and its state to WARMING once the model is open.
             source: What to load.
-            on_lost: Called when the version's device is lost.
-            events: Called when runs exceed their limits.
+            events: Callbacks for runs over their limits and lost devices.
 
         Raises:
             ServeError: Why the version cannot serve. NoRoomError, if a member of an ensemble is not in memory.
@@ -103,7 +99,7 @@ class VersionLoader:
                 return await self._load_ensemble(record, source)
             loaded = await self._load_model(record, source, progress)
             try:
-                return self._assembly.serve(loaded, source.configuration, record.metrics, on_lost, events)
+                return self._assembly.serve(loaded, source.configuration, record.metrics, events)
             except Exception:
                 record.metrics.release_sources()
                 await _close(loaded)

@@ -170,9 +170,13 @@ class Versions:
     async def _load_now(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version for which memory is reserved. Returns why the load failed; empty if the version is READY."""
         began_ns = self._clock()
-        events = RunEvents(lambda: self._metrics.batch_overdue(record.model), partial(self._on_abandoned, record))
+        events = RunEvents(
+            on_timeout=lambda: self._metrics.batch_overdue(record.model),
+            on_abandoned=partial(self._on_abandoned, record),
+            on_lost=partial(self._on_lost, record),
+        )
         try:
-            record.served = await self._loader.load(record, source, partial(self._on_lost, record), events)
+            record.served = await self._loader.load(record, source, events)
         except NoRoomError as error:
             return await self._refuse(record, error)
         except Exception as error:  # noqa: BLE001 - its message is no answer to a caller

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ortserve.batching.large_requests import MAX_QUEUED_PIECES
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import MAX_CLASSES, RequestQueue
-from ortserve.batching.run_limits import RunEvents, RunLimits
+from ortserve.batching.run_limits import NO_CALLBACKS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays, Batch
@@ -131,7 +131,7 @@ def play(
             observe_batch=lambda rows, *_: observed.append(rows),
             name="slow",
             run_limits=run_limits,
-            run_events=RunEvents(lambda: None, lambda runner, reason, is_last: abandoned.append(is_last)),
+            run_events=replace(NO_CALLBACKS, on_abandoned=lambda runner, reason, is_last: abandoned.append(is_last)),
         )
         batcher = Batcher(runs, QueueLimits(max_queue_rows, max_queue_bytes), clock, has_long_pieces=has_long_pieces)
         await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock(), abandoned))

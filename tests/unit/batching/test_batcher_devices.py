@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
+from ortserve.batching.run_limits import NO_CALLBACKS
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.timing import Timing
@@ -67,7 +68,7 @@ def play(
             clock=clock,
             observe_batch=lambda *_: None,
             depth=depth,
-            on_lost=lost.append,
+            run_events=replace(NO_CALLBACKS, on_lost=lost.append),
         )
         batcher = Batcher(runs, QueueLimits(4096, 2**30), clock)
         await main(Stage(batcher, runners, clock, lost))

@@ -18,7 +18,7 @@ from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
-from ortserve.batching.run_limits import RunEvents, RunLimits
+from ortserve.batching.run_limits import NO_CALLBACKS, RunEvents, RunLimits
 from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import SequenceTable
 from ortserve.batching.sequences import SequenceRuns, Strategy
@@ -92,8 +92,7 @@ class Assembly:
         loaded: LoadedModel,
         configuration: Configuration,
         metrics: ModelMetrics,
-        on_lost: Callable[[str], object] | None = None,
-        run_events: RunEvents | None = None,
+        run_events: RunEvents = NO_CALLBACKS,
     ) -> ServedModel:
         """Assemble a served model.
 
@@ -101,8 +100,7 @@ class Assembly:
             loaded: Result of the load.
             configuration: The configuration of its load.
             metrics: Metrics of its version.
-            on_lost: Called with the reason when the devices of all instances are lost, so that the model cannot run.
-            run_events: Called when runs exceed their limits.
+            run_events: Callbacks for runs over their limits and lost devices.
         """
         found = loaded.warm_up
         options = configuration.options
@@ -130,7 +128,6 @@ class Assembly:
             observe_batch=metrics.observe_batch,
             make_timer=partial(best_timer, self._loop),
             depth=depth,
-            on_lost=on_lost,
             name=metrics.name,
             run_limits=_run_limits(options),
             run_events=run_events,
