@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
+from ortserve.batching.instances import Instances
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue, ShapeClass
@@ -100,8 +101,8 @@ class QueueLimits:
 class Admission:
     """Admits requests to the queue of one batcher, or rejects them. Loop thread only."""
 
-    def __init__(self, queue: RequestQueue, limits: QueueLimits, decisions: Decisions, *, instances: int) -> None:
-        """``queue`` is the batcher's; ``decisions`` counts rejections."""
+    def __init__(self, queue: RequestQueue, limits: QueueLimits, decisions: Decisions, instances: Instances) -> None:
+        """``queue`` and ``instances`` are the batcher's; ``decisions`` counts rejections."""
         self._queue = queue
         self._limits = limits
         self._decisions = decisions
@@ -235,7 +236,7 @@ class Admission:
         ahead_ns = others.work_ns + batches_ahead * policy.batch_ns(fits, latency)
         return Backlog(
             busy_ns=busy_ns,
-            queued_ns=ahead_ns / self._instances * slowdown,
+            queued_ns=ahead_ns / self._instances.count * slowdown,
             own_ns=policy.batch_ns(own_rows, latency) * own_batches,
             solo_ns=policy.batch_ns(min(rows, max_rows), latency) * own_batches,
             # The errors of consecutive runs add up like independent errors.
@@ -264,7 +265,7 @@ class Admission:
 
     def _queued_ns(self, rows: int, shape_class: ShapeClass, policy: BatchPolicy) -> float:
         full_ns = shape_class.batch_latency.predict_ns(policy.max_rows) or 0.0
-        return rows / policy.max_rows * full_ns / self._instances
+        return rows / policy.max_rows * full_ns / self._instances.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class Batcher:
         self._long_piece_policy = runs.policy if has_long_pieces else None
         """The policy while pieces may have more rows than a batch: any change ends that."""
         self._arrivals = ArrivalRate()
-        self._admission = Admission(runs.queue, limits, runs.decisions, instances=runs.instances.count)
+        self._admission = Admission(runs.queue, limits, runs.decisions, runs.instances)
         self._divided = 0  # number of requests that run in pieces; some pieces may not be queued yet
         self._no_divided: asyncio.Event | None = None
 

@@ -52,6 +52,16 @@ class NeverOverdue:
         raise AssertionError("its runs end by themselves")
 
 
+class Idler(NeverOverdue):
+    """A runner that is never asked to run."""
+
+    def run(self, batch: Batch) -> BatchResult:
+        raise AssertionError
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        raise AssertionError
+
+
 class FakeRunner:
     """Runs batches of one INT64 input with two axes; the duration is a function of the padded rows.
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fakes.inflight import inflight
+from fakes.runner import Idler
 from interpreted import interpreted_only
 from ortserve.batching.admission import (
     Admission,
@@ -17,6 +18,7 @@ from ortserve.batching.admission import (
     judge,
     tensor_bytes,
 )
+from ortserve.batching.instances import Instances
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
@@ -82,7 +84,8 @@ class Stage:
         self.policy = BatchPolicy(MAX_ROWS)
         self.last_rows = 0
         limits = QueueLimits(max_rows, max_bytes)
-        self.admission = Admission(self.queue, limits, self.decisions, instances=instances)
+        self.instances = Instances([Idler() for _ in range(instances)])
+        self.admission = Admission(self.queue, limits, self.decisions, self.instances)
 
     def wait(self, rows: int, nbytes: int = 0, level: int = 1, finish_by_ns: int = NOW + 1) -> None:
         """Add rows to the queue that are due before all others."""
@@ -165,6 +168,15 @@ def test_instances_share_the_queued_work() -> None:
     stage.wait(4)
     stage.check(left_ms=5 + 16 + 16, busy_ms=5)
     assert stage.refusal(left_ms=5 + 16 + 15, busy_ms=5).retry_after_s == pytest.approx(0.001)
+
+
+def test_lost_instance_no_longer_shares_the_queued_work() -> None:
+    stage = Stage(instances=2)
+    stage.instances.retire(stage.instances.free[0])
+    stage.wait(4)
+    stage.wait(4)
+    stage.check(left_ms=5 + 32 + 16, busy_ms=5)
+    assert stage.refusal(left_ms=5 + 32 + 15, busy_ms=5).retry_after_s == pytest.approx(0.001)
 
 
 def test_other_models_on_the_device_lengthen_the_wait() -> None:
@@ -304,7 +316,7 @@ def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
 def test_request_limit_of_a_level_is_kept() -> None:
     stage = Stage()
     limits = QueueLimits(10**6, 10**6, {1: 2})
-    admission = Admission(stage.queue, limits, stage.decisions, instances=1)
+    admission = Admission(stage.queue, limits, stage.decisions, stage.instances)
     stage.wait(rows=1, level=1)
     stage.wait(rows=1, level=2)
     admission.check_room(inflight(level=1), stage.shape_class, stage.policy)

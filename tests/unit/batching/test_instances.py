@@ -2,21 +2,11 @@
 
 import pytest
 
-from fakes.runner import NeverOverdue
+from fakes.runner import Idler
 from ortserve.batching.instances import Instances
-from ortserve.core.batch import Batch, BatchDone, BatchResult, Runner
+from ortserve.core.batch import Runner
 
 NOW = 1000
-
-
-class Idler(NeverOverdue):
-    """Never runs."""
-
-    def run(self, batch: Batch) -> BatchResult:
-        raise AssertionError
-
-    def start(self, batch: Batch, done: BatchDone) -> None:
-        raise AssertionError
 
 
 def lend(instances: Instances, predicted_ns: float) -> Runner:
