@@ -80,24 +80,19 @@ def settle_batch(
     result: BatchResult,
     ragged: RaggedTensors | None = None,
 ) -> int:
-    """Settle each request with its rows of ``result``: views of the outputs of the batch.
-
-    ``ragged`` divides the outputs of a model whose requests may differ in shape; None to divide by rows.
+    """Settle each request with its part of ``result``: views of the outputs of the batch (``divide_outputs``).
 
     Returns:
         The number of rows that were computed for requests that were cancelled meanwhile.
 
     Raises:
-        ServeError: internal, before any request is settled, if an output of a shared batch has another number of rows
-            than the batch: its slices could be rows of other requests.
+        ServeError: The error of ``divide_outputs``, before any request is settled.
     """
     parts: Sequence[Arrays]
-    if ragged is not None:
-        parts = ragged.divide(result.outputs, [request.inputs for request in requests], rows)
-    elif len(requests) == 1:
+    if len(requests) == 1 and ragged is None:
         parts = (result.outputs,)
     else:
-        parts = _divide_rows(requests, rows, result.outputs)
+        parts = divide_outputs(requests, rows, result.outputs, ragged)
     wasted = 0
     for request, outputs in zip(requests, parts, strict=True):
         timing = request.timing
@@ -110,7 +105,19 @@ def settle_batch(
     return wasted
 
 
-def _divide_rows(requests: Sequence[InflightRequest], rows: int, outputs: Arrays) -> list[Arrays]:
+def divide_outputs(
+    requests: Sequence[InflightRequest], rows: int, outputs: Arrays, ragged: RaggedTensors | None
+) -> list[Arrays]:
+    """Give each request of a batch of ``rows`` rows its part of the outputs: views.
+
+    ``ragged`` divides the outputs of a model whose requests may differ in shape; None to divide by rows.
+
+    Raises:
+        ServeError: internal, if an output has another number of rows than the batch: its slices could be rows of other
+            requests. The same for the elements of a ragged model.
+    """
+    if ragged is not None:
+        return ragged.divide(outputs, [request.inputs for request in requests], rows)
     check_rows(outputs, rows)
     parts: list[Arrays] = []
     first = 0

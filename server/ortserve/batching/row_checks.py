@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from ortserve.batching.groups import RequestGroup
+from ortserve.batching.groups import RequestGroup, divide_outputs
 from ortserve.batching.queue import ShapeClass
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchResult
@@ -181,32 +181,21 @@ class RowChecks:
             None if the request is too large, or if the outputs cannot be divided.
         """
         requests = group.requests
-        divided: list[Arrays] = []
-        if self._ragged is not None:
-            try:
-                divided = self._ragged.divide(outputs, [request.inputs for request in requests], group.rows)
-            except ServeError:
-                return None  # the batch fails
-        else:
-            for output in outputs:
-                if output.ndim == 0 or len(output) != group.rows:
-                    return None
-        places = [place for place, request in enumerate(requests) if request.rows == 1]
-        places = places or list(range(len(requests)))
+        try:
+            parts = divide_outputs(requests, group.rows, outputs, self._ragged)
+        except ServeError:
+            return None  # the batch fails
+        places = [place for place, request in enumerate(requests) if request.rows == 1] or list(range(len(requests)))
         chosen = places[self._samples_taken % len(places)]
         self._samples_taken += 1
         if requests[chosen].nbytes > MAX_INPUT_BYTES:
             return None
-        first = sum([request.rows for request in requests[:chosen]])
-        after = first + requests[chosen].rows
         neighbours: dict[Shapes, int] = {}
         for place, request in enumerate(requests):
             if place != chosen:
                 shapes = tuple([None if is_absent(array) else array.shape for array in request.inputs])
                 neighbours[shapes] = neighbours.get(shapes, 0) + 1
-        own = divided[chosen] if divided else tuple([output[first:after] for output in outputs])
-        together = self._answer(own)
-        return Sample(group.shape_class, requests[chosen], together, neighbours)
+        return Sample(group.shape_class, requests[chosen], self._answer(parts[chosen]), neighbours)
 
     def _answer(self, outputs: Arrays) -> Answer:
         return Answer(outputs[: len(self._outputs)])
