@@ -11,7 +11,9 @@ from typing import Final
 from ortserve.batching.latency import Line
 
 _BINS: Final = 8
+"""Number of equal parts of the window after an answer in which arriving rows are counted."""
 _GAIN: Final = 0.1
+"""Weight of the arrivals after the last answer in the usual ones."""
 _MAX_SHARE: Final = 0.5
 """Maximum wait, as a share of the time of a batch of one row."""
 _MIN_ROWS: Final = 0.5

@@ -18,7 +18,9 @@ from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
 logger: Final = logging.getLogger(__name__)
 
 MAX_RUN_NS: Final = 200_000
+"""Maximum predicted time of a run on the loop."""
 MAX_TURN_NS: Final = 500_000.0
+"""Maximum predicted time of all runs in one turn of the loop."""
 MAX_OVERRUN_NS: Final = 2_000_000
 """A run on the loop that takes longer bars its model from the loop: either predictions do not hold for the model, or
 something interrupted the run."""

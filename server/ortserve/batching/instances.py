@@ -7,6 +7,7 @@ from typing import Final
 from ortserve.core.batch import Runner
 
 _STAGING_GAIN: Final = 0.1
+"""Weight of an observation in the mean staging time."""
 _LEND_MARGIN_NS: Final = 100_000
 """Additional lead time of a second batch beyond its predicted staging time: about the delay of timers and threads."""
 

@@ -10,6 +10,7 @@ MIN_OBSERVATIONS: Final = 8
 """A prediction rejects no request before this many batches of its shape class have run."""
 
 _GAIN: Final = 0.1
+"""Weight of an observation in the knots around it."""
 _MAX_BATCH_RATIO: Final = 2.0
 """An observation counts as at most twice and at least half of the prediction, so that one batch that was interrupted
 for milliseconds does not mislead the next hundred."""
@@ -17,10 +18,13 @@ _MIN_NS: Final = 1.0
 _MAX_NS: Final = 2.0**63
 """Limits of the times that are learned, so that predictions are positive and finite. No real run exceeds them."""
 _QUANTILE: Final = 0.95
+"""Share of the observations whose error ``LatencyModel.residual_ns`` is to exceed."""
 _QUANTILE_GAIN: Final = 0.1
+"""How far an observation moves ``residual_ns``, as a share of the prediction."""
 
 _MEAN_GAIN: Final = 1 / 8
 _DEVIATION_GAIN: Final = 1 / 4
+"""Weights of an observation in the mean and in the mean deviation (RFC 6298)."""
 _DEVIATIONS: Final = 2
 """Two mean deviations are 1.6 standard deviations of a normal distribution: 19 of 20 batches are answered faster."""
 _ANSWER_INTERVAL_NS: Final = 2_000_000

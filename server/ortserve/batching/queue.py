@@ -131,7 +131,9 @@ class RequestQueue:
         self._known_runs = tuple(known_runs)
         self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
         self._waiting: dict[Hashable, ShapeClass] = {}
-        self._requests: dict[int, int] = {}
+        """The classes with queued requests."""
+        self._requests_by_level: dict[int, int] = {}
+        """The number of queued requests of each priority level."""
         self.rows = 0
         """Rows of all queued requests."""
         self.nbytes = 0
@@ -180,7 +182,7 @@ class RequestQueue:
         self._waiting[shape_class.key] = shape_class
         self.rows += request.rows
         self.nbytes += request.nbytes
-        self._requests[request.level] = self._requests.get(request.level, 0) + 1
+        self._requests_by_level[request.level] = self._requests_by_level.get(request.level, 0) + 1
 
     def waiting(self) -> list[ShapeClass]:
         """The classes with queued requests, in the order in which they are served."""
@@ -194,7 +196,7 @@ class RequestQueue:
 
     def requests(self, level: int) -> int:
         """The number of queued requests of a priority level, in constant time."""
-        return self._requests.get(level, 0)
+        return self._requests_by_level.get(level, 0)
 
     def others(self, shape_class: ShapeClass) -> Iterable[ShapeClass]:
         """The other classes with queued requests, in any order."""
@@ -238,7 +240,7 @@ class RequestQueue:
         for request in removed:
             rows += request.rows
             nbytes += request.nbytes
-            self._requests[request.level] -= 1
+            self._requests_by_level[request.level] -= 1
         self.rows -= rows
         self.nbytes -= nbytes
         shape_class.rows -= rows

@@ -27,7 +27,9 @@ _LIKELY: Final = 6
 """Number of the last ``_GAPS`` gaps that must have been short enough."""
 
 _GAIN: Final = 0.125
+"""Weight of a gap in the mean of the short ones."""
 _MIN_BUDGET_NS: Final = 20_000
+"""Minimum time to poll, however short the gaps are."""
 
 _WASTE_SHARE: Final = 0.05
 """The share of all time that polling may take without a request at its end."""
