@@ -224,6 +224,15 @@ def test_metadata_describes_how_models_run(server: ServerProcess) -> None:
     assert "with allow_fallback it would be tried on CUDAExecutionProvider" in reason
 
 
+@pytest.mark.parametrize("wishes", ["cpu", "cuda,cpu"])
+def test_start_says_that_the_options_leave_the_gpu_unused(tmp_path: Path, wishes: str) -> None:
+    add_model(tmp_path, "copies", builders.identity)
+    with serving(tmp_path, *SHORT_WARMUP, "--execution-providers", wishes, env=host_cuda()) as server:
+        said = [line for line in server.lines if "execution_providers names only the CPU" in line]
+        assert len(said) == (wishes == "cpu"), server.output
+        assert all("CUDAExecutionProvider" in line for line in said)
+
+
 def test_runs_captures_and_memory_are_counted(server: ServerProcess) -> None:
     samples = read_metrics(server)
     batches = samples.by_labels("ortserve_device_batches_total", "model", "way")

@@ -11,6 +11,7 @@ from typing import Final
 
 from ortserve.app.composition import compose
 from ortserve.config.options import ServerOptions
+from ortserve.engine.providers import unused_gpu_providers
 from ortserve.frontends.access import is_loopback, unguarded_groups
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.http.model_routes import HealthFromThreads
@@ -81,7 +82,7 @@ class Server:
         return {"HTTP": http.connection_count, **of_grpc}
 
     def _announce(self, ports: Mapping[str, int]) -> None:
-        """Log the ports, and warn about calls that need no key and about keys in plain text."""
+        """Log the ports and unused GPUs, and warn about calls that need no key and about keys in plain text."""
         parts, options = self._parts, self._options
         host, certificate = options.host, parts.certificate
         for protocol, port in ports.items():
@@ -90,6 +91,9 @@ class Server:
                 is_mutual = certificate.asks_clients and protocol != "metrics"
                 security["tls"] = "mutual" if is_mutual else "server"
             log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **security)
+        if unused := unused_gpu_providers(options.execution_providers):
+            message = "execution_providers names only the CPU, although ONNX Runtime offers providers for GPUs"
+            log_event(logger, logging.INFO, message, offered=", ".join(unused))
         if is_open := unguarded_groups(
             host,
             parts.access.guards,

@@ -179,6 +179,13 @@ def full_name(wish: ProviderWish) -> str:
     return _SHORT_NAMES.get(name, name)
 
 
+def unused_gpu_providers(wishes: Sequence[ProviderWish]) -> list[str]:
+    """The EPs of GPUs that this ONNX Runtime offers, if the wishes name only the CPU; empty otherwise."""
+    if any(full_name(wish) != CPU for wish in wishes):
+        return []
+    return [name for name in ort.get_available_providers() if name in GPU_PROVIDERS]
+
+
 def attach_providers(
     native: ort.SessionOptions, choice: ProviderChoice, *, threads: int, has_cpu: bool = True
 ) -> list[tuple[str, dict[str, str]]] | None:
