@@ -1,6 +1,7 @@
 """Concurrent calls about labels and rollouts: each call decides from the state that it then changes."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,3 +134,18 @@ async def test_rollouts_of_all_models_are_read_while_they_run_and_after_their_en
     assert rollouts.read_all()["m"].describe()["ended"] == ended
     registry.state = ModelState()
     assert rollouts.read_all() == {}
+
+
+async def test_problem_of_a_rollout_is_shown_while_it_lasts_and_logged_each_time_it_begins(
+    registry: FakeRegistry, rollouts: RolloutService, caplog: pytest.LogCaptureFixture
+) -> None:
+    working = registry.state
+    for _ in range(2):
+        registry.state = replace(working, labels={})
+        registry.on_versions("m")
+        registry.on_versions("m")
+        assert "label" in rollouts.read_all()["m"].problem
+        registry.state = working
+        registry.on_versions("m")
+        assert rollouts.read_all()["m"].problem == ""
+    assert sum("rollout has no effect" in line for line in caplog.messages) == 2
