@@ -408,6 +408,10 @@ def test_links_are_served_and_followed(tmp_path: Path) -> None:
     weights.write_bytes(np.full(4, 2, np.float32).tobytes())
     (repository / "files" / "1" / "model.onnx").symlink_to(content)
     (repository / "files" / "1" / "weights.bin").symlink_to(weights)
+    for name, link in (("hard", Path.hardlink_to), ("refused", Path.symlink_to)):
+        (repository / name / "1").mkdir(parents=True)
+        builders.external_weights(repository / name / "1" / "model.onnx", "weights.bin")
+        link(repository / name / "1" / "weights.bin", weights)
     mounted = repository / "mounted"
     for name, build in (("..first", builders.identity), ("..second", builders.unnamed_dims)):
         (mounted / name).mkdir(parents=True)
@@ -416,12 +420,14 @@ def test_links_are_served_and_followed(tmp_path: Path) -> None:
     (mounted / "..data").symlink_to("..first")
     (mounted / "1" / "model.onnx").symlink_to("../..data/model.onnx")
     with serving(repository, *POLL) as server:
-        assert {name: answer_of(server, name) for name in ("model", "version", "files", "mounted")} == {
+        assert {name: answer_of(server, name) for name in ("model", "version", "files", "hard", "mounted")} == {
             "model": 1,
             "version": 1,
             "files": 3,
+            "hard": 3,
             "mounted": 1,
         }
+        server.wait_for_line("model cannot be served", "model=refused", "External data path escapes model directory")
         (mounted / "..new").symlink_to("..second")
         (mounted / "..new").rename(mounted / "..data")
         wait_until(lambda: answer_of(server, "mounted") == 2)
