@@ -18,7 +18,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.console import print_report, printable
 from ortserve.tools.page import render_page
 from ortserve.tools.report import LEVELS, Finding, Report
-from ortserve.tools.staging import naming
+from ortserve.tools.staging import naming, replacement
 
 _Value = TypeVar("_Value")
 _Number = TypeVar("_Number", int, float)
@@ -148,8 +148,8 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
             outcome = run(arguments)
         try:
             if page is not None:
-                with naming(page):
-                    page.write_text(render_page(outcome.report), encoding="utf-8")
+                with replacement(page) as file:
+                    file.write_text(render_page(outcome.report), encoding="utf-8")
         finally:  # print the result even if the page cannot be written
             with naming(Path("output")):
                 _print(outcome, as_json=arguments.json)
@@ -170,11 +170,14 @@ def expect_writable(option: str, path: Path | None) -> None:
 
     Names of models are refused, too: ``-o`` is a page for some commands and a model for others.
     """
-    if path is not None and path.suffix == ".onnx":
+    if path is None:
+        return
+    if path.suffix == ".onnx":
         raise invalid_input(f"{option}: expected a name other than that of a model, got '{path}'")
-    if path is not None and (
-        path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)
-    ):
+    written = [path] if path.exists() else []
+    if path.is_file() or not written:
+        written.append(path.resolve().parent)  # files are replaced, not overwritten
+    if path.is_dir() or not all(os.access(place, os.W_OK) for place in written):
         raise invalid_input(f"{option}: expected a file in an existing folder that can be written, got '{path}'")
 
 

@@ -16,25 +16,58 @@ def staging_folder(beside: Path) -> Iterator[Path]:
     Its name begins with a dot, so that repositories do not take it for a model or a version.
 
     Raises:
-        OSError: The folder of ``beside`` does not exist or cannot be written.
+        OSError: The folder of ``beside`` does not exist or cannot be written, or the disk is full. Errors of the block
+            that name a file of the new folder, which disappears, name ``beside`` instead.
     """
     folder = beside.absolute().parent / f".ortserve-{secrets.token_hex(8)}"
     try:  # an interruption between the next two lines leaves no folder either
-        folder.mkdir(mode=0o700)
-        with naming(beside):
+        with naming(beside, instead_of=folder):
+            folder.mkdir(mode=0o700)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
-    """Add the file to errors of the block that name none, as those of writes to a full disk."""
+def naming(file: Path, instead_of: Path | None = None) -> Iterator[None]:
+    """Add the file to errors of the block that name none, as those of writes to a full disk.
+
+    Args:
+        file: The file.
+        instead_of: A folder that errors must not name, nor its files.
+    """
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(file)
+        named = [name for name in (error.filename, error.filename2) if isinstance(name, str)]  # two by a copy
+        if not named or (instead_of is not None and any(Path(name).is_relative_to(instead_of) for name in named)):
+            error.filename = str(file)
         raise
+
+
+@contextmanager
+def replacement(file: Path) -> Iterator[Path]:
+    """The path to write a file to. At the end of the block, what was written there replaces ``file`` as a whole.
+
+    After an error in the block, ``file`` is as before. A link stays, and its target is replaced; the permissions of an
+    existing file stay. Something that is no file, such as ``/dev/stdout``, is itself the path to write to.
+
+    Raises:
+        OSError: The folder of the file cannot be written, or the disk is full. The error names ``file``.
+    """
+    target = file.resolve()
+    with naming(file, instead_of=target):
+        if target.exists() and not target.is_file():
+            yield file
+            return
+        with staging_folder(target) as folder:
+            staged = folder / target.name
+            yield staged
+            if target.exists():
+                shutil.copymode(target, staged)
+            sync(staged)
+            staged.replace(target)
+            sync(target.parent)
 
 
 def install_files(staged: Path, target: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.tools.staging import install_files, staging_folder
+from ortserve.tools.staging import install_files, replacement, staging_folder
 
 
 def test_files_move_as_a_whole_and_the_folder_goes(tmp_path: Path) -> None:
@@ -55,3 +55,45 @@ def test_errors_of_writes_name_the_target(tmp_path: Path) -> None:
     target = tmp_path / "model.onnx"
     with pytest.raises(OSError, match=r"No space left on device: '.*model\.onnx'"), staging_folder(target):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def write_too_much(file: Path) -> None:
+    with replacement(file) as staged:
+        staged.write_text("half of the new content")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_previous_file_and_is_reported_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    for before in ([], [file]):
+        with pytest.raises(OSError, match=r"No space left on device: '.*page\.html'"):
+            write_too_much(file)
+        assert list(tmp_path.iterdir()) == before
+        file.write_text("old")
+    assert file.read_text() == "old"
+
+
+def test_errors_never_name_the_hidden_folder(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    with pytest.raises(FileNotFoundError) as raised, replacement(file) as staged, staging_folder(staged) as inner:
+        (inner / "missing").read_text()
+    assert raised.value.filename == str(file)
+    with pytest.raises(OSError, match="Invalid") as copied, replacement(file) as staged:
+        raise OSError(errno.EINVAL, "Invalid", "source", None, str(staged))  # as shutil.copyfile does
+    assert copied.value.filename == str(file)
+
+
+def test_permissions_of_a_replaced_file_stay_and_a_new_one_has_the_usual_ones(tmp_path: Path) -> None:
+    file, other = tmp_path / "page.html", tmp_path / "other.html"
+    other.touch()
+    for expected in (other.stat().st_mode & 0o777, 0o640):
+        with replacement(file) as staged:
+            staged.write_text(f"{expected}")
+        assert file.stat().st_mode & 0o777 == expected
+        file.chmod(0o640)
+    assert file.read_text() == f"{0o640}"
+
+
+def test_devices_are_written_to_and_stay() -> None:
+    with replacement(Path(os.devnull)) as place:
+        assert place == Path(os.devnull)

@@ -1,6 +1,7 @@
 """The command ``ortserve profile``."""
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from ortserve.tools.profile.presentation import report
 from ortserve.tools.profile.remote import profile_server
 from ortserve.tools.profile.result import ProfileResult
 from ortserve.tools.profile.summary import compare, profile_of
-from ortserve.tools.staging import naming
+from ortserve.tools.staging import replacement
 from ortserve.tools.subject import Subject, find_model
 
 
@@ -42,8 +43,8 @@ def _run(given: argparse.Namespace) -> Outcome:
         runs = measure(variants, folder, **asked, step=step)
         if (trace := given.trace) is not None:
             for number, kept in enumerate([trace, trace.with_name(f"{trace.stem}-2{trace.suffix}")][: len(runs)]):
-                with naming(kept):
-                    kept.write_bytes((folder / f"{number}.json").read_bytes())
+                with replacement(kept) as file:
+                    shutil.copyfile(folder / f"{number}.json", file)
     profiles = [profile_of(held) for held in runs]
     result = ProfileResult(profile=profiles[0])
     if len(runs) > 1:

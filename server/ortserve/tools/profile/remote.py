@@ -21,7 +21,7 @@ from ortserve.tools.inputs import read_inputs
 from ortserve.tools.profile.result import Batches
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.trace import read_trace
-from ortserve.tools.staging import naming
+from ortserve.tools.staging import replacement
 
 _TRACE_KEY: Final = b',"trace":'
 _SAY_AFTER_S: Final = 1.0
@@ -89,8 +89,8 @@ def profile_server(
     if found != len(batches):
         raise ServeError(ErrorKind.INTERNAL, f"{address.url}: expected {len(batches)} runs in the trace, got {found}")
     if keep is not None:
-        with naming(keep):
-            keep.write_bytes(recorded)
+        with replacement(keep) as file:
+            file.write_bytes(recorded)
     return runs, summary
 
 

@@ -1,9 +1,7 @@
 """Changes values in a ``model.yaml``. Everything else in the file stays, with comments and order."""
 
 import io
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +13,7 @@ from ruamel.yaml.util import load_yaml_guess_indent
 
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.staging import staging_folder, sync
+from ortserve.tools.staging import replacement
 from ortserve.tools.tune.space import Changes, key_path
 
 _WIDTH: Final = 4096
@@ -100,25 +98,10 @@ def write_options(file: Path, changes: Changes, comments: Mapping[str, str], exp
         ServeError: internal: the edited file would have other options. Nothing is written.
         OSError: The folder cannot be written.
     """
-    target = file.resolve()
-    old = target.read_text(encoding="utf-8") if target.exists() else ""
-    with staging_folder(target) as folder:
-        staged = folder / target.name
+    old = file.read_text(encoding="utf-8") if file.exists() else ""
+    with replacement(file) as staged:
         staged.write_text(edit_text(old, changes, comments), encoding="utf-8")
         if load_model_options(staged, LoadOptions()) != expected:
             raise ServeError(
                 ErrorKind.INTERNAL, f"{file.name}: the edited file would not have the options, so it stays"
             )
-        if target.exists():
-            shutil.copymode(target, staged)
-        else:
-            staged.chmod(0o666 & ~_umask())
-        sync(staged)
-        staged.replace(target)
-        sync(target.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
