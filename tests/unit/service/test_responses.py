@@ -98,3 +98,6 @@ def test_too_many_elements_are_rejected_and_many_are_classified_on_a_thread() ->
     assert not is_short(np.empty((64, 1000)), 5, is_batched=True)
     assert not is_short(np.empty((8, 1000)), 1000, is_batched=True)
     assert is_short(np.empty(()), 5, is_batched=False)
+    assert is_short(np.empty((100, 10)), 1, is_batched=True)
+    for width in (1, 0):  # each row takes several calls of numpy, however short it is
+        assert not is_short(np.empty((500, width)), 1, is_batched=True)
