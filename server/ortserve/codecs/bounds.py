@@ -35,6 +35,9 @@ INLINE_OUTPUTS: Final = 256
 INLINE_BINARY_BYTES: Final = 1024 * 1024
 """Maximum size of binary outputs and of texts that are encoded and joined on the event loop, in 0.1 to 1 ms."""
 
+INLINE_CHARACTERS: Final = 128 * 1024
+"""Maximum number of characters of texts that are encoded as JSON at a time, in 0.1 ms, or 1.3 ms if all are escaped."""
+
 JSON_GROWTH: Final = 32
 """Bytes of memory that parsing may take per byte of JSON: orjson reserves 12, and ``[],`` becomes 64."""
 

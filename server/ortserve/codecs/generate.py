@@ -17,8 +17,16 @@ from ortserve.codecs.bounds import (
     MAX_ID_LENGTH,
     too_many,
 )
-from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
+from ortserve.codecs.json_text import (
+    decode_json_data,
+    encode_json_data,
+    encode_json_text,
+    has_long_texts,
+    parse_json,
+    write_json,
+)
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
+from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse, Parameter
@@ -123,8 +131,12 @@ def encode_generate_response(response: InferResponse) -> bytes:
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version
     for tensor in response.outputs:
+        is_one = tensor.array.size == 1
+        if is_one and tensor.datatype is DataType.BYTES:
+            document[tensor.name] = encode_json_text(tensor.array.item())
+            continue
         data: Any = encode_json_data(tensor.array, tensor.datatype)
-        document[tensor.name] = _bare(data[0]) if tensor.array.size == 1 else data
+        document[tensor.name] = _bare(data[0]) if is_one else data
     return bytes(write_json(document, response.outputs))
 
 
@@ -136,7 +148,8 @@ class GenerateEncoder:
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         elements = sum([tensor.array.size for tensor in response.outputs])
-        return elements > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES
+        texts = [tensor.array for tensor in response.outputs if tensor.datatype is DataType.BYTES]
+        return elements > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES or has_long_texts(texts)
 
     def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
         return encode_generate_event(response) if self._is_stream else encode_generate_response(response)
@@ -147,8 +160,8 @@ def encode_generate_event(response: InferResponse) -> bytes:
     return b"data: " + encode_generate_response(response) + b"\n\n"
 
 
-def _bare(element: str | np.generic) -> Any:
-    if isinstance(element, str) or not np.isfinite(element):  # ``write_json`` encodes non-finite values as tokens
+def _bare(element: np.generic) -> Any:
+    if not np.isfinite(element):  # ``write_json`` encodes non-finite values as tokens
         return element
     if isinstance(element, np.float16 | np.float32):
         return float(str(element))  # 0.1 instead of 0.10000000149

@@ -13,7 +13,7 @@ import json
 import math
 import struct
 import time
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, chain
@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 
 from ortserve.codecs.binary_tensor import check_text_count, object_array
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.bounds import INLINE_CHARACTERS, INLINE_ELEMENTS
 from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.tensor import MAX_DIMS, Tensor, format_shape
@@ -36,8 +36,6 @@ _TOKENS: Final = np.array([b"NaN", b"Infinity", b"-Infinity"], object)
 _PLACE: Final = b"\1"
 _STEP: Final = 4096
 """Maximum number of elements that are encoded at a time, in about 0.2 ms."""
-_STEP_CHARACTERS: Final = 1024 * 1024
-"""Number of characters after which a step of texts ends. Encoding them takes about 0.5 ms."""
 
 
 def parse_json(text: bytes | memoryview) -> Any:
@@ -63,8 +61,8 @@ def parse_json(text: bytes | memoryview) -> Any:
     raise invalid_input(f"failed to parse the request JSON buffer: {reason}")
 
 
-class LongArray:
-    """An encoded array, in pieces. It is no dataclass, because orjson would encode the fields of a dataclass."""
+class LongJson:
+    """An encoded array or text, in pieces. No dataclass, because orjson would encode the fields of a dataclass."""
 
     __slots__ = ("pieces",)
 
@@ -77,9 +75,9 @@ def write_json(
 ) -> bytes | memoryview:
     """Encode a document with the arrays and numbers of ``outputs``.
 
-    A document with long arrays is written to ``memory``, if given.
+    A document with long arrays or texts is written to ``memory``, if given.
     """
-    long: list[LongArray] = []
+    long: list[LongJson] = []
     text = orjson.dumps(document, default=partial(_stand_in, long), option=orjson.OPT_SERIALIZE_NUMPY)
     # orjson encodes NaN and infinities as null. Searching the text is cheap; the arrays are checked only after a hit.
     if b"null" in text and any(_has_non_finite(tensor) for tensor in outputs):
@@ -89,14 +87,19 @@ def write_json(
     return text if not long else _with_long_arrays(text, long, memory)
 
 
-def write_array(elements: np.ndarray | list[str]) -> LongArray:
+def write_array(elements: np.ndarray | list[str]) -> LongJson:
     """Encode a long array of numbers or texts in steps, and release the interpreter lock after each step."""
     pieces: list[bytes] = []
     begin = 0
     while begin < len(elements):
         step = elements[begin : begin + _STEP]
         if isinstance(step, list):
-            step = step[: bisect_left(list(accumulate(map(len, step))), _STEP_CHARACTERS) + 1]
+            step = step[: bisect_right(list(accumulate(map(len, step))), INLINE_CHARACTERS)]
+            if not step:  # the next text is a long one
+                pieces += _write_text(elements[begin])
+                pieces.append(b",")
+                begin += 1
+                continue
         begin += len(step)
         text = orjson.dumps(step, option=orjson.OPT_SERIALIZE_NUMPY)
         if isinstance(step, np.ndarray) and b"null" in text:
@@ -104,12 +107,21 @@ def write_array(elements: np.ndarray | list[str]) -> LongArray:
         pieces += text[1:-1], b","
         time.sleep(0)
     pieces[-1] = b"]"
-    return LongArray([b"[", *pieces])
+    return LongJson([b"[", *pieces])
 
 
-def _stand_in(long: list[LongArray], value: object) -> orjson.Fragment:
-    """Encode values that orjson does not support. A byte that cannot occur in JSON marks the place of a long array."""
-    if isinstance(value, LongArray):
+def _write_text(text: str) -> list[bytes]:
+    """Encode a long text in steps like ``write_array``."""
+    pieces = [b'"']
+    for begin in range(0, len(text), INLINE_CHARACTERS):
+        pieces.append(orjson.dumps(text[begin : begin + INLINE_CHARACTERS])[1:-1])
+        time.sleep(0)
+    return [*pieces, b'"']
+
+
+def _stand_in(long: list[LongJson], value: object) -> orjson.Fragment:
+    """Encode values that orjson does not support. A byte that cannot occur in JSON marks the place of a LongJson."""
+    if isinstance(value, LongJson):
         long.append(value)
         return orjson.Fragment(_PLACE)
     if isinstance(value, np.ndarray | np.generic):
@@ -117,8 +129,8 @@ def _stand_in(long: list[LongArray], value: object) -> orjson.Fragment:
     raise TypeError(type(value).__name__)
 
 
-def _with_long_arrays(text: bytes, long: list[LongArray], memory: LargeMemory | None) -> bytes | memoryview:
-    """Insert the long arrays. Joining releases the interpreter lock; orjson would hold it while copying."""
+def _with_long_arrays(text: bytes, long: list[LongJson], memory: LargeMemory | None) -> bytes | memoryview:
+    """Insert the long arrays and texts. Joining releases the interpreter lock; orjson would hold it while copying."""
     around = text.split(_PLACE)
     pieces: list[bytes | memoryview] = [around[0]]
     for array, after in zip(long, around[1:], strict=True):
@@ -185,14 +197,22 @@ def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...]
     return _numbers(elements, types, datatype, name).reshape(shape)
 
 
-def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any] | LongArray:
-    """Return a flat list or array for ``write_json``. Long arrays are encoded here, in steps."""
+def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any] | LongJson:
+    """Return a flat list or array for ``write_json``. Many elements and long texts are encoded here, in steps."""
     flat = array.ravel()
     elements = flat.tolist() if datatype is DataType.BYTES else widen(flat) if datatype is DataType.BF16 else flat
-    is_long = array.size > INLINE_ELEMENTS
-    if isinstance(elements, list) and array.size > 1:  # a single text cannot be encoded in steps
-        is_long = is_long or sum(map(len, elements)) > INLINE_BINARY_BYTES
+    is_long = array.size > INLINE_ELEMENTS or (isinstance(elements, list) and has_long_texts([flat]))
     return write_array(elements) if is_long else elements
+
+
+def encode_json_text(text: str) -> str | LongJson:
+    """Return a text for ``write_json``. A long one is encoded here, in steps."""
+    return LongJson(_write_text(text)) if len(text) > INLINE_CHARACTERS else text
+
+
+def has_long_texts(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether arrays of texts together take too long for the event loop, as JSON."""
+    return sum([sum(map(len, array.ravel().tolist())) for array in arrays]) > INLINE_CHARACTERS
 
 
 def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[Any], set[type]]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from ortserve.codecs.binary_tensor import REGION, decode_binary_tensor, encode_binary_tensor, read_span
 from ortserve.codecs.bounds import (
     INLINE_BINARY_BYTES,
@@ -20,7 +22,7 @@ from ortserve.codecs.bounds import (
     MAX_TENSORS,
     too_many,
 )
-from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, has_long_texts, parse_json, write_json
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory
@@ -134,11 +136,14 @@ class RestEncoder:
 
     def is_long(self, request: InferRequest, response: InferResponse) -> bool:
         elements = 0
+        texts: list[np.ndarray] = []  # in JSON
         for index, tensor in enumerate(response.outputs):
             is_binary = request.outputs[index].binary if request.outputs else request.binary_output
             if tensor.datatype is DataType.BYTES or not is_binary:
                 elements += tensor.array.size
-        return elements > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES
+                if not is_binary and tensor.datatype is DataType.BYTES:
+                    texts.append(tensor.array)
+        return elements > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES or has_long_texts(texts)
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_array, write_json
+from ortserve.codecs.bounds import INLINE_CHARACTERS
+from ortserve.codecs.json_text import (
+    LongJson,
+    decode_json_data,
+    encode_json_data,
+    encode_json_text,
+    parse_json,
+    write_array,
+    write_json,
+)
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.tensor import Tensor
@@ -112,9 +121,19 @@ def test_long_arrays_are_joined_in_a_lent_buffer() -> None:
 
 
 def test_few_long_texts_are_written_in_steps() -> None:
-    texts = np.array(["", "ä" * 700_000, 'a "quote"' * 100_000, "\x01", "x" * 3_000_000, "last"], object)
-    text = write_json({"data": encode_json_data(texts, DataType.BYTES)}, [])
-    assert json.loads(bytes(text)) == {"data": texts.tolist()}
+    texts = np.array(
+        ["", "ä" * 700_000, 'a "quote"' * 100_000, "\x01", "😀" * 300_000, "\\n" * 100_000, "last"], object
+    )
+    for some in (texts, texts[::-1], texts[1:2]):
+        text = write_json({"data": encode_json_data(some, DataType.BYTES)}, [])
+        assert json.loads(bytes(text)) == {"data": some.tolist()}
+
+
+def test_no_step_escapes_more_characters_than_the_loop_may() -> None:
+    texts = np.array(["\x01" * 1_000_000, *["\x01" * 50_000] * 10], object)
+    for encoded in (encode_json_data(texts, DataType.BYTES), encode_json_text(texts[0])):
+        assert isinstance(encoded, LongJson)
+        assert max(map(len, encoded.pieces)) <= len("\\u0001") * INLINE_CHARACTERS
 
 
 INTEGERS = [datatype for datatype in DataType if datatype.numpy.kind in "iu" and datatype is not DataType.BF16]

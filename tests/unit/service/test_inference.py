@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from fakes.encoded import AS_IS, EncodedBy, Given
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, INLINE_OUTPUTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_CHARACTERS, INLINE_ELEMENTS, INLINE_OUTPUTS
 from ortserve.codecs.generate import GenerateEncoder
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
@@ -420,6 +420,8 @@ async def test_few_long_texts_and_many_short_outputs_are_encoded_on_a_thread(
 
     assert await is_on_loop(texts("short"))
     assert not await is_on_loop(texts("ä" * 2**20))
+    # Binary texts count by their size; in JSON, characters may have to be escaped.
+    assert await is_on_loop(texts("\x01" * (INLINE_CHARACTERS + 1))) == isinstance(encoder, GrpcEncoder)
     assert await is_on_loop(request("two"))
     rows = np.ones((INLINE_ELEMENTS // 4, 4), np.float32)
     # Two outputs, each of the maximum length. Binary outputs count by their size.
