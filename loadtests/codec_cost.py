@@ -7,7 +7,8 @@ it, divided by the tensor's size, because a copy allocates that size.
 
 Expected, and checked before anything is printed:
 
-- Reading binary tensors copies nothing, over REST and gRPC: arrays are views of the body until they are staged.
+- Reading binary tensors copies nothing, over REST and gRPC: arrays are views of the body until they are staged. So are
+  floats in gRPC's typed contents.
 - Writing binary tensors copies once: both servers require the body as a single bytes object.
 - JSON copies are not bounded. While reading, orjson reserves 12 bytes for each byte of text, and a number becomes an
   object of 24 bytes with an 8-byte slot in a list; written, a number has at most 20 bytes of text.
@@ -115,7 +116,7 @@ def arms_of(size: str, nbytes: int) -> list[Arm]:
             array,
             lambda: GrpcRequest(by_typed_grpc).read(),
             lambda: encode_response(response),
-            None,
+            0,
             1,
         ),
     ]
@@ -239,7 +240,7 @@ def waits(arms: Sequence[Arm], rounds: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.05, help="of each arm's half in a round")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
@@ -268,11 +269,11 @@ Medians of {options.rounds} rounds in which all arms took turns, and their range
 {measured}
 
 A copy is memory of the tensor's size. Other memory of a call is left out; at 1 KB of binary it is all there is. A
-binary tensor is read as a view of the body and staged from there. It is written with one copy, which joins it with the
-head, because the servers of both protocols take an answer as one piece. The copies of JSON are the text, the objects of
-its numbers, and above all the memory that orjson allocates before it reads: 12 bytes for each byte of text, of which it
-touches only a part. For typed contents, the figure shows the bytes that a tensor is a view of, but not the allocations
-of protobuf. Answers to typed contents are raw, like all answers.
+binary tensor is read as a view of the body and staged from there, as are floats in typed contents over 2 KiB; protobuf
+reads smaller contents. A binary tensor is written with one copy, which joins it with the head, because the servers of
+both protocols take an answer as one piece. The copies of JSON are the text, the objects of its numbers, and above all
+the memory that orjson allocates before it reads: 12 bytes for each byte of text, of which it touches only a part.
+Answers to typed contents are raw, like all answers.
 
 ## Time that a thread would save the event loop
 
