@@ -7,7 +7,7 @@ Level: engine, one process, no protocol. Expected: at most 60 µs per step with 
 The server's loader loads three models that add 1 to 16 numbers. Both arms run one request at a time and take turns in
 each round: an ensemble that chains the three models, and the same three requests that the benchmark submits one after
 the other. The difference divided by three is the cost of a step. Answers are checked once. Prints the spread of the
-rounds.
+rounds and writes no file.
 """
 
 import argparse
@@ -23,11 +23,11 @@ import numpy as np  # noqa: E402
 import uvloop  # noqa: E402
 from prometheus_client import CollectorRegistry  # noqa: E402
 
+from harness import circumstances  # noqa: E402
 from models import members  # noqa: E402
 from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.config.model import LoadOptions  # noqa: E402
 from ortserve.core.batch import Arrays  # noqa: E402
-from ortserve.core.compiled import IS_COMPILED  # noqa: E402
 from ortserve.core.inflight import InflightRequest  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
 from ortserve.registry.registry import Registry  # noqa: E402
@@ -82,7 +82,7 @@ async def measure(folder: Path, rounds: int, requests: int) -> None:
     await registry.close()
     costs = sorted((one - other) / len(STEPS) for one, other in times)
     whole, apart = median(one for one, _ in times), median(other for _, other in times)
-    print(f"{'compiled' if IS_COMPILED else 'interpreted'}, {rounds} rounds of {requests} requests")
+    print(f"{circumstances()} {rounds} rounds of {requests} requests.")
     print(f"ensemble of {len(STEPS)} steps: {whole:.1f} µs; the same models one after the other: {apart:.1f} µs")
     print(
         f"a step costs {median(costs):.1f} µs more (from {costs[0]:.1f} to {costs[-1]:.1f}); whole {whole / 3:.1f} µs"
@@ -91,7 +91,7 @@ async def measure(folder: Path, rounds: int, requests: int) -> None:
 
 def main() -> None:
     """Measure in a temporary repository."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=2000)
     arguments = parser.parse_args()

@@ -586,7 +586,7 @@ def run_apart(arguments: Sequence[str], out: Path, timeout_s: float) -> str:
 
 def main() -> int:
     """Run all sections, or only the named one, and write the results. Returns 1 if a section failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--scale", choices=tuple(SCALES), default="full")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu_figures.md")

@@ -145,7 +145,7 @@ def table(corpus: str, models: Sequence[Path], rounds: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="*", default=[], help="folders with further models")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)

@@ -118,7 +118,7 @@ def _compared(taken: dict[str, list[float]], unit: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--requests", type=int, default=20_000, help="of each arm in a round")
     parser.add_argument("--models", type=int, default=1000, help="that are scraped")

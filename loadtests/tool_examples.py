@@ -74,7 +74,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 def main() -> None:
     """Write the page."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     machine = f"{os.cpu_count()} processors ({platform.machine()}), shared with other work"
     lines = ["# What the tools show of real models", "", f"Written by `loadtests/tool_examples.py` on {machine}."]
     with TemporaryDirectory() as name:

@@ -105,7 +105,7 @@ def export_us() -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--requests", type=int, default=20_000, help="of each case in a round")
     parser.add_argument("--report", type=Path, default=Path(__file__).parent / "results" / "tracing_cost.md")

@@ -219,6 +219,14 @@ def test_every_load_test_is_listed() -> None:
     assert all((ROOT / "loadtests" / name).exists() for name in listed)
 
 
+def test_help_of_every_load_test_shows_its_question_and_usage() -> None:
+    for path in (ROOT / "loadtests").glob("*.py"):
+        text = path.read_text()
+        if "ArgumentParser(" in text:
+            assert "(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)" in text, path
+            assert f"python loadtests/{path.name}" in text, path
+
+
 def test_every_protection_names_a_test_or_an_option() -> None:
     page = (DOCS / "threat-model.md").read_text()
     claims = re.findall(r"^- (.*?)(?=\n- |\n\n|\Z)", page[page.index("## ") :], re.MULTILINE | re.DOTALL)
