@@ -7,7 +7,7 @@ and the last third of the run adds less than 5 MiB of resident memory.
 
 Runs until both the time and the number of calls are reached. Calls are of all kinds: answered, refused, cancelled,
 timed out, streamed and compressed. Connections are used for a while and closed, gracefully or not. Writes
-``loadtests/results/grpc_soak.md``.
+``loadtests/results/grpc_soak.md``. Exits with 1 if the memory grew by more.
 """
 
 import argparse
@@ -137,7 +137,7 @@ async def run(soak: Soak, pid: int, *, seconds: float, calls: int) -> list[tuple
     return seen
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--calls", type=int, default=5_000_000)
@@ -172,7 +172,8 @@ def main() -> None:
     options.results.mkdir(exist_ok=True)
     (options.results / "grpc_soak.md").write_text(text + "\n")
     print(text)
+    return 0 if grown < MAX_GROWTH_MIB else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

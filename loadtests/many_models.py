@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -197,11 +198,10 @@ def zipf(server: Server, expected: Mapping[str, np.ndarray], seconds: float) -> 
                 counts["requests"] += 1
                 counts["right" if is_right else "not ready" if status == 503 else "wrong"] += 1
 
-    clients = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
-    for one in clients:
-        one.start()
-    for one in clients:
-        one.join()
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(client, seed) for seed in range(4)]:
+            done.result()
+    assert not counts["wrong"], f"{counts['wrong']:.0f} of {counts['requests']:.0f} answers were wrong"
     waited = sum(server.sample("ortserve_on_demand_requests_total").values())
     counts["hit rate"] = 1 - waited / counts["requests"]
     wait_s = sum(server.sample("ortserve_on_demand_wait_seconds_total").values())
@@ -229,11 +229,13 @@ def loads_beside(folder: Path, seconds: float) -> list[list[str]]:
             for _ in range(ROUNDS):
                 still = times(server, "m0000", seconds / 5)
                 is_over = threading.Event()
-                loader = threading.Thread(target=keep_loading, args=(server, f"load{number}", is_over))
-                loader.start()
-                loaded = times(server, "m0000", seconds / 5)
-                is_over.set()
-                loader.join()
+                with ThreadPoolExecutor(1) as pool:
+                    loading = pool.submit(keep_loading, server, f"load{number}", is_over)
+                    try:
+                        loaded = times(server, "m0000", seconds / 5)
+                    finally:
+                        is_over.set()
+                loading.result()
                 for percent in ratios:
                     ratios[percent].append(p(loaded, percent) / p(still, percent))
                 rest += still
@@ -251,11 +253,13 @@ def keep_loading(server: Server, model: str, is_over: threading.Event) -> None:
     while not is_over.is_set():
         for action in ("load", "unload"):
             connection.request("POST", f"/v2/repository/models/{model}/{action}", b"{}")
-            connection.getresponse().read()
+            response = connection.getresponse()
+            text = response.read().decode()
+            assert response.status == 200, f"the {action} of {model} failed: {text}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--room", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=20)

@@ -165,10 +165,12 @@ def _guard(failures: list[BaseException], swaps: Swaps, is_over: threading.Event
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--swaps", type=int, default=1000)
+    parser.add_argument("--swaps", type=int, default=1000, help=f"at least {SETTLED}")
     parser.add_argument("--seconds", type=float, default=10, help="of a stretch")
     parser.add_argument("--pause-s", type=float, default=0.1)
     options = parser.parse_args()
+    if options.swaps < SETTLED:
+        parser.error(f"--swaps: expected at least {SETTLED}, after which memory is compared, got {options.swaps}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found, swaps = measure(options)
     text = report(found, swaps)
