@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import pytest
 import yaml
 
+from archives import file_site
+from browser import NEEDS_CHROMIUM, chromium, open_page, violations
 from manifests import ROOT
 from ortserve.cli.serve import build_parser
 from ortserve.config.model import ModelOptions
@@ -40,6 +43,7 @@ PROGRAMS: Final = {
 ``apt-get``, which needs root.
 """
 
+SCHEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
 FLAGS_OF_OTHERS: Final = {"--config", "--foreground", "--gpus", "--init", "--live", "--pid", "--strict", "--ulimit"}
 """Flags of ``ortserve health``, Docker, ``timeout`` and mypy; ``--config`` is not an option of the server."""
 VARIABLES_OF_BUILDS: Final = {"ORTSERVE_COMPILE"}
@@ -249,13 +253,19 @@ def build_site(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_site_is_built_and_loads_from_no_other_host(tmp_path: Path) -> None:
-    """Links to other hosts are for readers; scripts, styles, fonts and pictures must be on the site itself."""
-    done = build_site(ROOT, tmp_path)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build_site(ROOT, folder)
     assert done.returncode == 0, done.stderr
-    built = {page.relative_to(tmp_path) for page in tmp_path.rglob("index.html")}
+    return folder
+
+
+def test_site_loads_from_no_other_host(site: Path) -> None:
+    """Links to other hosts are for readers; scripts, styles, fonts and pictures must be on the site itself."""
+    built = {page.relative_to(site) for page in site.rglob("index.html")}
     assert len(built) == len([*DOCS.rglob("*.md")])
-    for page in tmp_path.rglob("*.html"):
+    for page in site.rglob("*.html"):
         text = page.read_text()
         assert not re.findall(r'<script[^>]+src="(?:https?:)?//', text), page
         assert not re.findall(r'<link[^>]+rel="(?:stylesheet|preconnect|preload)"[^>]+href="(?:https?:)?//', text), page
@@ -282,3 +292,17 @@ def test_each_fault_of_the_site_fails_its_build(tmp_path: Path) -> None:
     for complaint in faults.values():
         assert any(complaint in warning for warning in warnings), (complaint, done.stderr)
     assert f"Aborted with {len(faults)} warnings" in done.stdout
+
+
+@NEEDS_CHROMIUM
+def test_pages_of_the_site_are_legible_and_commands_are_copied_without_prompts(site: Path) -> None:
+    copy = """() => {
+        const code = [...document.querySelectorAll("pre > code")].find((one) => one.querySelector(".gp"));
+        code.setAttribute("data-md-copying", "");
+        return code.innerText;
+    }"""
+    with file_site(site) as url, chromium() as browser:
+        for path, scheme in product(("", "quickstart/", "migrate/"), SCHEMES):
+            with open_page(browser, f"{url}/{path}", scheme=scheme) as page:
+                assert not [one for one in violations(page) if re.match("color-contrast|link-in-text-block", one)]
+                assert path != "quickstart/" or page.evaluate(copy).startswith("curl -s http://127.0.0.1:8000/")
