@@ -17,7 +17,7 @@ import tritonclient.http as triton_http
 
 from manifests import ROOT
 from models import builders
-from pages import DOCS, Command, blocks, commands
+from pages import DOCS, Command, blocks, commands, spans
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 
 OF_SECURITY: Final = [command.text for command in commands(DOCS / "security.md")]
@@ -54,6 +54,12 @@ def test_request_prints_the_documented_output(example_server: ServerProcess, com
         assert "error" not in json.loads(printed)
     else:
         assert "ortserve_request_duration_seconds" in printed
+
+
+def test_quickstart_quotes_the_inputs_of_a_model(example_server: ServerProcess, tmp_path: Path) -> None:
+    (command,) = [one for one in REQUESTS if one.page.stem == "quickstart" and one.text.endswith("/digits")]
+    (quoted,) = [span for span in spans(command.page.read_text()) if span.startswith('"inputs":')]
+    assert quoted in bash(on_ports_of(example_server, command.text), tmp_path)
 
 
 def test_requests_are_found() -> None:
