@@ -114,9 +114,12 @@ class Server:
             ServeError: invalid_input, if a repository cannot be read.
         """
         await self._parts.repository.start()
-        # Objects of the start live as long as the process; freeze them so that the garbage collector skips them.
+        # Objects of the start live as long as the process; freeze them so that the garbage collector skips them. Its
+        # full runs are due when new objects are a quarter of those of the last full run. The second run here finds few,
+        # so that the frozen ones do not count; otherwise the cycles of many unloaded models would stay in memory.
         gc.collect()
         gc.freeze()
+        gc.collect()
         models = self._parts.models
         served, failed, others = models.count_models()
         level = logging.WARNING if failed else logging.INFO
