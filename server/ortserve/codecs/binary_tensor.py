@@ -4,6 +4,8 @@ The layout is little-endian and row-major, without padding. A BYTES element is a
 bytes. ONNX Runtime holds strings as UTF-8 and returns them as ``str``, so elements that are not UTF-8 are rejected.
 """
 
+import codecs
+import contextlib
 import struct
 import time
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ import numpy as np
 
 from ortserve.codecs.bounds import MAX_TEXT_BYTES, MAX_TEXTS
 from ortserve.core.dtypes import DataType
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionSpan
 from ortserve.core.request import Parameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -43,10 +46,15 @@ def decode_binary_tensor(
     return np.ndarray(shape, datatype.numpy, data)
 
 
-def encode_binary_tensor(array: np.ndarray, datatype: DataType) -> bytes | memoryview:
-    """Encode a tensor as bytes. A contiguous tensor is returned as a view on its memory."""
+def encode_binary_tensor(
+    array: np.ndarray, datatype: DataType, memory: LargeMemory | None = None
+) -> bytes | memoryview:
+    """Encode a tensor as bytes. A contiguous tensor is returned as a view on its memory.
+
+    Many or long texts are written to ``memory``, if given.
+    """
     if datatype is DataType.BYTES:
-        return encode_bytes_elements(array)
+        return encode_bytes_elements(array, memory)
     if array.size == 0:
         return b""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -104,6 +112,7 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
     """
     count = prod(shape)
     end = len(data)
+    view = memoryview(data)
     if count * 4 > end:  # checked before the array is allocated
         raise invalid_input(f"expected {count} string elements for inference input '{name}', got {end} bytes")
     check_text_count(count, name)
@@ -124,7 +133,10 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
             begin, offset = begin + offset, 0
             if begin + size > end or size > MAX_TEXT_BYTES + 4:
                 break
-            window = bytes(data[begin : begin + max(size, _WINDOW_BYTES)])
+            if size > _WINDOW_BYTES:  # decoded without a copy
+                texts.add(decode_element(view[begin + 4 : begin + size], texts.filled, name))
+                begin += size
+            window = bytes(view[begin : begin + _WINDOW_BYTES])
     except UnicodeDecodeError:
         pass
     if begin + offset < end or texts.filled < count:
@@ -172,14 +184,26 @@ def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: 
 
 
 def decode_element(element: bytes | memoryview, index: int, name: str) -> str:
-    """Decode one element. Raises ServeError: invalid_input if it is not UTF-8."""
+    """Decode one element, a long one in steps. Raises ServeError: invalid_input if it is not UTF-8."""
     try:
+        if len(element) > _STEP_BYTES:
+            with contextlib.suppress(UnicodeDecodeError):  # its position would be that in a step
+                return _decode_in_steps(memoryview(element))
         return str(element, "utf-8")
     except UnicodeDecodeError as error:
         raise invalid_input(
             f"string element {index} of inference input '{name}' is not valid UTF-8 "
             f"({error.reason} at byte {error.start}); ONNX string tensors hold text"
         ) from None
+
+
+def _decode_in_steps(text: memoryview) -> str:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parts: list[str] = []
+    for begin in range(0, len(text), _STEP_BYTES):
+        parts.append(decoder.decode(text[begin : begin + _STEP_BYTES]))
+        time.sleep(0)
+    return "".join([*parts, decoder.decode(b"", final=True)])
 
 
 def object_array(elements: list[str], shape: tuple[int, ...]) -> np.ndarray:
@@ -189,22 +213,44 @@ def object_array(elements: list[str], shape: tuple[int, ...]) -> np.ndarray:
     return array.reshape(shape)
 
 
-def encode_bytes_elements(array: np.ndarray) -> bytes:
+def encode_bytes_elements(array: np.ndarray, memory: LargeMemory | None = None) -> bytes | memoryview:
     """Encode an object array of ``str`` as length-prefixed UTF-8 elements in row-major order.
 
-    Releases the interpreter lock at intervals.
+    Releases the interpreter lock at intervals. Joining the result of several steps would hold it: without ``memory``
+    this function is for short results and other processes.
     """
+    steps: list[bytes | memoryview] = []
     pieces: list[bytes] = []
     step_bytes = 0
     for element in array.ravel():
+        if len(element) > _STEP_BYTES:
+            parts = _encode_in_steps(element)
+            pieces.append(_LENGTH.pack(sum([len(part) for part in parts])))
+            steps += [b"".join(pieces), *parts]
+            pieces = []
+            step_bytes = 0
+            continue
         encoded = element.encode()
         pieces.append(_LENGTH.pack(len(encoded)))
         pieces.append(encoded)
         step_bytes += _ELEMENT_BYTES + len(encoded)
         if step_bytes >= _STEP_BYTES:
+            steps.append(b"".join(pieces))
+            pieces = []
             step_bytes = 0
             time.sleep(0)
-    return b"".join(pieces)
+    if not steps:
+        return b"".join(pieces)
+    steps.append(b"".join(pieces))
+    return b"".join(steps) if memory is None else memory.join(steps)
+
+
+def _encode_in_steps(text: str) -> list[bytes]:
+    parts: list[bytes] = []
+    for begin in range(0, len(text), _STEP_BYTES):
+        parts.append(text[begin : begin + _STEP_BYTES].encode())
+        time.sleep(0)
+    return parts
 
 
 REGION: Final = "shared_memory_region"

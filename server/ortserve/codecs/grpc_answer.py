@@ -42,7 +42,7 @@ def encode_response(response: InferResponse, memory: LargeMemory | None = None) 
         array = tensor.array
         announced.append((tensor.name, tensor.datatype, array.shape))
         # Clients expect one entry of raw contents per output, even if it is empty.
-        content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype)
+        content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype, memory)
         raw.append(RAW_OUTPUT_TAG + varint(len(content)))
         raw.append(content)
     names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))

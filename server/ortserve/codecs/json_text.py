@@ -87,24 +87,22 @@ def write_json(
     return text if not long else _with_long_arrays(text, long, memory)
 
 
-def write_array(elements: np.ndarray | list[str]) -> LongJson:
+def write_array(elements: np.ndarray) -> LongJson:
     """Encode a long array of numbers or texts in steps, and release the interpreter lock after each step."""
     pieces: list[bytes] = []
     begin = 0
     while begin < len(elements):
         step = elements[begin : begin + _STEP]
-        if isinstance(step, list):
-            step = step[: bisect_right(list(accumulate(map(len, step))), INLINE_CHARACTERS)]
-            if not step:  # the next text is a long one
-                pieces += _write_text(elements[begin])
-                pieces.append(b",")
-                begin += 1
-                continue
-        begin += len(step)
-        text = orjson.dumps(step, option=orjson.OPT_SERIALIZE_NUMPY)
-        if isinstance(step, np.ndarray) and b"null" in text:
-            text = _spell_with_tokens(step, text)
-        pieces += text[1:-1], b","
+        if step.dtype.hasobject:
+            texts: list[str] = step.tolist()
+            texts = texts[: bisect_right(list(accumulate(map(len, texts))), INLINE_CHARACTERS)]
+            begin += max(len(texts), 1)
+            pieces += [orjson.dumps(texts)[1:-1]] if texts else _write_text(step[0])
+        else:
+            begin += len(step)
+            text = orjson.dumps(step, option=orjson.OPT_SERIALIZE_NUMPY)
+            pieces.append((_spell_with_tokens(step, text) if b"null" in text else text)[1:-1])
+        pieces.append(b",")
         time.sleep(0)
     pieces[-1] = b"]"
     return LongJson([b"[", *pieces])
@@ -200,9 +198,10 @@ def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...]
 def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any] | LongJson:
     """Return a flat list or array for ``write_json``. Many elements and long texts are encoded here, in steps."""
     flat = array.ravel()
-    elements = flat.tolist() if datatype is DataType.BYTES else widen(flat) if datatype is DataType.BF16 else flat
-    is_long = array.size > INLINE_ELEMENTS or (isinstance(elements, list) and has_long_texts([flat]))
-    return write_array(elements) if is_long else elements
+    elements = widen(flat) if datatype is DataType.BF16 else flat
+    if array.size > INLINE_ELEMENTS or (datatype is DataType.BYTES and has_long_texts([flat])):
+        return write_array(elements)
+    return flat.tolist() if datatype is DataType.BYTES else elements
 
 
 def encode_json_text(text: str) -> str | LongJson:

@@ -163,7 +163,7 @@ class RestEncoder:
             if tensor.name in placed:
                 continue
             if is_binary:
-                piece = encode_binary_tensor(tensor.array, tensor.datatype)
+                piece = encode_binary_tensor(tensor.array, tensor.datatype, memory)
                 entry["parameters"] = {"binary_data_size": len(piece)}
                 tail.append(piece)
             else:

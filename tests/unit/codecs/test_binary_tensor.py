@@ -17,6 +17,7 @@ from ortserve.codecs.binary_tensor import (
     read_span,
 )
 from ortserve.core.dtypes import DataType
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionSpan
 from ortserve.core.request import Parameter
 from ortserve.errors import ErrorKind, ServeError
@@ -148,6 +149,21 @@ def test_elements_are_in_row_major_order_and_may_be_views_of_a_body() -> None:
 def test_strided_array_is_encoded_in_row_major_order() -> None:
     array = np.array([["a", "b"], ["c", "d"]], object)
     assert encode_bytes_elements(array.T) == spell(b"a", b"c", b"b", b"d")
+
+
+@pytest.mark.parametrize("texts", [["", "ä" * 700_000, "x" * 300_000, "😀" * 1_500_000, "b"], ["ab"] * 3000])
+def test_long_and_many_texts_are_written_in_steps_to_lent_memory(texts: list[str]) -> None:
+    array, memory = np.array(texts, object), LargeMemory()
+    data = encode_bytes_elements(array, memory)
+    assert memory.kept_bytes >= len(data)
+    assert data == spell(*[text.encode() for text in texts])
+    assert decode_bytes_elements(data, array.shape, "x").tolist() == texts
+
+
+def test_fault_in_a_long_text_is_named_with_its_position() -> None:
+    data = spell(b"a", "ä".encode() * 1_000_000 + b"\xff")
+    with pytest.raises(ServeError, match=r"string element 1 of inference input 'x' .* at byte 2000000\)"):
+        decode_bytes_elements(data, (2,), "x")
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
