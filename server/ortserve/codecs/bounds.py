@@ -23,11 +23,18 @@ MAX_TEXTS: Final = 128 * 1024
 MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
 """Maximum size of one element of a BYTES tensor. Decoding it holds the interpreter lock for 3 ms."""
 
+MIN_TEXT_BYTES: Final = 4
+"""Size of an empty element of a BYTES tensor, on the wire: its length."""
+
 INLINE_BYTES: Final = 64 * 1024
 """Maximum size of JSON, texts and typed contents that are decoded on the event loop, in at most about 1 ms."""
 
 INLINE_ELEMENTS: Final = 16 * 1024
-"""Maximum number of elements of an answer that are encoded on the event loop as JSON or texts, in about 1 ms."""
+"""Maximum number of elements of an answer that are encoded on the event loop as JSON, in about 0.5 ms."""
+
+INLINE_TEXTS: Final = 4096
+"""Maximum number of texts with length prefixes that are decoded or encoded on the event loop, in 0.5 ms, or 1 ms if the
+code is not compiled."""
 
 INLINE_OUTPUTS: Final = 256
 """Maximum number of outputs of an answer that is encoded on the event loop. Each takes about 2 µs."""

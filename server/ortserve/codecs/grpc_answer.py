@@ -12,7 +12,7 @@ from typing import Final
 
 from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferResponse
 from ortserve.codecs.binary_tensor import encode_binary_tensor
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_TEXTS
 from ortserve.codecs.grpc_infer import read_names
 from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, RAW_OUTPUT_TAG, answer_id, varint
 from ortserve.core.dtypes import DataType
@@ -61,7 +61,7 @@ class GrpcEncoder:
         for tensor in response.outputs:
             if tensor.datatype is DataType.BYTES:
                 texts += tensor.array.size
-        return texts > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES
+        return texts > INLINE_TEXTS or response.output_bytes() > INLINE_BINARY_BYTES
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None

@@ -9,6 +9,7 @@ in many calls, so parsed and encoded heads are cached, which saves about 4 us in
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -21,7 +22,7 @@ from ortserve.codecs.binary_tensor import (
     decode_binary_tensor,
     read_span,
 )
-from ortserve.codecs.bounds import INLINE_BYTES
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS, MIN_TEXT_BYTES
 from ortserve.codecs.grpc_contents import decode_contents
 from ortserve.codecs.grpc_wire import (
     USUAL_HEAD_BYTES,
@@ -97,8 +98,12 @@ class GrpcRequest:
         """Choose the place to decode: a thread for many parts, and for many elements that do not become views."""
         data = self._data
         if len(data) <= INLINE_BYTES:
-            self._parts = split_small_request(data)
-            return Reading.THREAD if self._parts is None else Reading.INLINE
+            parts = self._parts = split_small_request(data)
+            if parts is None:
+                return Reading.THREAD
+            head_bytes, _, raw, _ = parts
+            may_be_many = raw and len(data) > MIN_TEXT_BYTES * INLINE_TEXTS and b"BYTES" in head_bytes
+            return Reading.INLINE if not may_be_many or _has_few_texts(head_bytes) else Reading.THREAD
         head = usual_head(data)
         return Reading.THREAD if head is None or b"BYTES" in head else Reading.INLINE
 
@@ -173,6 +178,14 @@ def _parse_head(data: bytes) -> _Head:
 
 
 _cached_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
+
+
+def _has_few_texts(head: bytes) -> bool:
+    """Whether the event loop may decode the texts that a head declares. Raises ServeError: invalid_input."""
+    if len(head) > USUAL_HEAD_BYTES:
+        return False
+    inputs = _cached_head(head).inputs
+    return sum([prod(declared.shape) for declared in inputs if declared.datatype is DataType.BYTES]) <= INLINE_TEXTS
 
 
 def _read_head(message: ModelInferRequest) -> _Head:

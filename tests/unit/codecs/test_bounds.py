@@ -1,5 +1,6 @@
-"""Bounds on the time for which work on texts holds the interpreter lock."""
+"""Bounds on the time for which work on texts holds the event loop or the interpreter lock."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS
+from ortserve.codecs.grpc_answer import GrpcEncoder
+from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.json_text import encode_json_data
+from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
+from ortserve.core.encoded import Reading
+from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.tensor import Tensor
 
 
 @pytest.fixture
@@ -40,3 +49,52 @@ def test_few_long_texts_leave_the_interpreter_to_other_threads(work: str, count:
             time.sleep(0)
             turns += 1
     assert turns > 5
+
+
+def rest_request(*texts: np.ndarray) -> RestRequest:
+    contents = [encode_bytes_elements(array) for array in texts]
+    entries = [
+        {
+            "name": f"x{index}",
+            "datatype": "BYTES",
+            "shape": list(array.shape),
+            "parameters": {"binary_data_size": len(content)},
+        }
+        for index, (array, content) in enumerate(zip(texts, contents, strict=True))
+    ]
+    head = json.dumps({"inputs": entries}).encode()
+    return RestRequest(b"".join([head, *contents]), len(head), "m", "")
+
+
+def grpc_request(*texts: np.ndarray) -> GrpcRequest:
+    message = ModelInferRequest(model_name="m")
+    for index, array in enumerate(texts):
+        message.inputs.add(name=f"x{index}", datatype="BYTES", shape=array.shape)
+        message.raw_input_contents.append(bytes(encode_bytes_elements(array)))
+    return GrpcRequest(message.SerializeToString())
+
+
+@pytest.mark.parametrize("encode", [rest_request, grpc_request])
+@pytest.mark.parametrize("text", ["a", "ä"])
+def test_many_short_texts_are_decoded_off_the_loop(encode: Callable[..., RestRequest | GrpcRequest], text: str) -> None:
+    """One long text takes a hundredth of the time of as many bytes in short texts."""
+
+    def is_on_loop(*texts: np.ndarray) -> bool:
+        encoded = encode(*texts)
+        found = encoded.is_short or encoded.reading() is Reading.INLINE
+        assert [tensor.array.tolist() for tensor in encoded.read().inputs] == [array.tolist() for array in texts]
+        return found
+
+    assert is_on_loop(np.full(INLINE_TEXTS, text, object))
+    assert not is_on_loop(np.full(INLINE_TEXTS + 1, text, object))
+    assert not is_on_loop(*[np.full((2, INLINE_TEXTS // 4 + 1), text, object)] * 2)
+    assert not is_on_loop(np.full(INLINE_TEXTS + 1, "", object))
+    assert is_on_loop(np.array(["ä" * (INLINE_BYTES // 2 - 200)], object))
+
+
+@pytest.mark.parametrize("encoder", [RestEncoder(), GrpcEncoder()], ids=["rest", "grpc"])
+def test_many_short_texts_are_encoded_off_the_loop(encoder: RestEncoder | GrpcEncoder) -> None:
+    request = InferRequest("m", "", "", [], [RequestedOutput("y", binary=True)] * 2, {})
+    for count, is_long in ((INLINE_TEXTS // 2, False), (INLINE_TEXTS // 2 + 1, True)):
+        outputs = [Tensor("y", DataType.BYTES, np.full(count, "a", object))] * 2
+        assert encoder.is_long(request, InferResponse("m", "1", "", outputs)) == is_long
