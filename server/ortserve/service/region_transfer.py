@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from math import prod
 from types import TracebackType
 from typing import Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionUse
+from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.gate import BodyGate
@@ -52,8 +54,12 @@ class RegionTransfer:
             ServeError: invalid_input, if bytes are invalid for their tensor, or the region has become too small.
         """
         fetched: list[Tensor] = []
-        text_bytes = sum(given.span.byte_size for given in self._use.inputs if given.datatype is DataType.BYTES)
-        is_long = self._input_bytes > _INLINE_COPY_BYTES or text_bytes > INLINE_BYTES
+        texts = [given for given in self._use.inputs if given.datatype is DataType.BYTES]
+        is_long = (
+            self._input_bytes > _INLINE_COPY_BYTES
+            or sum(given.span.byte_size for given in texts) > INLINE_BYTES
+            or sum(prod(given.shape) for given in texts) > INLINE_TEXTS
+        )
         await self._copy(lambda: fetched.extend(self._read(given, model) for given in self._use.inputs), is_long)
         return fetched
 
@@ -66,7 +72,7 @@ class RegionTransfer:
         """
         placed = [tensor for tensor in outputs if tensor.name in self._use.outputs]
         texts = sum(tensor.array.size for tensor in placed if tensor.datatype is DataType.BYTES)
-        is_long = sum(tensor.array.nbytes for tensor in placed) > _INLINE_COPY_BYTES or texts > INLINE_ELEMENTS
+        is_long = texts > INLINE_TEXTS or arrays_bytes(tuple(tensor.array for tensor in placed)) > _INLINE_COPY_BYTES
         if placed:
             await self._copy(lambda: self._write(placed), is_long)
 
@@ -98,7 +104,7 @@ class RegionTransfer:
         pieces = []
         for tensor in placed:
             span = self._use.outputs[tensor.name]
-            piece = encode_binary_tensor(tensor.array, tensor.datatype)
+            piece = encode_binary_tensor(tensor.array, tensor.datatype, self._hold.memory)
             if len(piece) > span.byte_size:
                 raise ServeError(
                     ErrorKind.INTERNAL,

@@ -13,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from ortserve.codecs.bounds import INLINE_ELEMENTS
+from ortserve.codecs.bounds import INLINE_TEXTS
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.tensor import Tensor
@@ -142,10 +142,12 @@ async def test_large_tensors_are_copied_on_a_thread_while_the_loop_goes_on(
     assert owned.content() == b"\1" * LARGE
 
 
-async def test_many_texts_are_decoded_and_encoded_on_a_thread(owned: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take about a hundred times as long as a copy of as many bytes."""
-    count = INLINE_ELEMENTS + 1
-    content = b"\4\0\0\0text" * count
+@pytest.mark.parametrize(("text", "count"), [(b"text", INLINE_TEXTS + 1), (b"x" * 2**21, 1)])
+async def test_many_and_long_texts_are_decoded_and_encoded_on_a_thread(
+    owned: Owned, monkeypatch: pytest.MonkeyPatch, text: bytes, count: int
+) -> None:
+    """Many take about a hundred times as long as a copy of as many bytes."""
+    content = (len(text).to_bytes(4, "little") + text) * count
     owned.fill(content)
     regions = SharedMemory(is_allowed=True)
     regions.register("r", owned.path.name, 0, len(content))
