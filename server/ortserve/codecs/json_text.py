@@ -10,7 +10,6 @@ strings or nulls in place of numbers are rejected, although numpy would accept t
 import base64
 import binascii
 import json
-import math
 import struct
 import time
 from bisect import bisect_right
@@ -52,13 +51,25 @@ def parse_json(text: bytes | memoryview) -> Any:
     if b"NaN" in raw or b"Infinity" in raw:
         try:
             # Decoded here, because the json module also accepts UTF-16, UTF-32 and surrogates in bytes.
-            document = json.loads(raw.decode(), parse_float=_finite)
-            if b"\\u" in raw:  # it accepts lone surrogates as escapes, too, which cannot be encoded
-                json.dumps(document, ensure_ascii=False).encode()
-            return document
+            document = json.loads(raw.decode())
         except (ValueError, RecursionError):
             pass
+        else:
+            _check_values(raw)
+            return document
     raise invalid_input(f"failed to parse the request JSON buffer: {reason}")
+
+
+def _check_values(document: bytes) -> None:
+    """Check a document that the json module accepts for lone surrogates and for numbers beyond FP64, as orjson does.
+
+    Raises:
+        ServeError: invalid_input.
+    """
+    try:
+        orjson.loads(document.replace(b"NaN", b"0").replace(b"Infinity", b"0"))
+    except orjson.JSONDecodeError as error:
+        raise invalid_input(f"failed to parse the request JSON buffer: {error.msg}") from None
 
 
 class LongJson:
@@ -136,13 +147,6 @@ def _with_long_arrays(text: bytes, long: list[LongJson], memory: LargeMemory | N
         array.pieces.clear()
         pieces.append(after)
     return b"".join(pieces) if memory is None else memory.join(pieces)
-
-
-def _finite(literal: str) -> float:
-    number = float(literal)
-    if math.isinf(number):  # a number such as 1e400, which orjson rejects, too
-        raise invalid_input(f"failed to parse the request JSON buffer: a number exceeds the range of FP64: {literal}")
-    return number
 
 
 def _has_non_finite(tensor: Tensor) -> bool:
