@@ -39,6 +39,8 @@ logger: Final = logging.getLogger(__name__)
 
 _MAX_TOGETHER: Final = 16
 """Maximum number of concurrent requests to an ensemble."""
+_MAX_RETRY_S: Final = 0.05
+"""Maximum wait before another attempt to time a version that rejected a request."""
 
 
 async def check_speed(
@@ -91,13 +93,14 @@ async def _time_own(worker: WorkerRuns, inputs: InputGenerator, threads: Executo
 
 
 async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Clock, rows: int) -> int:
-    """Time a request to the version that serves. Returns 0 if it shared its batch or did not run."""
+    """Time a request to the version that serves. Returns 0, after a short wait, if the version rejected it."""
     request = InflightRequest(Timing(clock()), inputs.generate(rows, rows), rows)
     terms = serving.terms(clock(), scheduling=Scheduling(serving.options.priority_levels))
     try:
         serving.submit_own(request, terms)
         await request
-    except ServeError:  # It is overloaded, or is being replaced.
+    except ServeError as error:  # It is overloaded, or is being replaced.
+        await asyncio.sleep(min(error.retry_after_s or _MAX_RETRY_S, _MAX_RETRY_S))
         return 0
     timing = request.timing
     return timing.computed_ns - timing.staged_ns if timing.batch_rows == rows else 0

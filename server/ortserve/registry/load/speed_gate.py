@@ -1,6 +1,7 @@
 """The speed gate decides whether batches take much longer on a candidate than on the version that serves.
 
-Runs of both alternate, so that other work on the machine affects both, and the shortest run of each counts. The caller
+Runs of both alternate, so that other work on the machine affects both, and the shortest run of each counts. A round
+counts only if both ran: a serving version that is overloaded rejects many runs, and few of them say little. The caller
 supplies the functions that time a run.
 """
 
@@ -11,15 +12,19 @@ from ortserve.clock import Clock
 from ortserve.registry.load.batch_sizes import SizeLatency
 
 TimeRun: TypeAlias = Callable[[int], Awaitable[int]]
-"""Times one run with the given number of rows, in ns. Returns 0 if the run cannot be compared. Raises ServeError."""
+"""Times one run with the given number of rows, in ns. The serving version's returns 0 for a run that it rejected, after
+a wait. Raises ServeError."""
 
 MAX_ROUNDS: Final = 16
 """Maximum rounds of one size. It passes after ``MIN_ROUNDS`` as soon as its shortest runs are within the bound."""
 MIN_ROUNDS: Final = 3
+"""Minimum rounds of one size. With fewer it is not compared."""
+MAX_REJECTED: Final = 32
+"""Maximum number of runs of one size that the serving version may reject."""
 IGNORED_NS: Final = 100_000
 """Smaller differences do not count as a slowdown, because the wakeup of a thread may cause them."""
 _BUDGET_NS: Final = 10_000_000_000
-"""Time limit for all sizes together. Each size has ``MIN_ROUNDS`` in any case."""
+"""Time limit for all sizes together. Each size has ``MIN_ROUNDS``, or as many attempts, in any case."""
 
 
 def common_sizes(one: Sequence[SizeLatency], other: Sequence[SizeLatency]) -> list[int]:
@@ -48,19 +53,24 @@ async def find_slowdown(
     stop_ns = clock() + _BUDGET_NS
     has_compared = False
     for rows in sizes:
-        times: tuple[list[int], list[int]] = ([], [])
-        for number in range(MAX_ROUNDS):
-            if number >= MIN_ROUNDS and clock() >= stop_ns:
+        own: list[int] = []
+        others: list[int] = []
+        rejected = 0
+        while len(own) < MAX_ROUNDS and rejected < MAX_REJECTED:
+            if len(own) + rejected >= MIN_ROUNDS and clock() >= stop_ns:
                 break
-            for found, time_run in zip(times, (candidate, serving), strict=True):
-                if taken_ns := await time_run(rows):
-                    found.append(taken_ns)
-            is_late = number + 1 >= MIN_ROUNDS
-            if is_late and all(times) and not is_slower(min(times[0]), min(times[1]), max_slowdown):
+            other_ns = await serving(rows)
+            if not other_ns:
+                rejected += 1
+                continue
+            others.append(other_ns)
+            own.append(await candidate(rows))
+            if len(own) >= MIN_ROUNDS and not is_slower(min(own), min(others), max_slowdown):
                 break
-        has_compared = has_compared or all(times)
-        if all(times) and is_slower(min(times[0]), min(times[1]), max_slowdown):
-            own_ns, other_ns = min(times[0]), min(times[1])
+        if len(own) < MIN_ROUNDS:
+            continue
+        has_compared = True
+        if is_slower(own_ns := min(own), other_ns := min(others), max_slowdown):
             return (
                 f"a batch of {rows} rows takes {own_ns / 1e6:.3f} ms, {own_ns / other_ns:.2f} times the "
                 f"{other_ns / 1e6:.3f} ms of the serving version; expected at most {max_slowdown:g} times"

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from ortserve.registry.load.batch_sizes import SizeLatency
-from ortserve.registry.load.speed_gate import MAX_ROUNDS, MIN_ROUNDS, common_sizes, find_slowdown
+from ortserve.registry.load.speed_gate import MAX_REJECTED, MAX_ROUNDS, MIN_ROUNDS, common_sizes, find_slowdown
 
 MS: Final = 1_000_000
 
@@ -51,6 +51,7 @@ def slowdown(
         ([1.4], [1], 2 * MIN_ROUNDS),
         ([9, 9, 9, 1.5], [1], 2 * 4),  # other work on the machine delayed its first runs
         ([0.15], [0.06], 2 * MIN_ROUNDS),  # 2.5 times slower, but only by 0.09 ms
+        ([1], [0, 0, 1], 2 * MIN_ROUNDS + 2),  # the serving version rejected the first runs
     ],
 )
 def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: list[float], runs: int) -> None:
@@ -58,7 +59,8 @@ def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: l
 
 
 def test_candidate_that_could_not_be_compared_passes_without_a_verdict() -> None:
-    assert slowdown([3], [0]) == (None, 2 * MAX_ROUNDS)
+    assert slowdown([3], [0]) == (None, MAX_REJECTED)
+    assert slowdown([3], [1, 1, 0]) == (None, 2 * 2 + MAX_REJECTED)
 
 
 def test_slow_candidate_is_named_with_its_figures() -> None:
@@ -68,6 +70,12 @@ def test_slow_candidate_is_named_with_its_figures() -> None:
         "a batch of 8 rows takes 3.000 ms, 3.00 times the 1.000 ms of the serving version; expected at most 1.5 times"
     )
     assert runs == 2 * MAX_ROUNDS
+
+
+def test_serving_version_that_rejects_most_runs_lets_no_slow_candidate_pass() -> None:
+    """One run of the serving version in the first three rounds, delayed by other work, must not decide."""
+    text, _ = slowdown([3], [0, 0, 5, *([0, 1] * MAX_ROUNDS)])
+    assert "3.00 times the 1.000 ms" in (text or "")
 
 
 def test_long_runs_end_early_but_each_size_is_compared() -> None:
