@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +75,22 @@ def test_version_is_tried_again_only_if_it_has_changed(tmp_path: Path) -> None:
         change(server, "m", "load")
     tried = [line for line in server.lines if "trial load passed" in line]
     assert [" model=m version=1 " in line for line in tried] == [True, True]
+
+
+def test_file_that_replaces_the_tried_one_is_not_loaded_untried(tmp_path: Path) -> None:
+    """The trial waits for a sample, which it reads from a pipe after it has opened the model."""
+    folder = add_model(tmp_path, "m", builders.identity)
+    (folder / "warmup").mkdir()
+    os.mkfifo(folder / "warmup" / "pipe")
+    (folder / "model.yaml").write_text("trial_load: true\nwarmup_samples: [{inputs: {x: {file: pipe}}}]\n")
+    with serving(tmp_path, *EXPLICIT) as server, ThreadPoolExecutor(1) as clients:
+        loading = clients.submit(httpx.post, f"{server.url}/v2/repository/models/m/load", timeout=LONG_S)
+        with (folder / "warmup" / "pipe").open("wb") as pipe:
+            crashing(tmp_path / "new.onnx").replace(folder / "1" / "model.onnx")
+            pipe.write(ROW["x"].tobytes())
+        answer = loading.result()
+        assert "trial_load: model.onnx changed after" in answer.json()["error"]
+        server.wait_for_line("trial load passed")
 
 
 def test_trial_reports_the_error_of_the_load(tmp_path: Path) -> None:

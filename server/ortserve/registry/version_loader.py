@@ -25,7 +25,7 @@ from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import TrialLoad, try_load
 from ortserve.registry.repository.model_files import read_labels
-from ortserve.registry.repository.source import VersionSource, watch_files
+from ortserve.registry.repository.source import VersionSource, changed_file, watch_files
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import NoRoomError
 from ortserve.registry.serving import ServedVersion
@@ -161,6 +161,10 @@ class VersionLoader:
         Returns:
             The model, and the name of a file that changed meanwhile; empty if none did.
         """
+        if source.configuration.options.trial_load and (name := changed_file(source.fingerprints)):
+            raise invalid_input(
+                f"trial_load: {name} changed after the version was tried: expected files that stay as they are"
+            )
         account = record.account
         assert account is not None
         changed = watch_files(source.fingerprints)

@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import Final, TypeAlias
@@ -244,17 +245,18 @@ def take_fingerprints(files: ModelFiles, version: int, options: ModelOptions) ->
 
 
 def watch_files(fingerprints: Iterable[Fingerprint]) -> Callable[[], str]:
-    """Return a function that names a file that was changed or removed since this call; empty if none was.
+    """Return a function that names a file that was changed or removed since this call; empty if none was."""
+    return partial(changed_file, tuple(_fingerprints(Path(known[0]) for known in fingerprints)))
+
+
+def changed_file(fingerprints: Iterable[Fingerprint]) -> str:
+    """Name a file that does not have its fingerprint any more; empty if all have.
 
     Only regular files count, because reading a pipe changes it.
     """
-    before = [file for file in _fingerprints(Path(known[0]) for known in fingerprints) if S_ISREG(file[2])]
-
-    def changed() -> str:
-        now = set(_fingerprints(Path(file[0]) for file in before))
-        return next((Path(file[0]).name for file in before if file not in now), "")
-
-    return changed
+    before = [file for file in fingerprints if S_ISREG(file[2])]
+    now = set(_fingerprints(Path(file[0]) for file in before))
+    return next((Path(file[0]).name for file in before if file not in now), "")
 
 
 def _files(folder: Path, version: str, left_out: set[Path]) -> Iterator[Path]:
