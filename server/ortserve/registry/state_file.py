@@ -220,6 +220,6 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > latest_s:
-                    raise
+                    raise OSError(f"another server has held its lock for {_LOCK_WAIT_S:g} s") from None
                 time.sleep(_LOCK_RETRY_S)
         yield

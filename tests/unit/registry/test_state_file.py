@@ -1,0 +1,58 @@
+"""The file of the changes that calls made: what remains after a failure, and its limits."""
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry import state_file
+from ortserve.registry.state_file import FILE_NAME, NOTHING_CHANGED, ModelState, StateFile
+
+LABELLED = ModelState({"stable": 1})
+
+
+async def refusal(state: StateFile, model: str) -> str:
+    """The reason why a change of a model is refused. The change must not take effect."""
+    before = state.of(model)
+    with pytest.raises(ServeError) as caught:
+        await state.put(model, ModelState({"stable": 2}))
+    assert caught.value.kind is ErrorKind.CONFLICT
+    assert state.of(model) == before
+    return caught.value.message
+
+
+async def test_half_of_a_file_that_a_killed_server_left_is_ignored_and_replaced(tmp_path: Path) -> None:
+    await StateFile(tmp_path).put("m", LABELLED)
+    (tmp_path / f".{FILE_NAME}.new").write_text('{"schema": "ortserve.st')
+    state = StateFile(tmp_path)
+    assert state.of("m") == LABELLED
+    await state.put("n", LABELLED)
+    assert not (tmp_path / f".{FILE_NAME}.new").exists()
+    assert set(StateFile(tmp_path).models()) == {"m", "n"}
+
+
+async def test_change_is_refused_while_another_server_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "_LOCK_WAIT_S", 0.1)
+    state = StateFile(tmp_path)
+    await state.put("m", LABELLED)
+    with (tmp_path / f".{FILE_NAME}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "state.json: another server has held its lock for 0.1 s" in await refusal(state, "m")
+    assert StateFile(tmp_path).of("m") == LABELLED
+
+
+async def test_model_without_changes_leaves_the_file_which_holds_a_limited_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "_MAX_MODELS", 2)
+    state = StateFile(tmp_path)
+    for model in ("m", "n", "m"):
+        await state.put(model, LABELLED)
+    assert "it already has the maximum of 2 models" in await refusal(state, "o")
+    await state.put("m", NOTHING_CHANGED)
+    assert list(json.loads((tmp_path / FILE_NAME).read_text())["models"]) == ["n"]
+    await state.put("o", LABELLED)
