@@ -74,6 +74,8 @@ class VersionRecord:
         """Account of its host memory; None before memory is reserved, after it was freed, and for an ensemble."""
         self.is_awaited = False
         """Whether requests may wait for the load."""
+        self.continues = False
+        """Whether the load follows that of another version of the model in the same change."""
         self.cancelled_because = ""
         """Why the load was cancelled; empty if it was not."""
         self.is_superseded = False

@@ -238,6 +238,8 @@ class Reconciler:
             for version in versions
             if version not in failed
         ]
+        for record in incoming[1:]:
+            record.continues = True
         failures = [f"version {version}: {reason}" for version, reason in failed.items()] + [
             f"version {record.version}: {reason}"
             for record in incoming

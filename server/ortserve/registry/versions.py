@@ -159,7 +159,7 @@ class Versions:
         if record.is_awaited or record.is_required:
             rank = LoadRank.AWAITED if record.is_awaited else LoadRank.REQUIRED
         while True:
-            await slot.enter_async_context(self._loader.slots.take(rank))
+            await slot.enter_async_context(self._loader.slots.take(rank, continues=record.continues))
             due_ns = self._room.reserve(record, source)
             if not due_ns:
                 break

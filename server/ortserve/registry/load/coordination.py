@@ -44,19 +44,25 @@ class LoadSlots:
 
     def __init__(self, slots: int) -> None:
         self._free = slots
-        self._waiting: list[tuple[LoadRank, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[LoadRank, bool, int, asyncio.Future[None]]] = []
         self._places = 0
         self._given = 0
 
     @asynccontextmanager
-    async def take(self, rank: LoadRank) -> AsyncIterator[None]:
-        """Hold a slot. Loads of equal rank are served in the order of their calls, and no load waits forever."""
+    async def take(self, rank: LoadRank, *, continues: bool = False) -> AsyncIterator[None]:
+        """Hold a slot. Loads of equal rank are served in the order of their calls, and no load waits forever.
+
+        Args:
+            rank: Rank of the load.
+            continues: Whether the caller has just given back a slot, to take precedence over equal ranks. Models of
+                which a part is in memory cannot be evicted, and would keep each other from being loaded whole.
+        """
         if self._free:
             self._free -= 1
         else:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._places += 1
-            self._waiting.append((rank, self._places, turn))
+            self._waiting.append((rank, not continues, self._places, turn))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -69,14 +75,20 @@ class LoadSlots:
             self._give()
 
     def _give(self) -> None:
-        self._waiting = [place for place in self._waiting if not place[2].done()]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._pass_on)  # after a load that continues has taken its place
+        else:
+            self._free += 1
+
+    def _pass_on(self) -> None:
+        self._waiting = [place for place in self._waiting if not place[-1].done()]
         if not self._waiting:
             self._free += 1
             return
         self._given += 1
         is_fair = self._given % _FAIR_TURN == 0
-        first = min(self._waiting, key=lambda place: place[1:2] if is_fair else place[:2])
-        first[2].set_result(None)
+        first = min(self._waiting, key=lambda place: place[1:3] if is_fair else place[:3])
+        first[-1].set_result(None)
 
 
 class LoadLimiter:

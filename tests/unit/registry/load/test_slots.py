@@ -23,6 +23,21 @@ async def test_loads_begin_by_rank_and_then_in_their_order() -> None:
     assert began == ["first", "awaited", "required", "a", "b"]
 
 
+async def test_load_that_continues_another_one_begins_before_those_of_equal_rank() -> None:
+    slots = LoadSlots(1)
+    began: list[str] = []
+
+    async def load(name: str, rank: LoadRank) -> None:
+        for part, continues in (("1", False), ("2", True)):
+            async with slots.take(rank, continues=continues):
+                began.append(name + part)
+                await asyncio.sleep(0)
+
+    loads = [("a", LoadRank.OTHER), ("b", LoadRank.OTHER), ("awaited", LoadRank.AWAITED)]
+    await asyncio.gather(*(load(name, rank) for name, rank in loads))
+    assert began == ["a1", "awaited1", "awaited2", "a2", "b1", "b2"]
+
+
 async def test_load_of_the_last_rank_begins_although_more_urgent_ones_keep_coming() -> None:
     slots = LoadSlots(1)
     began: list[str] = []

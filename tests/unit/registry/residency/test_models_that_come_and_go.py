@@ -306,6 +306,19 @@ async def test_request_loads_a_version_that_got_no_room_with_the_others(tmp_path
     assert await ask(registry, "m", "2") == "2"
 
 
+async def test_models_of_several_versions_leave_each_other_room_one_after_the_other(tmp_path: Path, make: Make) -> None:
+    """There is room for one model and a half. Models with one of two versions in memory would all wait for room."""
+    names, versions = ("a", "b", "c"), ("1", "2")
+    for name in names:
+        put(tmp_path, name, 2)
+        put(tmp_path, name, 1, "{version_policy: {all: true}, load_policy: on_demand}")
+    registry = make(int(6.5 * MIB))
+    await registry.load_all()
+    for _ in range(3):
+        asked = [ask(registry, name, version) for name in names for version in versions]
+        assert await asyncio.gather(*asked) == [*versions] * len(names)
+
+
 async def test_refused_loads_are_logged_once(tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, "pinned", options="load_policy: pinned")
     put(tmp_path, "m", options="load_policy: on_demand")
