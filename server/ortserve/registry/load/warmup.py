@@ -37,6 +37,9 @@ logger: Final = logging.getLogger(__name__)
 
 _TRIAL_SHARE: Final = 0.5
 """Share of the time for warm-up that a trial of rows may take."""
+_MIN_EFFORT_RUNS: Final = 5
+"""Two rows are measured for as long as this number of runs of one row: two runs if batches gain nothing. Without a
+second size the gain of batches is unknown, and the slowest models, which gain most, would run one request at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,8 @@ def warm_up(
         always_batches: Whether batches are measured even if rows depend on each other.
         samples: Configured requests, which the trial runs first.
         bounds: Limits of each run.
-        effort_s: Time limit for measuring larger sizes if ``max_rows`` is None. The gain of sizes that are not measured
-            is extrapolated from the measured ones. None for no limit.
+        effort_s: Time limit for measuring larger sizes if ``max_rows`` is None; two rows are measured beyond it. The
+            gain of sizes that are not measured is extrapolated from the measured ones. None for no limit.
         give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
             warm-up was larger than ``WarmUp.max_rows``.
         keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
@@ -154,7 +157,7 @@ def warm_up(
         best_rows = max_rows or 1
         if signature.is_batched and (always_batches or not outcome.problem):
             if effort_s is not None and max_rows is None:
-                timer.limit_effort(int(effort_s * 1e9))
+                timer.limit_effort(max(int(effort_s * 1e9), _MIN_EFFORT_RUNS * one_row.least_ns))
             limit = max_rows or MAX_SWEPT_ROWS
             limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
             if inputs.free_dim != FREE_DIM:

@@ -194,15 +194,20 @@ def test_rows_without_time_for_a_trial_run_alone() -> None:
 
 
 def test_model_without_gain_is_measured_no_longer_than_its_opening() -> None:
+    found, took_ns = sweep_timed(lambda rows: 10 * MS * rows, budget_s=5, effort_s=0.1)
+    assert (sizes(found), found.max_rows, took_ns) == ([1, 2], 1, (30 + 100) * MS)
+
+
+def test_two_rows_of_a_slow_model_are_measured_beyond_the_time_of_its_opening() -> None:
     found, took_ns = sweep_timed(lambda rows: 500 * MS * rows, budget_s=5, effort_s=0.05)
-    assert (sizes(found), found.max_rows, took_ns) == ([1], 1, 1000 * MS)
-    found, took_ns = sweep_timed(lambda rows: 40 * MS * rows, budget_s=5, effort_s=0.08)
-    assert (sizes(found), found.max_rows, took_ns) == ([1, 2], 1, 160 * MS)
+    assert (sizes(found), found.max_rows, took_ns) == ([1, 2], 1, (2 + 2 * 2) * 500 * MS)
+    found, _ = sweep_timed(lambda rows: (500 + rows) * MS, budget_s=5, effort_s=0.05)
+    assert (sizes(found)[:2], found.max_rows) == ([1, 2], MAX_SWEPT_ROWS)
 
 
 def test_gain_of_larger_sizes_is_computed_if_measuring_takes_too_long() -> None:
     found, _ = sweep_timed(lambda rows: (40 + rows) * MS, budget_s=5, effort_s=0.14)
-    assert (sizes(found), found.max_rows) == ([1, 2], MAX_SWEPT_ROWS)
+    assert (sizes(found), found.max_rows) == ([1, 2, 4], MAX_SWEPT_ROWS)
     # 4 rows of 6.5 ms, 8 of 5.25 ms, 16 of 4.6 ms, 32 of 4.3 ms (-7 %), 64 of 4.15 ms (-3 %)
     found, _ = sweep_timed(lambda rows: (10 + 4 * rows) * MS, budget_s=5, effort_s=0.1)
     assert (sizes(found), found.max_rows) == ([1, 2, 4], 32)
