@@ -409,6 +409,19 @@ def test_views_are_accessible_and_fit(
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
 
 
+@pytest.mark.parametrize(("scheme", "size"), [("light", DESKTOP), ("dark", PHONE)])
+def test_page_of_the_api_is_legible_in_the_scheme_of_the_system(
+    browser: Browser, server: ServerProcess, scheme: Literal["light", "dark"], size: tuple[int, int]
+) -> None:
+    with open_page(browser, f"{server.url}/docs", size=size, scheme=scheme) as page:
+        page.get_by_text("/v2/repository/index").first.click()
+        page.get_by_text("Try it out").first.wait_for()
+        assert [one for one in violations(page) if not one.startswith(("heading-order", "region"))] == []
+        background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert (background == "rgba(0, 0, 0, 0)") is (scheme == "light")
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+
+
 def test_keyboard_reaches_the_content_and_opens_a_model(page: Page) -> None:
     row_of(page, "broken")
     page.keyboard.press("Tab")

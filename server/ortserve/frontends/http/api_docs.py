@@ -27,13 +27,24 @@ _PAGE: Final = b"""<!doctype html>
     <title>API documentation</title>
     <link rel="icon" href="data:,">
     <link rel="stylesheet" href="docs/swagger-ui.css">
+    <link rel="stylesheet" href="docs/contrast.css">
     <script src="docs/swagger-ui-bundle.js" defer></script>
     <script src="docs/start.js" defer></script>
   </head>
   <body><div id="swagger-ui"></div></body>
 </html>
 """
-_START: Final = b"""SwaggerUIBundle({ url: "openapi.json", dom_id: "#swagger-ui", validatorUrl: null });
+_START: Final = b"""const dark = matchMedia("(prefers-color-scheme: dark)");
+const follow = () => document.documentElement.classList.toggle("dark-mode", dark.matches);
+dark.addEventListener("change", follow);
+follow();
+SwaggerUIBundle({ url: "openapi.json", dom_id: "#swagger-ui", validatorUrl: null });
+"""
+_CONTRAST: Final = b"""/* Swagger UI writes white on light colors, and grey on grey. */
+.swagger-ui .opblock .opblock-summary-method { color: #000; text-shadow: none; }
+:root:not(.dark-mode) .swagger-ui .info .title small pre.version { color: #000; }
+:root:not(.dark-mode) .swagger-ui .info a .url { color: #0b57b0; }
+:root:not(.dark-mode) .swagger-ui .json-schema-2020-12-expand-deep-button { color: #555; }
 """
 
 
@@ -41,7 +52,7 @@ def docs_routes() -> APIRouter:
     """Create the routes of the page and its files. The files of the package are read at their first request."""
     router = APIRouter(include_in_schema=False)
     page = StaticFile("docs.html", _PAGE, _POLICY)
-    start = StaticFile("start.js", _START, _POLICY)
+    own = {name: StaticFile(name, text, _POLICY) for name, text in (("start.js", _START), ("contrast.css", _CONTRAST))}
 
     @router.get("/docs")
     async def docs(request: Request) -> Response:
@@ -49,8 +60,8 @@ def docs_routes() -> APIRouter:
 
     @router.get("/docs/{name}")
     async def file(name: str, request: Request) -> Response:
-        if name == "start.js":
-            return start.answer(request)
+        if name in own:
+            return own[name].answer(request)
         if name not in _FILES:
             raise ServeError(ErrorKind.NOT_FOUND, "Not Found")
         return _packaged(name).answer(request)
