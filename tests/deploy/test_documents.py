@@ -89,8 +89,7 @@ def test_every_component_is_described() -> None:
 
 
 def test_documented_overlay_serves_a_volume_with_its_image_and_options(tmp_path: Path) -> None:
-    overlay = yaml_block("newTag")
-    installed = rendered(own_overlay(tmp_path, overlay))
+    installed = rendered(own_overlay(tmp_path, {**yaml_block("newTag"), **yaml_block("components/models-volume")}))
     assert installed.server["image"] == f"registry.example.com/ortserve:{__version__}-cpu"
     assert installed.server["args"] == ["serve", "/models"]
     assert installed.environment["ORTSERVE_LOG_LEVEL"] == "warning"
@@ -160,7 +159,7 @@ def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
 def test_documented_store_is_served_through_a_cache_on_a_volume(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     (store,) = map(yaml.safe_load, blocks("yaml", (DOCS / "repositories.md").read_text()))
-    installed = rendered(own_overlay(tmp_path, {**overlay, "components": [], **store}))
+    installed = rendered(own_overlay(tmp_path, {**overlay, **store}))
     assert installed.server["args"] == ["serve", "s3://my-bucket/models"]
     options = {name.removeprefix("ORTSERVE_").lower(): value for name, value in installed.environment.items()}
     mounted = {mount["mountPath"] for mount in installed.server["volumeMounts"]}

@@ -37,8 +37,8 @@ OF_PAGES: Final = kubectl_commands()
 TYPED: Final[list[str]] = []
 GROUPS: Final = ("infer", "metadata", "control")
 LAST_LOG: Final = "what the last container said\n"
-PAGE_OVERLAY: Final = yaml_block("newTag")
-EXAMPLES: Final = PAGE_OVERLAY | {"components": []}
+EXAMPLES: Final = yaml_block("newTag")
+PAGE_OVERLAY: Final = EXAMPLES | yaml_block("components/models-volume")
 
 
 def of_pages(*patterns: str) -> pytest.MarkDecorator:

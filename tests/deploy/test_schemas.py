@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from manifests import BASE, DEPLOY, ROOT, installation, overlays
+from pages import yaml_block
 
 MINORS = sorted({tuple(map(int, version.split(".")[:2])) for version in kubernetes_validate.utils.all_versions()})[-3:]
 """The newest three known minor versions; Kubernetes maintains three at a time."""
@@ -34,6 +35,17 @@ def complaint(document: dict[str, Any], minor: tuple[int, ...]) -> str | None:
 def test_manifests_are_valid(name: str, minor: tuple[int, ...]) -> None:
     own = [document for document in installation(name).documents if document["kind"] not in CUSTOM]
     assert [message for document in own if (message := complaint(document, minor))] == []
+
+
+@pytest.mark.parametrize("minor", MINORS, ids=lambda minor: ".".join(map(str, minor)))
+def test_documented_ingress_is_valid_and_names_a_port_of_the_service(minor: tuple[int, ...]) -> None:
+    ingress = yaml_block("kind: Ingress")
+    assert complaint(ingress, minor) is None
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    backend = path["backend"]["service"]
+    service = installation(BASE).one("Service", backend["name"])
+    assert backend["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
 
 
 def test_misspelled_field_is_found() -> None:

@@ -197,7 +197,15 @@ def test_samples_of_options_are_valid(tmp_path: Path) -> None:
 
 
 def test_samples_of_model_yaml_are_valid_on_all_pages() -> None:
-    of_other_files = {"apiVersion", "configMapGenerator", "load_balancing_policy", "http_port", "patches", "tolerances"}
+    of_other_files = {
+        "apiVersion",
+        "components",
+        "configMapGenerator",
+        "load_balancing_policy",
+        "http_port",
+        "patches",
+        "tolerances",
+    }
     samples = [yaml.safe_load(block) for page in DOCS.rglob("*.md") for block in blocks("yaml", page.read_text())]
     of_models = [sample for sample in samples if not of_other_files & set(sample)]
     assert len(of_models) >= 14
