@@ -182,7 +182,7 @@ def main() -> None:
     if chosen.render:
         advice_report.render(advice_report.read())
         return
-    if find_library("mimalloc") is None:
+    if find_library("mimalloc") is None and any(name.startswith("mimalloc") for name in chosen.only or TRIALS):
         parser.error("mimalloc is missing: apt-get install libmimalloc2.0")
     logging.disable(logging.WARNING)  # silences the quantizer
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
