@@ -72,7 +72,11 @@ def commands(*pages: Path) -> list[Command]:
 
 
 def _of(page: Path, block: str) -> Iterator[Command]:
-    """The commands of a block. A block with prompts also shows output; in other blocks each line is a command."""
+    """The commands of a block. A block with prompts also shows output; in other blocks each line is a command.
+
+    A backslash at the end of a line continues the command on the next one.
+    """
+    block = re.sub(r"\\\n *", "", block)
     parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
     for part in parts or block.splitlines(keepends=True):
         lines = part.splitlines(keepends=True)
