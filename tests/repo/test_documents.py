@@ -204,6 +204,7 @@ def test_samples_of_model_yaml_are_valid_on_all_pages() -> None:
         "load_balancing_policy",
         "http_port",
         "patches",
+        "scrape_configs",
         "tolerances",
     }
     samples = [yaml.safe_load(block) for page in DOCS.rglob("*.md") for block in blocks("yaml", page.read_text())]
