@@ -81,7 +81,7 @@ def test_snippet_prints_the_documented_output(example_server: ServerProcess, pag
 
 def test_models_are_loaded_and_unloaded_as_the_page_describes(tmp_path: Path) -> None:
     text = (DOCS / "models.md").read_text()
-    (snippet,) = blocks("python", text)
+    (snippet,) = [block for block in blocks("python", text) if "client" in block]
     (started,) = [command for command in commands(DOCS / "models.md") if "explicit" in command.text]
     add_model(tmp_path / "models", "digits", builders.mlp)
     flags = [word for word in started.words[2:] if word != "REPOSITORY"]
