@@ -44,7 +44,7 @@ def describe_row(record: VersionRecord, now: Rates, registry: Registry) -> dict[
         "platform": served.platform if served is not None else "",
         "provider": properties.get("execution_provider", "").removesuffix("ExecutionProvider"),
         "elsewhere": properties.get("nodes_elsewhere", "")[:_MAX_TEXT],
-        "file_bytes": sum(size for _, _, _, size, _ in source.fingerprints) if source is not None else 0,
+        "file_bytes": source.file_bytes if source is not None else 0,
         "memory": record.account.nbytes if record.account is not None else 0,
         "load_s": round(record.metrics.load_ns / 1e9, 3),
         "rate": _short(now.requests_per_s),

@@ -257,12 +257,13 @@ class _Profile:
         )
 
     def _check_files(self) -> None:
-        for path, inode, _, size, modified_ns in self._source.fingerprints:
+        for file in self._source.fingerprints:
+            path = Path(file.path)
             with contextlib.suppress(OSError):
-                status = Path(path).stat()
-                if (status.st_ino, status.st_size, status.st_mtime_ns) == (inode, size, modified_ns):
+                status = path.stat()
+                if (status.st_ino, status.st_size, status.st_mtime_ns) == (file.inode, file.nbytes, file.modified_ns):
                     continue
-            message = f"'{Path(path).name}' of model '{self.served.name}' has changed since its load"
+            message = f"'{path.name}' of model '{self.served.name}' has changed since its load"
             raise ServeError(ErrorKind.CONFLICT, message)
 
     def _most_runs(self, folder: Path) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 from ortserve.config.model import LoadOptions, ModelOptions, says_required
 from ortserve.config.rollout import RolloutOptions
@@ -31,10 +31,6 @@ MAX_ENTRIES: Final = 10_000
 """Maximum number of files and folders that are compared below each folder of a model, because a link may lead to a tree
 of millions, and each poll reads them."""
 
-Fingerprint: TypeAlias = tuple[str, int, int, int, int]
-"""A file's path, inode, mode, size and modification time (ns). The fingerprint changes when the file is replaced or
-rewritten, and when its permissions change."""
-
 _MEMORY_STATS: Final = "session.collect_node_memory_stats_to_file"
 """Each run rewrites the file of this option, at a path relative to the model file. The file of
 ``session.moe_expert_counter_state_file`` is only read, so a change of that file is a change of the model."""
@@ -42,6 +38,24 @@ _BESIDE_OPTIMIZED: Final = "session.optimized_model_external_initializers_file_n
 _CONTEXT: Final = "ep.context_enable"
 _CONTEXT_FILE: Final = "ep.context_file_path"
 _BESIDE_CONTEXT: Final = "ep.context_model_external_initializers_file_name"
+
+
+class Fingerprint(NamedTuple):
+    """Identifies the content of a file: it changes when the file is replaced or rewritten, or its permissions change.
+
+    Attributes:
+        path: Path of the file.
+        inode: Number of the file in its file system.
+        mode: Type and permissions.
+        nbytes: Size of the file.
+        modified_ns: Time of its last modification, since the epoch.
+    """
+
+    path: str
+    inode: int
+    mode: int
+    nbytes: int
+    modified_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,11 @@ class VersionSource:
     configuration: Configuration
     fingerprints: tuple[Fingerprint, ...]
     problem: str = ""
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of all files that the version may consist of."""
+        return sum(file.nbytes for file in self.fingerprints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +265,7 @@ def take_fingerprints(files: ModelFiles, version: int, options: ModelOptions) ->
 
 def watch_files(fingerprints: Iterable[Fingerprint]) -> Callable[[], str]:
     """Return a function that names a file that was changed or removed since this call; empty if none was."""
-    return partial(changed_file, tuple(_fingerprints(Path(known[0]) for known in fingerprints)))
+    return partial(changed_file, tuple(_fingerprints(Path(known.path) for known in fingerprints)))
 
 
 def changed_file(fingerprints: Iterable[Fingerprint]) -> str:
@@ -254,9 +273,9 @@ def changed_file(fingerprints: Iterable[Fingerprint]) -> str:
 
     Only regular files count, because reading a pipe changes it.
     """
-    before = [file for file in fingerprints if S_ISREG(file[2])]
-    now = set(_fingerprints(Path(file[0]) for file in before))
-    return next((Path(file[0]).name for file in before if file not in now), "")
+    before = [file for file in fingerprints if S_ISREG(file.mode)]
+    now = set(_fingerprints(Path(file.path) for file in before))
+    return next((Path(file.path).name for file in before if file not in now), "")
 
 
 def _files(folder: Path, version: str, left_out: set[Path]) -> Iterator[Path]:
@@ -320,7 +339,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _fingerprints(paths: Iterable[Path]) -> Iterator[Fingerprint]:
     for path in paths:
         if (status := _status(path)) is not None:
-            yield str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
+            yield Fingerprint(str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns)
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -198,9 +198,8 @@ class MemoryRoom:
     def _expect(self, name: str, version: int, source: VersionSource) -> LoadCost:
         known = self._costs.get((name, version))
         cost = known[1] if known is not None and known[0] == source else None
-        file_bytes = sum(size for _, _, _, size, _ in source.fingerprints)
         options = source.configuration.options
-        return expect_cost(file_bytes, options.instances, self._devices_of(options), cost)
+        return expect_cost(source.file_bytes, options.instances, self._devices_of(options), cost)
 
     def _devices_of(self, options: ModelOptions) -> list[str]:
         """Device name of each instance on the first configured execution provider; empty for the host."""

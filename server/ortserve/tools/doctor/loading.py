@@ -95,7 +95,7 @@ def check_models(
                 events = (*events, f"option has no effect: {reason}")
         for number, version in sorted(source.versions.items()):
             instances = version.configuration.options.instances
-            nbytes = sum(size for _, _, _, size, _ in version.fingerprints)
+            nbytes = version.file_bytes
             check = ModelCheck(source.name, number, version.problem, "", events, None, instances, None, nbytes)
             if not check.problem and instances * nbytes <= free_bytes:
                 to_load.append(LoadItem(check, version, source, _members(source, sources)))

@@ -61,7 +61,7 @@ class Place:
             return Path(self.options.model_file), []
         folder = self.folder / str(newest.version)
         own = {newest.path, *external_files(newest.path), folder / PROVENANCE_FILE}
-        paths = (Path(name) for name, *_ in take_fingerprints(self.files, newest.version, self.options))
+        paths = (Path(file.path) for file in take_fingerprints(self.files, newest.version, self.options))
         return newest.path.relative_to(folder), [
             path.relative_to(folder) for path in paths if path.is_relative_to(folder) and path not in own
         ]

@@ -6,12 +6,12 @@ import pytest
 
 from ortserve.config.model import ModelOptions
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.repository.source import VersionChanges, VersionSource, plan_changes
+from ortserve.registry.repository.source import Fingerprint, VersionChanges, VersionSource, plan_changes
 
 
 def source(changed_at: int = 0, **options: object) -> VersionSource:
     configuration = Configuration(ModelOptions.model_validate(options))
-    return VersionSource(Path("m"), None, configuration, (("m", 1, 0, 2, changed_at),))
+    return VersionSource(Path("m"), None, configuration, (Fingerprint("m", 1, 0, 2, changed_at),))
 
 
 @pytest.mark.parametrize(
