@@ -37,11 +37,13 @@ class TrialOutcome:
         drift: Largest difference of a float between rows alone and the same rows among others, also one beyond the
             tolerances.
         extent: The extent of the trial, in words.
+        no_memory: The error if memory was too small for two rows; empty otherwise.
     """
 
     problem: str
     drift: float = 0.0
     extent: str = ""
+    no_memory: str = ""
 
 
 @dataclass(slots=True)

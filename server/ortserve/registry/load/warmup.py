@@ -138,46 +138,30 @@ def warm_up(
         one_row = timer.time_size(1)
         if not keeps_session(one_row):
             return WarmUp(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
-        outcome, no_memory = TrialOutcome(rows_depend or ""), ""
+        trial = TrialOutcome(rows_depend or "")
         if rows_depend is None and signature.is_batched:
-            progress.begin("warming up: rows alone and together")
-            trial = RowTrial(
-                worker,
-                inputs,
-                samples,
-                max_rows=max_rows or MAX_SWEPT_ROWS,
-                row_ns=one_row.least_ns,
-                is_coarse=is_coarse,
-                stop_ns=min(stop_ns, clock() + int(budget_s * 1e9 * _TRIAL_SHARE)),
-                ends_ns=stop_ns,
-                clock=clock,
-            )
-            outcome, no_memory = _try_rows(trial)
-        sizes = [one_row]
-        best_rows = max_rows or 1
-        if signature.is_batched and (always_batches or not outcome.problem):
+            trial_ns = int(budget_s * 1e9 * _TRIAL_SHARE)
+            trial = _try_rows(timer, one_row, samples, max_rows=max_rows, is_coarse=is_coarse, trial_ns=trial_ns)
+        swept = _Sweep((one_row,), max_rows or 1, trial.no_memory)
+        if signature.is_batched and (always_batches or not trial.problem):
             if effort_s is not None and max_rows is None:
                 timer.limit_effort(max(int(effort_s * 1e9), _MIN_EFFORT_RUNS * one_row.least_ns))
-            limit = max_rows or MAX_SWEPT_ROWS
-            limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
-            if inputs.free_dim != FREE_DIM:
-                limit = min(limit, inputs.max_rows)
-            no_memory = _sweep(timer, sizes, limit, buckets, is_set=max_rows is not None)
-            best_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
-        if no_memory:
-            best_rows = min(best_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
+            swept = _sweep(timer, one_row, max_rows, buckets)
+        best_rows = swept.best_rows
+        if swept.no_memory:
+            best_rows = min(best_rows, _largest_that_fits(swept.sizes[-1].rows, buckets, swept.no_memory))
         if give_back_memory is not None and worker.max_rows > best_rows:
             give_back_memory(generate_batch(inputs, 1, 0))
             if timer.can_begin(best_rows, one_row):
                 worker.run(generate_batch(inputs, best_rows, 0))
         return WarmUp(
             best_rows,
-            tuple(sizes),
-            outcome.problem,
-            outcome.drift,
-            outcome.extent,
+            swept.sizes,
+            trial.problem,
+            trial.drift,
+            trial.extent,
             has_run=True,
-            no_memory=no_memory,
+            no_memory=swept.no_memory,
             inputs=inputs,
             spent_ns=clock() - began_ns,
         )
@@ -215,7 +199,9 @@ def _choose_inputs(
     """
     accepted: InputGenerator | None = None
     variants = inputs.variants()
-    for variant in variants if len(variants) > 1 else ():
+    if len(variants) == 1:
+        return inputs
+    for variant in variants:
         if clock() >= stop_ns:
             break
         progress.begin("warming up: looking for inputs that the model accepts")
@@ -231,26 +217,52 @@ def _choose_inputs(
     return accepted or inputs
 
 
-def _try_rows(trial: RowTrial) -> tuple[TrialOutcome, str]:
-    """Run a trial of rows.
-
-    Returns:
-        The outcome, and the error if memory was too small for two rows; otherwise an empty text.
-    """
+def _try_rows(
+    timer: SizeTimer,
+    one_row: SizeLatency,
+    samples: Sequence[Sample],
+    *,
+    max_rows: int | None,
+    is_coarse: bool,
+    trial_ns: int,
+) -> TrialOutcome:
+    """Run rows alone and together, sets of wider ranges for at most ``trial_ns``."""
+    timer.progress.begin("warming up: rows alone and together")
+    trial = RowTrial(
+        timer.worker,
+        timer.inputs,
+        samples,
+        max_rows=max_rows or MAX_SWEPT_ROWS,
+        row_ns=one_row.least_ns,
+        is_coarse=is_coarse,
+        stop_ns=min(timer.stop_ns, timer.clock() + trial_ns),
+        ends_ns=timer.stop_ns,
+        clock=timer.clock,
+    )
     try:
-        return trial.run(), ""
+        return trial.run()
     except OutOfMemoryError as error:
         problem = f"rows could not be tried together, because there is too little memory for two: {error.message}"
-        return TrialOutcome(problem), error.message
+        return TrialOutcome(problem, no_memory=error.message)
 
 
-def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequence[int], *, is_set: bool) -> str:
-    """Measure larger sizes while they are worthwhile, and append them to ``sizes``.
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """Latencies by ascending size, the rows of the largest size that is worth having, and ``WarmUp.no_memory``."""
 
-    Returns:
-        The error of a size for which memory was too small; empty if there was none.
-    """
-    no_memory = ""
+    sizes: tuple[SizeLatency, ...]
+    best_rows: int
+    no_memory: str = ""
+
+
+def _sweep(timer: SizeTimer, one_row: SizeLatency, max_rows: int | None, buckets: Sequence[int]) -> _Sweep:
+    """Measure larger sizes while they are worthwhile, or all up to ``max_rows`` if it is set."""
+    is_set = max_rows is not None
+    limit = max_rows or MAX_SWEPT_ROWS
+    limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
+    if timer.inputs.free_dim != FREE_DIM:
+        limit = min(limit, timer.inputs.max_rows)
+    sizes, no_memory = [one_row], ""
     while (rows := next_rows(sizes, limit, is_set=is_set)) and timer.can_begin(rows, sizes[-1]):
         try:
             sizes.append(timer.time_size(rows, math.inf if is_set else row_ns_to_beat(sizes)))
@@ -258,7 +270,8 @@ def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequ
             no_memory = error.message
             fitted = sizes[-1].rows
             limit = max((bucket for bucket in buckets if fitted < bucket < rows), default=fitted)
-    return no_memory
+    best_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
+    return _Sweep(tuple(sizes), best_rows, no_memory)
 
 
 def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int:
