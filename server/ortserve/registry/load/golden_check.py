@@ -170,11 +170,15 @@ def as_sent(signature: ModelSignature, inputs: Arrays) -> Arrays:
     """Convert one row to the form of a request: rows move from axis 0 to the row axis of each tensor. Returns views."""
     if not signature.is_batched:
         return inputs
-    pairs = zip(signature.inputs, inputs, strict=True)
     return tuple(
-        array if is_absent(array) else array[0, ...] if axis is None else np.moveaxis(array, 0, axis)
-        for axis, array in ((spec.batch_axis, array) for spec, array in pairs)
+        array if is_absent(array) else _without_front(array, spec.batch_axis)
+        for spec, array in zip(signature.inputs, inputs, strict=True)
     )
+
+
+def _without_front(array: np.ndarray, axis: int | None) -> np.ndarray:
+    """Move the rows from axis 0 to ``axis``; None for a tensor without rows, which the first row holds."""
+    return array[0, ...] if axis is None else np.moveaxis(array, 0, axis)
 
 
 def as_batched(signature: ModelSignature, outputs: Arrays) -> Arrays:
