@@ -78,13 +78,15 @@ def resolve_interface(options: ModelOptions, whole: ModelSignature, folder: Path
     )
     resolved_inputs = [_resolve(spec, options.inputs.get(spec.name)) for spec in inputs]
     resolved_outputs = [_resolve(spec, options.outputs.get(spec.name)) for spec in outputs]
-    model, client = (
-        replace(
-            signature,
-            inputs=tuple(specs[side] for specs in resolved_inputs),
-            outputs=tuple(specs[side] for specs in resolved_outputs),
-        )
-        for side in (0, 1)
+    model = replace(
+        signature,
+        inputs=tuple(own for own, _ in resolved_inputs),
+        outputs=tuple(own for own, _ in resolved_outputs),
+    )
+    client = replace(
+        signature,
+        inputs=tuple(seen for _, seen in resolved_inputs),
+        outputs=tuple(seen for _, seen in resolved_outputs),
     )
     if options.is_ragged:
         model, client = resolve_ragged(options, model, whole), resolve_ragged(options, client, whole)
