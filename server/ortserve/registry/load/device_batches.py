@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
@@ -17,6 +18,8 @@ from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import synthetic_inputs
 from ortserve.registry.load.session_opener import OpenedSession
 from ortserve.registry.load.warmup import WarmUp, time_sizes
+
+_ON_HOST: Final = "in host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,33 +144,34 @@ def keep_states(
     on_devices = [instance for instance in instances if isinstance(instance, DeviceInstance)]
     if not tensors.states or not on_devices:
         return tensors, ""
-    first = on_devices[0]
-    devices = {instance.streams.device.name for instance in on_devices}
-    shown = [state.output for state in tensors.states if state.output_index < tensors.shown_outputs]
-    problem = ""
+    first, inputs = on_devices[0], found.inputs
     if len(on_devices) < len(instances):
-        problem = "not all instances run on the device"
-    elif len(devices) > 1:
-        problem = f"the instances use several devices: {', '.join(sorted(devices))}"
-    elif is_recorded:
-        problem = "record writes requests with their states"
-    elif shown:
-        problem = f"requests may ask for output '{shown[0]}' of a state"
-    elif found.inputs is None:
-        problem = "the model was not warmed up"
-    else:
-        tried = (1, 2) if found.inputs.signature.is_batched and found.max_rows > 1 else (1,)
-        try:
-            states = first.make_states(tensors.initial, [found.inputs.generate(rows, rows) for rows in tried])
-            for instance in on_devices:
-                instance.keep_states(states)
-        except DeviceLostError:
-            raise
-        except ServeError as error:
-            problem = error.message
-    if problem:
-        return tensors, f"in host memory: {problem}"
+        return tensors, f"{_ON_HOST}: not all instances run on the device"
+    if problem := _why_on_host(on_devices, tensors, is_recorded=is_recorded):
+        return tensors, f"{_ON_HOST}: {problem}"
+    if inputs is None:
+        return tensors, f"{_ON_HOST}: the model was not warmed up"
+    tried = (1, 2) if inputs.signature.is_batched and found.max_rows > 1 else (1,)
+    try:
+        states = first.make_states(tensors.initial, [inputs.generate(rows, rows) for rows in tried])
+        for instance in on_devices:
+            instance.keep_states(states)
+    except DeviceLostError:
+        raise
+    except ServeError as error:
+        return tensors, f"{_ON_HOST}: {error.message}"
     return tensors.kept_elsewhere(states.first, states.padding), f"on {first.streams.device.name}"
+
+
+def _why_on_host(instances: Sequence[DeviceInstance], tensors: SequenceTensors, *, is_recorded: bool) -> str:
+    """Why states must be in host memory, though all instances run on a device; empty if they need not."""
+    devices = {instance.streams.device.name for instance in instances}
+    if len(devices) > 1:
+        return f"the instances use several devices: {', '.join(sorted(devices))}"
+    if is_recorded:
+        return "record writes requests with their states"
+    shown = [state.output for state in tensors.states if state.output_index < tensors.shown_outputs]
+    return f"requests may ask for output '{shown[0]}' of a state" if shown else ""
 
 
 def doubling(max_rows: int) -> list[int]:
