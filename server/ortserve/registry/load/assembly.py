@@ -285,18 +285,11 @@ def _shape_class(shapes: ShapeClasses | None, inputs: Arrays) -> Hashable:
 def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
     if not loaded.signature.is_batched:
         return BatchPolicy(1)
+    max_rows, buckets = loaded.warm_up.max_rows, tuple(sorted(set(options.buckets))) or loaded.on_device.sizes
     if options.sequences is not None and options.sequences.strategy == "direct":
-        # The strategy direct forms batches before they are enqueued.
-        return BatchPolicy(
-            loaded.warm_up.max_rows, buckets=tuple(sorted(set(options.buckets))) or loaded.on_device.sizes
-        )
-    return BatchPolicy(
-        loaded.warm_up.max_rows,
-        int(options.queue_delay_s * 1e9),
-        tuple(sorted(options.preferred_rows)),
-        tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
-        options.closed_loop_wait,
-    )
+        return BatchPolicy(max_rows, buckets=buckets)  # the strategy forms batches before they are enqueued
+    preferred_rows = tuple(sorted(options.preferred_rows))
+    return BatchPolicy(max_rows, int(options.queue_delay_s * 1e9), preferred_rows, buckets, options.closed_loop_wait)
 
 
 def _may_exceed_batches(loaded: LoadedModel, options: ModelOptions) -> bool:
