@@ -174,10 +174,10 @@ class InferenceService:
             call.settle_by(self._run_when_loaded(call, request))
             return
         raw, rollout = request.raw_input, served.rollout
-        is_tried = rollout is not None and rollout.is_canary
-        takes_long = request.regions is not None or (raw is not None and is_long_text(raw, served.signature))
-        if takes_long or is_tried or (served.takes_sequences and call.would_overtake):
-            call.settle_by(self._run_in_steps(call, request))
+        is_long = raw is not None and is_long_text(raw, served.signature)
+        must_wait = request.regions is not None or (served.takes_sequences and call.would_overtake)
+        if is_long or must_wait or (rollout is not None and rollout.is_canary):
+            call.settle_by(self._run_in_task(call, request))
             return
         call.inputs, call.rows = check_request(request, served.signature, served.name)
         submit(call, call, request, served)
@@ -213,7 +213,7 @@ class InferenceService:
             call.served = self._registry.find(request.model_name, request.model_version)
         except NotInMemoryError:
             return await self._run_when_loaded(call, request)
-        return await self._run_in_steps(call, request)
+        return await self._run_in_task(call, request)
 
     async def _run_when_loaded(self, call: Call, request: InferRequest) -> Arrays:
         """Run a request whose model may have to be loaded first."""
@@ -222,17 +222,17 @@ class InferenceService:
         call.served = await self._registry.wait_for(
             request.model_name, request.model_version, call.timing.received_ns, min(limits) if limits else None
         )
-        return await self._run_in_steps(call, request)
+        return await self._run_in_task(call, request)
 
-    async def _run_in_steps(self, call: Call, request: InferRequest) -> Arrays:
-        """Run a request whose tensors may be in shared memory, or may still have to be decoded from its bytes."""
+    async def _run_in_task(self, call: Call, request: InferRequest) -> Arrays:
+        """Run a request that may have to wait: for copies from shared memory, for a thread, or for earlier calls."""
         if request.regions is None:
-            return await self._run(call, request, None)
+            return await self._run_whole(call, request, None)
         with RegionTransfer(self._shared_memory, request.regions, self.gate) as transfer:
             whole = replace(request, inputs=[*request.inputs, *await transfer.fetch(request.model_name)])
-            return await self._run(call, whole, transfer)
+            return await self._run_whole(call, whole, transfer)
 
-    async def _run(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
+    async def _run_whole(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
         """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
         # Looked up again after each wait, because another version may have become ready meanwhile.
         served = call.served = self._registry.find(request.model_name, request.model_version)
