@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ortserve.clock import Clock
 from ortserve.config.option_groups import TraceFileOptions
@@ -142,6 +142,16 @@ class TraceSettings:
             raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model : {model}")
 
 
+class _Traced(NamedTuple):
+    """A request or step whose trace is written; the first arguments of ``encode_record``."""
+
+    number: int
+    model: str
+    version: str
+    request_id: str
+    protocol: str
+
+
 class TraceWriter:
     """Writes the traces of the requests that the settings sample. Loop thread only."""
 
@@ -174,32 +184,23 @@ class TraceWriter:
         """
         sampling = self._settings.of(model)
         if sampling.take():
-            named = (next(self._numbers), model, version, request_id, protocol)
+            traced = _Traced(next(self._numbers), model, version, request_id, protocol)
             # In the next turn of the loop, because this one sends the answer, unless a thread compresses it first.
-            asyncio.get_running_loop().call_soon(self._collect, sampling, named, timing, ended_ns, is_answered)
+            asyncio.get_running_loop().call_soon(self._collect, sampling, traced, timing, ended_ns, is_answered)
 
-    def _collect(
-        self,
-        sampling: Sampling,
-        named: tuple[int, str, str, str, str],
-        timing: Timing,
-        ended_ns: int,
-        is_answered: bool,
-    ) -> None:
+    def _collect(self, sampling: Sampling, traced: "_Traced", timing: Timing, ended_ns: int, is_answered: bool) -> None:
         sent_ns = self._clock() if is_answered else None
-        records = [encode_record(*named, timing, ended_ns=ended_ns, sent_ns=sent_ns)]
-        number, _, _, request_id, protocol = named
-        records += self._steps(timing, number, request_id, protocol)
+        records = [encode_record(*traced, timing, ended_ns=ended_ns, sent_ns=sent_ns)]
+        records += self._steps(timing, traced)
         # A single element, because the sampling counts requests.
         sampling.collect(b",".join(records))
 
-    def _steps(self, timing: Timing, parent: int, request_id: str, protocol: str) -> Iterator[bytes]:
+    def _steps(self, timing: Timing, parent: "_Traced") -> Iterator[bytes]:
         """Yield the records of the steps of an ensemble, each before those of its own steps."""
         for step in timing.steps:
-            number = next(self._numbers)
-            named = (number, step.model, step.version, request_id, protocol)
-            yield encode_record(*named, step.timing, ended_ns=step.ended_ns, sent_ns=None, parent=parent)
-            yield from self._steps(step.timing, number, request_id, protocol)
+            traced = parent._replace(number=next(self._numbers), model=step.model, version=step.version)
+            yield encode_record(*traced, step.timing, ended_ns=step.ended_ns, sent_ns=None, parent=parent.number)
+            yield from self._steps(step.timing, traced)
 
 
 def _checked(key: str, value: object, *, can_trace: bool) -> int | None:
