@@ -85,7 +85,17 @@ class Viewer:
 
 @dataclass(slots=True)
 class _Version:
-    """The data of a version that is stored between two passes."""
+    """The data of a version that is stored between two passes.
+
+    Attributes:
+        record: The record whose counts were read last; another one after a reload.
+        sampled: Counts at the last sample of the history.
+        errors: Errors by kind at the last sample.
+        ring: The history; None until the version has a rate other than 0.
+        seen: Counts at the last pass for viewers; None before the first.
+        now: Rates between the last two passes for viewers.
+        row: The row that viewers have.
+    """
 
     record: VersionRecord
     sampled: Counts
