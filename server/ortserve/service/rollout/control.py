@@ -156,18 +156,7 @@ class RolloutService:
 
     def readings(self) -> list[RolloutReading]:
         """The readings of all live rollouts, for metrics. Only reads, so a scrape may call it on its own thread."""
-        return [
-            RolloutReading(
-                live.model,
-                str(live.options.candidate),
-                live.options.mode,
-                {str(outcome): count for outcome, count in live.outcomes.items()},
-                dict(live.worst),
-                {"stable": figures.stable_p99_s, "candidate": figures.candidate_p99_s},
-            )
-            for live in list(self._live.values())
-            for figures in (live.figures(),)
-        ]
+        return [live.reading() for live in list(self._live.values())]
 
     def _status(self, model: str, options: RolloutOptions | None, problem: str) -> RolloutStatus:
         live = self._live.get(model)

@@ -25,6 +25,7 @@ from ortserve.registry.serving import ServedVersion
 from ortserve.service.rollout.decision import MEASURES, Decision, Figures, Latencies, decide, disagrees, errors_of
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_fault
+from ortserve.telemetry.readings import RolloutReading
 
 logger: Final = logging.getLogger(__name__)
 
@@ -117,6 +118,18 @@ class LiveRollout(Rollout):
             self._stable_times.percentile_s(99),
             self._candidate_times.percentile_s(99),
             self._candidate_times.count,
+        )
+
+    def reading(self) -> RolloutReading:
+        """The figures so far, for metrics. Any thread."""
+        figures = self.figures()
+        return RolloutReading(
+            self.model,
+            self._candidate,
+            self.options.mode,
+            {str(outcome): count for outcome, count in self.outcomes.items()},
+            dict(self.worst),
+            {"stable": figures.stable_p99_s, "candidate": figures.candidate_p99_s},
         )
 
     def candidate_for(self, request: InferRequest, headers: Headers) -> str:
