@@ -133,7 +133,7 @@ class SessionOpener:
         if choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name):
             opened = self._open_with_profile(choice, threads)
         else:
-            opened = OpenedSession(self._session(choice, threads), threads)
+            opened = OpenedSession(self._open_session(choice, threads), threads)
         opened.opening_s = (self._clock() - began_ns) / 1e9
         return opened
 
@@ -152,17 +152,11 @@ class SessionOpener:
         """Open with the options of ``choice``, and with streams if buffers on the device are possible."""
         devices = self._runtime.devices
         wants_graphs = self._options.graph_replay or choice.wants_graphs
-        device: OpenDevice | str = "device_buffers is off"
-        if find_images(self._model.content):
-            device = "images are decoded on the host"
-        elif self._options.is_ragged:
-            device = "the requests of a batch are joined on the host"
-        elif self._options.device_buffers:
-            device = devices.open(choice.name, choice.device_id)
+        device = self._open_device(choice)
         if isinstance(device, str):
             with devices.capture_lock.shared():
                 return OpenedSession(
-                    self._session(choice, threads),
+                    self._open_session(choice, threads),
                     threads,
                     wants_graphs=wants_graphs,
                     no_buffers_because=device,
@@ -171,7 +165,7 @@ class SessionOpener:
         if device.lost:
             raise DeviceLostError(device.lost)
         provider = devices.provider(choice.name)
-        opened = self._open_on(device, provider, choice, threads, wants_graphs=wants_graphs)
+        opened = self._open_on_device(device, provider, choice, threads, wants_graphs=wants_graphs)
         if wants_graphs and provider.one_graph_per_session and opened.no_replay is None:
             # The trial runs after the session was opened, so that it finds the engines of the session in the cache.
             try:
@@ -181,10 +175,20 @@ class SessionOpener:
                 raise
             if opened.no_replay is None:
                 assert opened.streams is not None
-                opened.open_for_graph = partial(self._for_graph, opened.streams, choice, threads)
+                opened.open_for_graph = partial(self._open_for_graph, opened.streams, choice, threads)
         return opened
 
-    def _open_on(
+    def _open_device(self, choice: ProviderChoice) -> OpenDevice | str:
+        """The device for the buffers of a session, or why the session has none."""
+        if find_images(self._model.content):
+            return "images are decoded on the host"
+        if self._options.is_ragged:
+            return "the requests of a batch are joined on the host"
+        if not self._options.device_buffers:
+            return "device_buffers is off"
+        return self._runtime.devices.open(choice.name, choice.device_id)
+
+    def _open_on_device(
         self, device: OpenDevice, provider: DeviceProvider, choice: ProviderChoice, threads: int, *, wants_graphs: bool
     ) -> OpenedSession:
         """Open with streams on a device. The session captures graphs if one session of the provider stores them all."""
@@ -204,10 +208,10 @@ class SessionOpener:
                 raise device.run_error(error) from error
             try:
                 if captures:
-                    session, no_replay = self._capturing(streams, choice, threads)
+                    session, no_replay = self._open_capturing(streams, choice, threads)
                 captures = session is not None
                 if session is None:
-                    session = self._on_streams(streams, choice, threads, captures=False)
+                    session = self._open_on_streams(streams, choice, threads, captures=False)
             except BaseException:
                 streams.close()
                 raise
@@ -284,12 +288,12 @@ class SessionOpener:
     def _gpu_access(self) -> GpuAccess:
         return GpuAccess(self._runtime.devices.capture_lock.shared, partial(device_run_error, device="the GPU"))
 
-    def _capturing(
+    def _open_capturing(
         self, streams: InstanceStreams, choice: ProviderChoice, threads: int
     ) -> tuple[Session | None, NoReplay | None]:
         """Open a session that captures. Returns None and the reason if it cannot, although the trial succeeded."""
         try:
-            session = self._on_streams(streams, choice, threads, captures=True)
+            session = self._open_on_streams(streams, choice, threads, captures=True)
             no_replay = self._known_obstacle(choice, read_operators(session), streams.provider)
         except DeviceLostError:
             raise
@@ -297,18 +301,21 @@ class SessionOpener:
             return None, NoReplay("failed", error.message)
         return (session, None) if no_replay is None else (None, no_replay)
 
-    def _for_graph(self, streams: InstanceStreams, choice: ProviderChoice, threads: int) -> Session:
+    def _open_for_graph(self, streams: InstanceStreams, choice: ProviderChoice, threads: int) -> Session:
         """Open another session for one graph, if it leaves enough memory for the instances that are not opened yet."""
         weights = self._model.nbytes
         to_come = max(0, self._options.instances - self._instances) * weights
         room = {"weights": weights, "weights of other instances": to_come}
         streams.opened.ledger.check_room(self._name, {purpose: nbytes for purpose, nbytes in room.items() if nbytes})
-        return self._on_streams(streams, choice, threads, captures=True)
+        return self._open_on_streams(streams, choice, threads, captures=True)
 
-    def _on_streams(self, streams: InstanceStreams, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
+    def _open_on_streams(
+        self, streams: InstanceStreams, choice: ProviderChoice, threads: int, *, captures: bool
+    ) -> Session:
+        """Open a session that computes on these streams, with the providers behind that share its device."""
         options = {**choice.options, **streams.provider_options(captures=captures)}
         behind = tuple(self._on_same_stream(other, streams) for other in choice.behind)
-        return self._session(replace(choice, options=options, behind=behind), threads, streams.opened)
+        return self._open_session(replace(choice, options=options, behind=behind), threads, streams.opened)
 
     def _on_same_stream(self, other: Provider, streams: InstanceStreams) -> Provider:
         """Put a provider that follows the chosen one on the same stream, if it uses the same device."""
@@ -320,7 +327,8 @@ class SessionOpener:
             return other
         return replace(other, options={**other.options, **provider.provider_options(streams.compute, captures=False)})
 
-    def _session(self, choice: ProviderChoice, threads: int, device: OpenDevice | None = None) -> Session:
+    def _open_session(self, choice: ProviderChoice, threads: int, device: OpenDevice | None = None) -> Session:
+        """Open a session of the model. An error of a lost device becomes DeviceLostError."""
         detail = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
         self._progress.begin(f"opening the session on {choice.name}{detail}")
         has_global_threads = self._runtime.has_global_threads
@@ -336,6 +344,7 @@ class SessionOpener:
             raise
 
     def _open_file(self, options: SessionOptions) -> Session:
+        """Open the file on a thread of the configured nice level. A cancelled load ends with LoadCancelledError."""
         nice = self._options.thread_nice
         options = replace(options, interruptible=self._progress.interruptible)
         opening = partial(open_session, self._model.path, self._name, options, self._model.content)
