@@ -6,7 +6,6 @@ Synthetic floats are from N(0, 1), integers and booleans are 0 or 1, texts are s
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -151,11 +150,14 @@ def _row_sizes(spec: TensorSpec, free_dim: int, known: Mapping[str, int]) -> tup
         return known.get(name, free_dim)
 
     sizes = []
-    for axis, (dim, name) in enumerate(zip_longest(spec.shape, spec.dim_names, fillvalue="")):
+    for axis, dim in enumerate(spec.shape):
+        name = spec.dim_names[axis] if axis < len(spec.dim_names) else ""
         if axis == spec.batch_axis:
             continue
-        is_known = dim != -1
-        sizes.append(int(dim) if is_known else size(str(name)) if name or axis == 0 else free_dim)
+        if dim != -1:
+            sizes.append(dim)
+        else:
+            sizes.append(size(name) if name or axis == 0 else free_dim)
     return tuple(sizes)
 
 
