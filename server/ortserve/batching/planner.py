@@ -138,14 +138,11 @@ def plan_batch(
         if by_ns is not None and (finish_by_ns is None or by_ns < finish_by_ns):
             finish_by_ns = by_ns
     if finish_by_ns is not None and now_ns + policy.batch_ns(rows, latency) > finish_by_ns:
-        forecast = _Forecast(policy, latency, now_ns)
-        small = _most_in_time(waiting, count, forecast)
-        if small is not None:
-            if latency.observations >= MIN_OBSERVATIONS:
-                without = _without_tightest(waiting, small, forecast)
-                if without is not None:
-                    return without
-            count, rows = small.count, small.rows
+        in_time = _plan_in_time(waiting, count, _Forecast(policy, latency, now_ns))
+        if in_time is not None:
+            if in_time.evicted:
+                return in_time
+            count, rows = in_time.count, in_time.rows
             is_full = True
     if policy.queue_delay_ns and not is_full and rows < policy.max_rows:
         preferred = _largest_preferred(waiting, count, policy.preferred_rows)
@@ -178,6 +175,14 @@ class _Forecast:
         begin_ns = self.now_ns + after_ns
         finish_ns = begin_ns + self.batch_ns(_rows(requests)) if requests else begin_ns
         return all(request.finish_by_ns is None or finish_ns <= request.finish_by_ns for request in requests)
+
+
+def _plan_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> Take | None:
+    """Plan a batch of the first ``count`` requests that meets all its deadlines, or evict some; None without one."""
+    small = _most_in_time(waiting, count, forecast)
+    if small is None or forecast.latency.observations < MIN_OBSERVATIONS:
+        return small
+    return _without_tightest(waiting, small, forecast) or small
 
 
 def _most_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> Take | None:
