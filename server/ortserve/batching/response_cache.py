@@ -259,8 +259,8 @@ class CachedRuns:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A request that waits for a shared run, and the time at which it joined (monotonic)."""
+class _Joined:
+    """A request that a shared run answers, and the time at which it joined the run (monotonic)."""
 
     request: InflightRequest
     terms: Terms
@@ -279,7 +279,7 @@ class SharedRun:
         self._first = request
         self._child = request.child(request.inputs, request.rows)
         self._child.on_settled = self._on_settled
-        self._waiting: dict[InflightRequest, _Waiting] = {}
+        self._waiting: dict[InflightRequest, _Joined] = {}
 
     def suits(self, terms: Terms) -> bool:
         """Whether a request with ``terms`` may wait for this run: it is not more urgent and has no earlier deadline."""
@@ -302,7 +302,7 @@ class SharedRun:
 
     def join(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, now_ns: int) -> None:
         """Settle this request, which is equal to the first one, with the run."""
-        self._waiting[request] = _Waiting(request, terms, enqueue, now_ns)
+        self._waiting[request] = _Joined(request, terms, enqueue, now_ns)
         request.withdraw = self._leave
 
     def _leave(self, request: InflightRequest) -> None:
@@ -311,7 +311,7 @@ class SharedRun:
             self._end()
             self._child.cancel()
 
-    def _end(self) -> dict[InflightRequest, _Waiting]:
+    def _end(self) -> dict[InflightRequest, _Joined]:
         """Stop further requests from joining. Returns the waiting ones."""
         self._runs.end(self._key, self)
         waiting, self._waiting = self._waiting, {}
@@ -344,7 +344,7 @@ class SharedRun:
 
         settle_in_turns(list(waiting), complete)
 
-    def _fail(self, waiting: list[_Waiting], error: BaseException) -> None:
+    def _fail(self, waiting: list[_Joined], error: BaseException) -> None:
         """Fail the requests. If the run missed the first one's deadline, only that one fails; the others run again.
 
         A run that cannot meet its deadline may also be rejected as overloaded, even by a later step of an ensemble.

@@ -57,16 +57,16 @@ class Queued(Protocol):
         ...
 
 
-Waiting = TypeVar("Waiting", bound=Queued)
+AnyQueued = TypeVar("AnyQueued", bound=Queued)
 
 
-def enqueue(waiting: deque[Waiting], turn: Waiting) -> None:
+def enqueue(waiting: deque[AnyQueued], turn: AnyQueued) -> None:
     """Append a request to the queue of its sequence."""
     turn.number = waiting[-1].number + 1 if waiting else 0
     waiting.append(turn)
 
 
-def find(waiting: deque[Waiting], turn: Waiting) -> int:
+def find(waiting: deque[AnyQueued], turn: AnyQueued) -> int:
     """The index of a request in a queue; -1 if it is not there.
 
     Not by comparing each request: a client may cancel all of a long queue, each in turn.
@@ -75,12 +75,12 @@ def find(waiting: deque[Waiting], turn: Waiting) -> int:
     return index if index < len(waiting) and waiting[index] is turn else -1
 
 
-def take_dependents(waiting: deque[Waiting], first: int, *, with_starts: bool = False) -> list[Waiting]:
+def take_dependents(waiting: deque[AnyQueued], first: int, *, with_starts: bool = False) -> list[AnyQueued]:
     """Remove the requests from index ``first`` on, up to the next start or also those behind it.
 
     Moves no more requests than are removed or are in front of them, because each of a long queue may be cancelled.
     """
-    taken: list[Waiting] = []
+    taken: list[AnyQueued] = []
     waiting.rotate(-first)
     while len(waiting) > first and (with_starts or not waiting[0].is_start):
         taken.append(waiting.popleft())
