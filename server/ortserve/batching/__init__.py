@@ -9,6 +9,7 @@ __all__ = [
     "batcher",
     "direct_sequences",
     "inline_runs",
+    "kept_sequences",
     "oldest_sequences",
     "planner",
     "queue",

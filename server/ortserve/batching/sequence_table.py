@@ -6,6 +6,7 @@ Pure decisions: time is passed in, and ``sequences`` acts on the results.
 import asyncio
 from bisect import bisect_left
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Final, Protocol, TypeVar
 
@@ -140,6 +141,31 @@ class Turn:
             self.timer = None
 
 
+class Strategy(Protocol):
+    """Runs each request when its turn comes."""
+
+    def run(self, turn: Turn) -> None:
+        """Run a request: ``SequenceRuns.on_computed`` or ``on_failed`` is called once, possibly at once.
+
+        Raises:
+            Exception: The request cannot run; neither is called.
+        """
+        ...
+
+    def withdraw(self, turn: Turn) -> bool:
+        """Take back a request whose run has not begun. Returns False if it has."""
+        ...
+
+    @property
+    def waiting_rows(self) -> int:
+        """Number of requests whose turn has come, and which wait outside of the batcher's queue. Any thread."""
+        ...
+
+    def end_delays(self) -> None:
+        """Stop delaying batches, because no further requests will arrive."""
+        ...
+
+
 class Sequence:
     """A sequence that began and has not ended.
 
@@ -224,6 +250,14 @@ class SequenceTable:
         """The sequence that accepts requests with this id; None if there is none."""
         return self._open.get(sequence_id)
 
+    def holders(self) -> Iterable[Sequence]:
+        """The sequences with a slot, in no particular order."""
+        return self._holders
+
+    def backlog(self) -> Iterable[Sequence]:
+        """The sequences that wait for a slot, the first one first."""
+        return self._backlog
+
     def open_sequences(self) -> list[Sequence]:
         """All sequences that accept requests."""
         return list(self._open.values())
@@ -262,8 +296,9 @@ class SequenceTable:
         return following
 
     def rest(self, sequence: Sequence, now_ns: int) -> None:
-        """Note that a sequence has become idle."""
+        """Note that a sequence has become idle, or that its idle time begins anew."""
         self._idle[sequence] = now_ns
+        self._idle.move_to_end(sequence)
 
     def resume(self, sequence: Sequence, now_ns: int) -> bool:
         """Note that a sequence is no longer idle. Returns False if it was idle for too long."""

@@ -9,9 +9,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from ortserve.batching.admission import tensor_bytes
+from ortserve.batching.kept_sequences import KeptSequences
 from ortserve.batching.sequence_admission import SequenceAdmission, SequenceLimits
 from ortserve.batching.sequence_table import (
     CANCELLED,
@@ -24,6 +25,7 @@ from ortserve.batching.sequence_table import (
     UNLOADED,
     Sequence,
     SequenceTable,
+    Strategy,
     Turn,
     ends_sequence,
     enqueue,
@@ -44,31 +46,6 @@ logger: Final = logging.getLogger(__name__)
 
 _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
 _LATE: Final = "Request timeout expired: its deadline passed while it waited for its turn or in its slot"
-
-
-class Strategy(Protocol):
-    """Runs each request when its turn comes."""
-
-    def run(self, turn: Turn) -> None:
-        """Run a request: ``SequenceRuns.on_computed`` or ``on_failed`` is called once, possibly at once.
-
-        Raises:
-            Exception: The request cannot run; neither is called.
-        """
-        ...
-
-    def withdraw(self, turn: Turn) -> bool:
-        """Take back a request whose run has not begun. Returns False if it has."""
-        ...
-
-    @property
-    def waiting_rows(self) -> int:
-        """Number of requests whose turn has come, and which wait outside of the batcher's queue. Any thread."""
-        ...
-
-    def end_delays(self) -> None:
-        """Stop delaying batches, because no further requests will arrive."""
-        ...
 
 
 class SequenceRuns:
@@ -103,7 +80,9 @@ class SequenceRuns:
         self._clock: Final = clock
         self._is_draining = False
         self._ends = dict.fromkeys(END_REASONS, 0)
-        self._timers = SequenceTimers(table, loop, clock, self._remove_expired, self._on_waited, self._on_late)
+        self._timers = SequenceTimers(table, loop, clock, self._on_idle, self._on_waited, self._on_late)
+        self.kept: Final = KeptSequences(model, table, loop, clock, partial(self._end, with_starts=True))
+        """The sequences that requests of ensembles keep from expiring."""
         self._empty: asyncio.Event | None = None
         self.strategy = make_strategy(self)
 
@@ -135,7 +114,7 @@ class SequenceRuns:
         self._admission.check(request, part)
         now_ns = self._clock()
         sequence = self._table.find(part.id)
-        if sequence is not None and not self._table.resume(sequence, now_ns):
+        if sequence is not None and not self._table.resume(sequence, now_ns) and part.id not in self.kept:
             self._remove_expired(sequence)  # the timer is late
             sequence = None
         if sequence is None:
@@ -388,6 +367,13 @@ class SequenceRuns:
         if behind is not None:
             self._end(turn.sequence, FAILED, self._admission.not_started(turn.sequence.id), behind)
             turn.request.fail(ServeError(ErrorKind.DEADLINE, _LATE))
+
+    def _on_idle(self, sequence: Sequence) -> None:
+        """Remove a sequence that was idle for too long, unless a request of an ensemble keeps it."""
+        if sequence.id in self.kept:
+            self.kept.renew(sequence)
+        else:
+            self._remove_expired(sequence)
 
     def _remove_expired(self, sequence: Sequence) -> None:
         self._table.close(sequence)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ortserve._pb import model_config_pb2 as pb
+from ortserve.batching.kept_sequences import Members
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions
@@ -84,6 +85,11 @@ class ServedVersion(ABC):
     @abstractmethod
     def is_busy(self) -> bool:
         """Whether any admitted request is not settled yet."""
+
+    @property
+    def kept(self) -> Members:
+        """What keeps sequences of the version, or of the members of an ensemble, from expiring."""
+        return () if self.sequences is None else (self.sequences.kept,)
 
     @property
     def has_sequences(self) -> bool:

@@ -3,10 +3,11 @@
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from ortserve.batching.kept_sequences import Members
 from ortserve.batching.response_cache import CachedRuns
 from ortserve.batching.statistics import Learned
 from ortserve.clock import Clock
@@ -82,6 +83,7 @@ class ServedEnsemble(ServedVersion):
         self._routes: OrderedDict[tuple[tuple[str, ...], bool], Route] = OrderedDict()
         """Routes by the requested outputs, and whether the request has a part in a sequence."""
         self._turns = turns
+        self._kept: Final = tuple({kept: None for member in members for kept in member.kept})
         assert self.options.ensemble is not None
         most = self.options.ensemble.max_inflight_requests
         self._limits = StepLimits(most, [not member.takes_sequences for member in members]) if most else None
@@ -100,6 +102,10 @@ class ServedEnsemble(ServedVersion):
     @property
     def platform(self) -> str:
         return ENSEMBLE_PLATFORM
+
+    @property
+    def kept(self) -> Members:
+        return self._kept
 
     @property
     def is_busy(self) -> bool:
@@ -224,7 +230,11 @@ class ServedEnsemble(ServedVersion):
     def _run(self, terms: EnsembleTerms, part: SequencePart | None, request: InflightRequest) -> None:
         outputs = terms.outputs
         has_part = part is not None and bool(part.id)
-        on_end = partial(self._on_turn_ended, part.id) if part is not None and has_part else self._on_run_ended
+        on_end: Callable[[EnsembleRun | None, ErrorKind | None], object] = self._on_run_ended
+        if part is not None and has_part:
+            on_end = partial(self._on_turn_ended, part.id)
+            for kept in self._kept:
+                kept.keep(part.id, self._kept)
         self._running += 1
         try:
             route = (
@@ -249,6 +259,8 @@ class ServedEnsemble(ServedVersion):
         if why is not None and run is not None:
             for member in run.members_to_end(why, is_pipelined=self.is_pipelined(sequence_id)):
                 member.end_sequence(sequence_id)
+        for kept in self._kept:
+            kept.release(sequence_id, self._kept)
         self._leave_turn(sequence_id)
 
     def _leave_turn(self, sequence_id: SequenceId) -> None:
