@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any, Final
 from urllib.parse import quote
 from uuid import uuid4
@@ -43,9 +44,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("shared-memory")
     add_model(repository, "wide", builders.identity, shape=("batch", "width"))
     add_model(repository, "text", builders.identity, datatype=DataType.BYTES)
-    (add_model(repository, "totals", sequences.totals) / "model.yaml").write_text(
-        "sequences: {states: [{input: STATE, output: NEXT}]}\n"
-    )
+    for name, build in (("totals", sequences.totals), ("slow", sequences.slow)):
+        (add_model(repository, name, build) / "model.yaml").write_text(
+            "sequences: {states: [{input: STATE, output: NEXT}]}\n"
+        )
     with serving(repository, "--example", "--allow-client-shm", *SHORT_WARMUP) as server:
         yield server
 
@@ -291,6 +293,26 @@ def test_a_sequence_ends_if_an_output_does_not_fit_its_region(caller: Caller) ->
         assert "should be at least 4 bytes" in caller.refusal(ask, 3)[1]
         assert "must specify the START flag" in caller.refusal(ask, 4)[1]
         assert ask(4, is_start=True) == 1
+
+
+def test_a_sequence_that_has_begun_again_outlives_an_output_that_does_not_fit(server: ServerProcess) -> None:
+    """The next start is under way when the output of a request before it does not fit its region."""
+    caller = connect(server, "grpc")
+    answers: Queue[Any] = Queue()
+    value = caller.library.InferInput("INPUT", [1, 1], "INT32")
+    value.set_data_from_numpy(np.ones((1, 1), np.int32))
+    with owned(64) as (key, _), caller.client as client:
+        client.register_system_shared_memory("r", key, 64)
+        client.start_stream(callback=lambda result, error: answers.put(error or int(result.as_numpy("TOTAL")[0, 0])))
+        outputs = [caller.output("TOTAL", "r", 3)]
+        client.async_stream_infer("slow", [value], outputs=outputs, sequence_id=9, sequence_start=True)
+        for is_start in (True, False):
+            client.async_stream_infer("slow", [value], sequence_id=9, sequence_start=is_start)
+        found = [answers.get(timeout=LONG_S) for _ in range(3)]
+        client.async_stream_infer("slow", [value], sequence_id=9, sequence_end=True)
+        assert "should be at least 4 bytes" in str(found[0])
+        assert [*found[1:], answers.get(timeout=LONG_S)] == [1, 2, 3]
+        client.unregister_system_shared_memory()
 
 
 def test_requests_outside_their_region_are_rejected(caller: Caller) -> None:

@@ -176,12 +176,14 @@ class Sequence:
         slot: Number of its slot; ``NO_SLOT`` while it waits for one.
         waiting: Requests whose turn has not come.
         running: The request whose turn it is; None if no request runs.
+        begun_ns: When the run of its latest start was prepared; 0 before the first one.
         is_open: Whether the sequence accepts further requests.
         is_pipelined: Whether a request of the sequence arrived before an earlier one was answered.
         ended_because: One of ``END_REASONS``, for metrics.
     """
 
     __slots__ = (
+        "begun_ns",
         "ended_because",
         "id",
         "id_array",
@@ -202,6 +204,7 @@ class Sequence:
         self.slot = NO_SLOT
         self.waiting: deque[Turn] = deque()
         self.running: Turn | None = None
+        self.begun_ns = 0
         self.is_open = True
         self.is_pipelined = False
         self.ended_because = ENDED

@@ -134,10 +134,16 @@ class SequenceRuns:
         elif sequence.slot != NO_SLOT and sequence.running is None:
             self._advance(sequence)
 
-    def end(self, sequence_id: SequenceId) -> None:
-        """End a sequence, if it exists, after one of its requests was dropped before ``submit``. Waiting ones fail."""
+    def end(self, sequence_id: SequenceId, computed_ns: int | None = None) -> None:
+        """End a sequence, if it exists, because one of its requests failed outside of it. Waiting requests fail.
+
+        Args:
+            sequence_id: The id.
+            computed_ns: When the failed request was computed; None if it was not. A sequence that a later start has
+                begun anew continues.
+        """
         sequence = self._table.find(sequence_id)
-        if sequence is None:
+        if sequence is None or (computed_ns is not None and sequence.begun_ns > computed_ns):
             return
         self._end(sequence, FAILED, self._admission.not_started(sequence.id))
 
@@ -279,6 +285,8 @@ class SequenceRuns:
 
     def _run(self, sequence: Sequence, turn: Turn) -> None:
         sequence.running = turn
+        if turn.is_start:
+            sequence.begun_ns = self._clock()
         tensors = self.tensors
         states = tensors.first_states if turn.is_start else sequence.states
         try:

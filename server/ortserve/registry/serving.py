@@ -153,10 +153,13 @@ class ServedVersion(ABC):
             ServeError: The request is rejected, also if it does not match the state of its sequence.
         """
 
-    def end_sequence(self, sequence_id: SequenceId) -> None:
-        """End a sequence, if it exists, because a request of it did not reach ``submit_part`` or cannot be repeated."""
+    def end_sequence(self, sequence_id: SequenceId, computed_ns: int | None = None) -> None:
+        """End a sequence, if it exists, because a request of it did not reach ``submit_part`` or cannot be repeated.
+
+        ``computed_ns`` is as in ``SequenceRuns.end``.
+        """
         if self.sequences is not None:
-            self.sequences.end(sequence_id)
+            self.sequences.end(sequence_id, computed_ns)
 
     def is_pipelined(self, sequence_id: SequenceId) -> bool:
         """Whether a client has sent a request of a sequence before the answer of an earlier one."""

@@ -206,4 +206,4 @@ def end_sequence(call: Call) -> None:
         return
     part = read_sequence_part(request.parameters, call.protocol)
     if part.id and not part.is_end:
-        served.end_sequence(part.id)
+        served.end_sequence(part.id, call.timing.computed_ns)

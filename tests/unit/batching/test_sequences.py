@@ -435,6 +435,35 @@ def test_a_sequence_ends_if_a_cancelled_run_fails(strategy: str) -> None:
     test()
 
 
+@virtual(slots=1)
+async def test_a_request_that_fails_after_its_run_ends_no_sequence_that_began_since(stage: Stage) -> None:
+    first = stage.submit(1, 1, "S")
+    await stage.answer()
+    computed_ns = stage.clock()
+    await asyncio.sleep(0.001)
+    again, behind = stage.submit(1, 10, "S"), stage.submit(1, 20)
+    stage.runs.end(1, computed_ns)
+    await stage.answer()
+    await stage.answer()
+    assert [total(request) for request in (first, again, behind)] == [1, 10, 30]
+    stage.runs.end(1, stage.clock())
+    with pytest.raises(ServeError, match="START flag"):
+        stage.submit(1)
+
+
+@virtual(slots=1)
+async def test_a_request_that_fails_after_its_run_ends_its_sequence_before_the_next_start(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    await stage.answer()
+    other = stage.submit(1, 2)
+    behind, again = stage.submit(1, 4), stage.submit(1, 10, "S")
+    stage.runs.end(1, stage.clock())
+    assert error(behind).message == START_TEXT
+    await stage.answer()
+    await stage.answer()
+    assert [total(request) for request in (other, again)] == [3, 10]
+
+
 @virtual()
 async def test_the_id_is_free_as_soon_as_the_end_is_enqueued(stage: Stage) -> None:
     old = stage.submit(1, 5, "SE")

@@ -178,10 +178,10 @@ class ServedEnsemble(ServedVersion):
             delay_s = max(0, terms.finish_by_ns - now_ns) / 1e9
             turn.timer = asyncio.get_running_loop().call_later(delay_s, self._on_late, turn)
 
-    def end_sequence(self, sequence_id: SequenceId) -> None:
+    def end_sequence(self, sequence_id: SequenceId, computed_ns: int | None = None) -> None:
         """End a sequence in every member, if it exists there."""
         for member in self.members:
-            member.end_sequence(sequence_id)
+            member.end_sequence(sequence_id, computed_ns)
 
     def is_pipelined(self, sequence_id: SequenceId) -> bool:
         """As ``ServedVersion.is_pipelined``: requests of the sequence wait for their turn, or a member reports it."""

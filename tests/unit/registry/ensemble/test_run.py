@@ -99,7 +99,7 @@ class FakeMember(ServedVersion):
         self.parts.append(part)
         self.submit(request, terms)
 
-    def end_sequence(self, sequence_id: int | str) -> None:
+    def end_sequence(self, sequence_id: int | str, computed_ns: int | None = None) -> None:
         self.ended.append(sequence_id)
 
     def is_pipelined(self, sequence_id: int | str) -> bool:
