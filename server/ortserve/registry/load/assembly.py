@@ -20,8 +20,8 @@ from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import NO_CALLBACKS, RunEvents, RunLimits
 from ortserve.batching.sequence_admission import SequenceLimits
-from ortserve.batching.sequence_table import SequenceTable
-from ortserve.batching.sequences import SequenceRuns, Strategy
+from ortserve.batching.sequence_table import SequenceTable, Strategy
+from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Learned
 from ortserve.batching.timers import best_timer
