@@ -18,14 +18,12 @@ from ortserve.registry.ensemble.members import MembersDisagreeError, find_member
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.load_retries import LoadRetries
+from ortserve.registry.repository.configuration import log_without_effect
 from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
-
-_MAX_REASONS: Final = 16
-"""Maximum number of options without effect that are logged one by one for a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +229,7 @@ class Reconciler:
         """
         name = source.name
         if versions:
-            _report_options(source)
+            log_without_effect(name, source.without_effect)
         failed = self._known_failures(source) if is_awaited else {}
         incoming = [
             self._versions.announce(name, version, source, is_awaited=is_awaited)
@@ -394,12 +392,3 @@ class Reconciler:
         """What leads from the versions of a model that serve to those of a source."""
         serving = self._catalog.ready(source.name)
         return plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
-
-
-def _report_options(source: ModelSource) -> None:
-    """Log the options without effect. The number of lines is bounded, because a client's configuration is not."""
-    reasons = source.without_effect
-    for reason in reasons[:_MAX_REASONS]:
-        log_event(logger, logging.WARNING, "option has no effect", model=source.name, reason=reason)
-    if (further := len(reasons) - _MAX_REASONS) > 0:
-        log_event(logger, logging.WARNING, "further options have no effect", model=source.name, options=further)

@@ -17,8 +17,8 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.sequence_admission import SequenceLimits
-from ortserve.batching.sequence_table import Sequence, SequenceTable, enqueue, find, take_dependents
-from ortserve.batching.sequences import SequenceRuns, Strategy
+from ortserve.batching.sequence_table import Sequence, SequenceTable, Strategy, enqueue, find, take_dependents
+from ortserve.batching.sequences import SequenceRuns
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
 from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors, StateTensor

@@ -79,7 +79,7 @@ def sample(datatype: DataType) -> np.ndarray:
 @pytest.mark.parametrize("datatype", DataType)
 def test_raw_tensor_of_every_datatype_is_decoded(datatype: DataType) -> None:
     array = sample(datatype)
-    raw = encode_bytes_elements(array) if datatype is DataType.BYTES else array.tobytes()
+    raw = bytes(encode_bytes_elements(array)) if datatype is DataType.BYTES else array.tobytes()
     (tensor,) = decode(request(("x", datatype.value, [2, 2]), raw=[raw])).inputs
     assert (tensor.name, tensor.datatype, tensor.array.dtype) == ("x", datatype, datatype.numpy)
     np.testing.assert_array_equal(tensor.array, array)
@@ -95,7 +95,7 @@ def test_answer_of_every_datatype_is_readable_by_protobuf(datatype: DataType) ->
             )
         )
     )
-    raw = encode_bytes_elements(array) if datatype is DataType.BYTES else array.tobytes()
+    raw = bytes(encode_bytes_elements(array)) if datatype is DataType.BYTES else array.tobytes()
     assert (message.model_name, message.model_version, message.id) == ("m", "3", "id")
     assert [(o.name, o.datatype, list(o.shape)) for o in message.outputs] == [
         ("y", datatype.value, [2, 2]),

@@ -1,6 +1,7 @@
 """The configuration of a model: reads ``model.yaml`` or translates a ``config.pbtxt`` into the same options."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,12 @@ from ortserve.registry.repository.triton_execution import choose_providers, read
 from ortserve.registry.repository.triton_fields import check_fields, datatype_name, value_name
 from ortserve.registry.repository.triton_ragged import read_ragged
 from ortserve.registry.repository.triton_sequences import read_sequences
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+_MAX_REASONS: Final = 16
+"""Maximum number of options without effect that are logged one by one for a model."""
 
 PLATFORM: Final = "onnxruntime_onnx"
 BACKEND: Final = "onnxruntime"
@@ -307,3 +314,11 @@ def _sample_inputs(sample: str, inputs: Mapping[str, pb.ModelWarmup.Input]) -> I
                     f"model_warmup '{sample}': input '{name}' needs zero_data, random_data or input_data_file"
                 )
         yield name, options
+
+
+def log_without_effect(model: str, reasons: Sequence[str]) -> None:
+    """Log the options without effect. The number of lines is bounded, because a client's configuration is not."""
+    for reason in reasons[:_MAX_REASONS]:
+        log_event(logger, logging.WARNING, "option has no effect", model=model, reason=reason)
+    if (further := len(reasons) - _MAX_REASONS) > 0:
+        log_event(logger, logging.WARNING, "further options have no effect", model=model, options=further)

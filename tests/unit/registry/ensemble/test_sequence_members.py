@@ -17,7 +17,7 @@ from interpreted import WHY
 from ortserve.batching.direct_sequences import DirectRuns
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.sequence_admission import SequenceLimits
-from ortserve.batching.sequence_table import SequenceTable
+from ortserve.batching.sequence_table import SequenceTable, Strategy
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import LoadOptions, make_model_options
@@ -79,11 +79,14 @@ class Model(ServedVersion):
         self.table = SequenceTable(slots, IDLE_MS * MS)
         runs = None
         if slots:
-            runs = SequenceRuns(name, TENSORS, self.table, SequenceLimits(1000, 100_000, 1000, 1_000_000), loop, clock)
-            if strategy == "oldest":
-                runs.strategy = OldestRuns(runs, self.enqueue)
-            else:
-                runs.strategy = DirectRuns(runs, 1, slots, self.enqueue, lambda _: None, loop, clock)
+            limits = SequenceLimits(1000, 100_000, 1000, 1_000_000)
+
+            def make_strategy(runs: SequenceRuns) -> Strategy:
+                if strategy == "oldest":
+                    return OldestRuns(runs, self.enqueue)
+                return DirectRuns(runs, 1, slots, self.enqueue, lambda _: None, loop, clock)
+
+            runs = SequenceRuns(name, TENSORS, self.table, limits, make_strategy, loop, clock)
         super().__init__(
             ModelSignature((TensorSpec("x", DataType.INT64, (-1, 1)),), (TensorSpec("y", DataType.INT64, (-1, 1)),)),
             {},
