@@ -131,8 +131,6 @@ class SequenceRuns:
             self._table.close(sequence)
         if may_run:
             self._run(sequence, turn)
-        elif sequence.slot != NO_SLOT and sequence.running is None:
-            self._advance(sequence)
 
     def end(self, sequence_id: SequenceId, computed_ns: int | None = None) -> None:
         """End a sequence, if it exists, because one of its requests failed outside of it. Waiting requests fail.

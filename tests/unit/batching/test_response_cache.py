@@ -144,6 +144,8 @@ def test_borders_between_texts_and_inputs_count() -> None:
             stage.submit(*inputs)
             stage.answer(number)
         assert [await stage.cached(*inputs) for inputs in seen] == [0, 1, 2, 3, 4, 5]
+        other = np.frombuffer(b"xy", absent(2).dtype)  # the memory of an absent tensor is not initialized
+        assert await stage.cached(np.array(["ab", "c"], object), other) == 4
 
     run(test)
 
@@ -231,10 +233,13 @@ def test_errors_reach_all_waiting_requests_and_are_not_cached() -> None:
     async def test() -> None:
         stage = Stage()
         requests = [stage.submit() for _ in range(2)]
-        stage.queue.pop().fail(ServeError(ErrorKind.REJECTED_BY_MODEL, "no"))
+        run = stage.queue.pop()
+        run.timing.queued_ns, run.timing.taken_ns = 3, 8
+        run.fail(ServeError(ErrorKind.REJECTED_BY_MODEL, "no"))
         for request in requests:
             with pytest.raises(ServeError, match="no"):
                 await request
+        assert (requests[0].timing.queued_ns, requests[0].timing.taken_ns) == (3, 8)
         assert await stage.cached() is None
 
     run(test)
@@ -265,7 +270,13 @@ def test_the_first_request_may_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    "terms", [Terms(finish_by_ns=5), Terms(start_by_ns=5), Terms(level=1)], ids=["finish", "start", "level"]
+    "terms",
+    [
+        Terms(level=2, finish_by_ns=5, start_by_ns=10),
+        Terms(level=2, finish_by_ns=10, start_by_ns=5),
+        Terms(level=1),
+    ],
+    ids=["finish", "start", "level"],
 )
 def test_a_more_urgent_request_does_not_wait(terms: Terms) -> None:
     async def test() -> None:
@@ -383,6 +394,16 @@ def test_the_least_recently_used_entry_goes_first() -> None:
         assert (reading.entries, reading.nbytes, reading.evictions) == (2, 2 * 516, 1)
 
     run(test)
+
+
+def test_an_entry_that_two_runs_store_takes_its_memory_once() -> None:
+    """The second run begins while a thread copies the large outputs of the first."""
+    cache = ResponseCache(1 << 20)
+    key = cache.key(cache.begin_load(), (ROW,))
+    for _ in range(2):
+        cache.store(key, (ROW,), 1)
+        reading = cache.reading()
+        assert (reading.entries, reading.nbytes) == (1, 512 + ROW.nbytes)
 
 
 def test_too_large_outputs_are_answered_and_not_kept() -> None:

@@ -303,6 +303,14 @@ async def test_a_rejected_request_can_be_sent_again_if_its_client_awaits_each_an
 
 
 @virtual()
+async def test_a_rejected_start_begins_nothing(stage: Stage) -> None:
+    stage.rejects = ServeError(ErrorKind.OVERLOADED, "full")
+    stage.submit(1, 5, "S")
+    await asyncio.sleep(0)
+    assert len(stage.table) == 0
+
+
+@virtual()
 async def test_a_request_that_cannot_run_for_lack_of_memory_leaves_no_sequence(stage: Stage) -> None:
     usual = stage.runs.strategy
 
@@ -511,6 +519,17 @@ async def test_a_sequence_waits_for_a_slot_and_does_not_expire_there(stage: Stag
 
 
 @virtual(slots=1)
+async def test_a_request_that_arrives_when_its_sequence_receives_a_slot_runs_behind_earlier_ones(stage: Stage) -> None:
+    last, waiting = stage.submit(1, 1, "SE"), stage.submit(2, 5, "S")
+    following: list[InflightRequest] = []
+    last.on_settled = lambda _: following.append(stage.submit(2, 6))
+    await stage.answer()
+    for _ in range(2):
+        await stage.answer()
+    assert (total(waiting), total(following[0])) == (5, 11)
+
+
+@virtual(slots=1)
 async def test_the_shortest_timeout_ends_a_waiting_sequence(stage: Stage) -> None:
     stage.submit(1, 1, "S")
     first = stage.submit(2, 5, "S", Terms(0, None, stage.clock() + 300 * MS))
@@ -642,11 +661,16 @@ async def test_direct_runs_a_failed_batch_again_row_by_row(stage: Stage) -> None
     requests = [stage.submit(name, name, "S") for name in (1, 2, 3)]
     await asyncio.sleep(0)
     stage.take().fail(ServeError(ErrorKind.INTERNAL, "together"))
+    requests.append(stage.submit(4, 4, "S"))
+    await asyncio.sleep(0)
+    assert len(stage.queue) == 1, "one run of a group at a time"
     await stage.answer()
     await asyncio.sleep(0)
     stage.take().fail(ServeError(ErrorKind.INTERNAL, "alone"))
     await stage.answer()
-    assert (total(requests[0]), error(requests[1]).message, total(requests[2])) == (1, "alone", 3)
+    await stage.answer()
+    assert [total(requests[index]) for index in (0, 2, 3)] == [1, 3, 4]
+    assert error(requests[1]).message == "alone"
 
 
 @virtual(slots=4, strategy="direct", groups=2)
@@ -750,6 +774,19 @@ async def test_direct_answers_requests_whose_batch_cannot_be_formed(stage: Stage
     later = stage.submit(3, 4, "S")
     await stage.answer()
     assert total(later) == 4
+    misfit = InflightRequest(Timing(0), (one(1)[np.newaxis],), 1)
+    beside = stage.submit(4, 1, "S")
+    stage.runs.submit(misfit, NO_TERMS, SequencePart(3, False, False))
+    following = [stage.submit(3, value) for value in (10, 20)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert misfit.is_settled
+    assert beside.is_settled
+    assert not any(request.is_settled for request in following)
+    for _ in following:
+        await stage.answer()
+        assert len(stage.queue) <= 1
+    assert [total(request) for request in following] == [14, 34]
 
 
 @virtual(slots=4, strategy="direct")

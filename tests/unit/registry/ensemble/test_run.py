@@ -667,6 +667,19 @@ async def test_a_model_that_rejects_all_waiting_requests_holds_no_turn_of_the_lo
     await asyncio.wait_for(served.close(), 1)
 
 
+async def test_all_waiting_requests_that_fit_start_soon(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y"], CHAIN, clock, most=20)
+    first = members["l"]
+    for _ in range(50):
+        submit(served, clock)
+    assert len(first.requests) == 20
+    for _ in range(20):
+        first.answer(X)
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert len(first.requests) == 20
+
+
 async def test_requests_that_wait_fail_at_their_deadlines(members: dict[str, FakeMember], clock: Clock) -> None:
     """One request waits to start, one for its second step. The model handles a request that is in a step."""
     served = serve(members, ["y"], CHAIN, clock, most=1)

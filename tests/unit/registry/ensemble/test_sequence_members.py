@@ -303,6 +303,21 @@ async def test_a_sequence_whose_slot_others_want_does_not_expire_in_a_slow_step(
     assert sums(second) == [2, 2]
 
 
+@virtual(slots=(1, 1))
+async def test_requests_wait_for_a_slot_that_a_client_uses(stage: Stage) -> None:
+    """All slots of ``a`` wait for ``b``, but not in a deadlock."""
+    stage.submit("b", 9, "S")
+    await stage.answer("b")
+    requests = [stage.submit("chain", number, "S") for number in (1, 2)]
+    continuing = stage.submit("reverse", 3, "S")
+    await stage.answer("a", "last")
+    for _ in range(6):
+        await stage.wait(0.9)
+        stage.submit("b", 9)
+        await stage.answer("b")
+    assert not any(request.is_settled for request in (*requests, continuing))
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(
