@@ -190,11 +190,20 @@ def test_few_long_texts_are_digested_on_a_thread() -> None:
 def test_equal_requests_wait_for_a_run_under_way() -> None:
     async def test() -> None:
         stage = Stage()
-        requests = [stage.submit() for _ in range(3)]
+        requests = [stage.submit() for _ in range(2)]
+        run = stage.queue[0].timing
+        run.queued_ns, run.taken_ns = stage.clock(), stage.clock() + 1
+        stage.clock.advance(5)
+        requests.append(stage.submit())
+        run.staged_ns, run.computed_ns = stage.clock() + 2, stage.clock() + 6
         assert len(stage.queue) == 1
         stage.answer()
         assert [value_of(await request) for request in requests] == [7, 7, 7]
         assert (stage.counts.misses, stage.counts.hits) == (1, 2)
+        times = [(one.timing.queued_ns, one.timing.taken_ns, one.timing.staged_ns) for one in requests]
+        began_ns = stage.clock() - 5
+        assert times == [(began_ns, began_ns + 1, began_ns + 7)] * 2 + [(began_ns + 5, began_ns + 5, began_ns + 7)]
+        assert {one.timing.computed_ns for one in requests} == {began_ns + 11}
 
     run(test)
 

@@ -203,6 +203,16 @@ async def test_one_request_of_a_sequence_runs_at_a_time_in_order(stage: Stage) -
 
 
 @virtual()
+async def test_controls_show_the_place_of_each_request(stage: Stage) -> None:
+    seen: list[list[int]] = []
+    for flags in ("S", "", "E", "SE"):
+        stage.submit(7, 1, flags)
+        seen.append([int(array[0, 0]) for array in stage.queue[0].inputs[1:5]])
+        await stage.answer()
+    assert seen == [[1, 1, 0, 7], [0, 1, 0, 7], [0, 1, 1, 7], [1, 1, 1, 7]], "START, READY, END, ID"
+
+
+@virtual()
 async def test_sequences_run_beside_each_other(stage: Stage) -> None:
     stage.submit(1, 1, "S")
     stage.submit(2, 1, "S")
@@ -454,9 +464,10 @@ async def test_a_request_that_fails_after_its_run_ends_no_sequence_that_began_si
     await stage.answer()
     await stage.answer()
     assert [total(request) for request in (first, again, behind)] == [1, 10, 30]
-    stage.runs.end(1, stage.clock())
-    with pytest.raises(ServeError, match="START flag"):
-        stage.submit(1)
+    for _ in range(2):  # the second time, the sequence has ended
+        stage.runs.end(1, stage.clock())
+        with pytest.raises(ServeError, match="START flag"):
+            stage.submit(1)
 
 
 @virtual(slots=1)
@@ -500,6 +511,22 @@ async def test_idle_sequences_expire_and_busy_ones_do_not(stage: Stage) -> None:
     following = stage.submit(2, 1)
     await stage.answer()
     assert total(following) == 6
+
+
+@virtual(slots=1)
+async def test_a_sequence_expires_although_its_timer_is_late(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    await stage.answer()
+    stage.clock.advance(IDLE_NS)  # a turn of the loop takes long
+    with pytest.raises(ServeError, match="must specify the START flag"):
+        stage.submit(1)
+    stage.submit(1, 2, "S")
+    await stage.answer()
+    stage.clock.advance(IDLE_NS)
+    again = stage.submit(1, 4, "S")
+    await stage.answer()
+    assert total(again) == 4
+    assert (len(stage.table), stage.runs.reading().ended["expired"]) == (1, 2)
 
 
 @virtual(slots=1)
@@ -575,6 +602,17 @@ async def test_sequences_and_waiting_requests_are_bounded(stage: Stage) -> None:
         await stage.answer()
     assert total(waiting[-1]) == 4
     assert len(stage.table) == 1
+
+
+@virtual(limits=SequenceLimits(9, 10_000, 100, 24))
+async def test_the_bytes_of_waiting_requests_are_bounded(stage: Stage) -> None:
+    """Each has 8 bytes."""
+    requests = [stage.submit(1, 1, "S"), *[stage.submit(1) for _ in range(3)]]
+    with pytest.raises(ServeError, match="3 requests with 24 bytes wait for their sequences"):
+        stage.submit(1)
+    for _ in requests:
+        await stage.answer()
+    assert total(requests[-1]) == 4
 
 
 @virtual(slots=1, limits=SequenceLimits(9, 10_000, 1, 1_000_000))
