@@ -1,7 +1,6 @@
 """A registry whose models are loaded by requests and evicted, with the real ONNX Runtime."""
 
 import asyncio
-import itertools
 import logging
 import os
 import time
@@ -61,9 +60,13 @@ async def make(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[M
             gpu_memory_budget_bytes=gpu_memory_budget_bytes,
             on_demand_wait_s=30,
         )
-        # A load reads the memory of the process at its start, when the model is open, and at its end.
-        held = itertools.count(0, MIB)
-        registry._room._ledger._read = lambda: HeldMemory(next(held), 0)  # type: ignore[misc]
+        ledger = registry._room._ledger
+
+        def held() -> HeldMemory:
+            loaded = [account for account in list(ledger._accounts) if account.measured_bytes is not None]
+            return HeldMemory(2 * MIB * (len(loaded) + len(ledger._loading)), 0)
+
+        ledger._read = held  # type: ignore[misc]
         made.append(registry)
         return registry
 
