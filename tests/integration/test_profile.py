@@ -321,6 +321,22 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert shown.err.count("\n") == 1, shown.err
 
 
+@pytest.mark.parametrize(("place", "command"), [("full", "profile"), ("full", "inspect"), ("missing", "profile")])
+def test_unusable_folder_for_temporary_files_is_one_line_that_names_it(place: str, command: str) -> None:
+    """ONNX Runtime reports neither that its trace nor that its optimized graph is cut off."""
+    setup = {
+        "full": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
+        "missing": "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nowhere']",
+    }
+    call = "import sys; from ortserve.cli.main import run_tool; sys.exit(run_tool(sys.argv[1], sys.argv[2:]))"
+    program = [sys.executable, "-c", f"{setup[place]}; {call}", command, str(EXAMPLE / "digits")]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=100)
+    assert (ended.returncode, ended.stdout) == (1, ""), ended
+    assert ended.stderr.startswith(f"ortserve {command}: ")
+    assert "set TMPDIR to a folder with more space" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["http://127.0.0.1:9"], ["a.onnx", "b"], ["x", "--runs", "0"], ["x", "--trace", "y", "-o", "y"]]
 )

@@ -17,6 +17,7 @@ __all__ = [
     "providers",
     "runs",
     "runtime",
+    "scratch",
     "session",
     "staging",
     "thread_priority",

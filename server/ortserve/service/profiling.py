@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from ortserve.batching.admission import tensor_bytes
@@ -26,6 +25,7 @@ from ortserve.engine.placement import profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runs import PlainBatches, run_options
+from ortserve.engine.scratch import scratch_folder
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import VersionRecord
@@ -111,7 +111,7 @@ class ProfilingService:
         Raises:
             ServeError: unsupported, if the option is off or the model is not on the CPU; conflict, during another
                 profile; invalid_input, for values over the limits; not_found or not_ready, without such a model;
-                otherwise the errors of ``_Profile``.
+                internal, if the trace cannot be written; otherwise the errors of ``_Profile``.
         """
         if not self._options.profiling:
             raise ServeError(
@@ -145,6 +145,8 @@ class ProfilingService:
         running.add_done_callback(partial(self._free, loop))
         try:
             return await asyncio.wrap_future(running)
+        except OSError as error:
+            raise ServeError(ErrorKind.INTERNAL, f"the trace cannot be written: {error.strerror}") from error
         finally:
             present.stop("the caller disconnected")  # the thread ends after its present run
 
@@ -224,10 +226,10 @@ class _Profile:
         self._check_files()
         until_ns = self._clock() + round(_MAX_RUNS_S * 1e9)
         ended_because, done = self._ended_because, 0
-        with TemporaryDirectory(prefix="ortserve-profile-") as folder:
-            most = self._most_runs(Path(folder))
-            session, batches = self._open(Path(folder))
-            overhead = CallOverhead(self._loaded.intra_op_threads, Path(folder) / "overhead")
+        with scratch_folder() as folder:
+            most = self._most_runs(folder)
+            session, batches = self._open(folder)
+            overhead = CallOverhead(self._loaded.intra_op_threads, folder / "overhead")
             self._run(batches, self._kept[0][0])
             for batch, times in self._kept:
                 if done == most:

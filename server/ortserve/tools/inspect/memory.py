@@ -5,7 +5,6 @@ the use of ONNX Runtime's arena, and take memory themselves.
 """
 
 import json
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import psutil
 
 from ortserve.engine.child_process import call_apart
 from ortserve.engine.process_memory import give_back_freed
+from ortserve.engine.scratch import scratch_folder
 from ortserve.tools.inputs import Inputs, choose_inputs
 from ortserve.tools.inspect.result import BatchMemory, Memory
 from ortserve.tools.opening import OpenModel, open_model
@@ -186,8 +186,8 @@ def _run(opened: OpenModel, inputs: Inputs, rows: int) -> float:
 
 def _profile(subject: Subject, inputs: Inputs, sizes: Sequence[int]) -> list[ArenaUse | None]:
     """The use of the arena after the runs of each size; None without an arena."""
-    with tempfile.TemporaryDirectory(prefix="ortserve-inspect-") as folder:
-        opened = open_model(subject, provider="cpu", profile_prefix=Path(folder) / "profile")
+    with scratch_folder() as folder:
+        opened = open_model(subject, provider="cpu", profile_prefix=folder / "profile")
         for rows in sizes:
             _run(opened, inputs, rows)
         events = json.loads(Path(opened.session.end_profiling()).read_text())

@@ -1,6 +1,5 @@
 """Reads the nodes that each execution provider takes, and the optimized graph of a model."""
 
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from ortserve.engine.placement import COPIES, count_operators, describe_elsewher
 from ortserve.engine.provider_options import AZURE, OPENVINO
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
+from ortserve.engine.scratch import scratch_folder
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import UNREADABLE, Model, all_nodes
 from ortserve.model_file.reading import read_model
@@ -82,12 +82,12 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
     Raises:
         ServeError: As ``open_model``.
     """
-    with tempfile.TemporaryDirectory(prefix="ortserve-inspect-") as folder:
-        file = Path(folder) / "optimized.onnx"
+    with scratch_folder() as folder:
+        file = folder / "optimized.onnx"
         entries = dict(subject.options.session.entries)
         if not read_model(subject.path).external_files:  # external files stay where they are; the graph refers to them
             # ONNX Runtime writes weights of more than 1 KiB to this file, which discards them.
-            (Path(folder) / "weights").symlink_to("/dev/null")
+            (folder / "weights").symlink_to("/dev/null")
             entries[_WEIGHTS] = "weights"
         settings: dict[str, Any] = {"optimized_model_file": str(file), "entries": entries}
         if level is not None:

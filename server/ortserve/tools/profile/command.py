@@ -5,13 +5,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
 
 from ortserve.config.expectation import describe_problems
 from ortserve.config.session import SessionSettings
+from ortserve.engine.scratch import scratch_folder
 from ortserve.errors import invalid_input
 from ortserve.tools.address import address_of
 from ortserve.tools.command import Outcome, expect_writable, json_or_text, number, run_tool
@@ -35,10 +35,9 @@ def _run(given: argparse.Namespace) -> Outcome:
     expect_writable("--trace", given.trace)
     variants = _variants(given)
     with (
-        TemporaryDirectory(prefix="ortserve-profile-") as name,
+        scratch_folder() as folder,
         progress("opening", WARM_UP + given.runs) as step,
     ):
-        folder = Path(name)
         asked = {"runs": given.runs, "rows": given.rows, "seconds": given.seconds, "inputs": given.inputs}
         runs = measure(variants, folder, **asked, step=step)
         if (trace := given.trace) is not None:
