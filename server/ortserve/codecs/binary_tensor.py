@@ -8,7 +8,9 @@ import codecs
 import contextlib
 import struct
 import time
+from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Final
 
@@ -61,18 +63,21 @@ def encode_binary_tensor(
 
 
 _LENGTH: Final = struct.Struct("<I")
+_SHORT: Final = 256
+_SHORT_LENGTHS: Final = [_LENGTH.pack(size) for size in range(_SHORT)]
 
 _WINDOW_BYTES: Final = 256 * 1024
 """Bytes that are copied at a time and then divided into elements: each slice of a memoryview would cost an object."""
 
 _STEP_BYTES: Final = 1024 * 1024
+_STEP_TEXTS: Final = 1024
 _ELEMENT_BYTES: Final = 1024
 """Bytes added to the size of each element. A thread releases the interpreter lock after each ``_STEP_BYTES`` counted in
 this way: after about 0.1 ms of short elements and 0.3 ms of long ones. Compiled code never releases it by itself."""
 
 
 class TextArray:
-    """An object array that is filled element by element. Releases the interpreter lock at intervals."""
+    """An object array that is filled from its beginning. Releases the interpreter lock at intervals."""
 
     def __init__(self, count: int) -> None:
         self._array = np.empty(count, dtype=object)
@@ -83,8 +88,16 @@ class TextArray:
     def add(self, text: str) -> None:
         """Append an element, up to ``count`` elements in total."""
         self._step.append(text)
-        self.filled += 1
-        self._step_bytes += _ELEMENT_BYTES + len(text)
+        self._count(1, len(text))
+
+    def extend(self, texts: list[str], nbytes: int) -> None:
+        """Append elements of ``nbytes`` bytes."""
+        self._step += texts
+        self._count(len(texts), nbytes)
+
+    def _count(self, texts: int, nbytes: int) -> None:
+        self.filled += texts
+        self._step_bytes += _ELEMENT_BYTES * texts + nbytes
         if self._step_bytes >= _STEP_BYTES:
             self._put()
             self._step_bytes = 0
@@ -116,32 +129,59 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
     if count * 4 > end:  # checked before the array is allocated
         raise invalid_input(f"expected {count} string elements for inference input '{name}', got {end} bytes")
     check_text_count(count, name)
+    if count == 1 and _LENGTH.unpack_from(data)[0] == end - 4 <= MAX_TEXT_BYTES:
+        return object_array([decode_element(view[4:], 0, name)], shape)
     texts = TextArray(count)
     begin = 0  # offset of the window in data
     window = bytes(data[:_WINDOW_BYTES])
     offset = 0  # offset in the window of the next element
-    try:
-        while texts.filled < count:
-            stop = offset + 4
-            if stop <= len(window):
-                stop += _LENGTH.unpack_from(window, offset)[0]
-            if stop <= len(window):
-                texts.add(window[offset + 4 : stop].decode())
-                offset = stop
-                continue
-            size = stop - offset  # of the element, or 4 if the window does not contain its length
-            begin, offset = begin + offset, 0
-            if begin + size > end or size > MAX_TEXT_BYTES + 4:
-                break
-            if size > _WINDOW_BYTES:  # decoded without a copy
-                texts.add(decode_element(view[begin + 4 : begin + size], texts.filled, name))
-                begin += size
-            window = bytes(view[begin : begin + _WINDOW_BYTES])
-    except UnicodeDecodeError:
-        pass
+    while texts.filled < count:
+        bounds = _text_bounds(window, offset, min(count - texts.filled, _STEP_TEXTS))
+        if len(bounds) > 1:
+            texts.extend(_decode_texts(window, bounds, texts.filled, name), bounds[-1] - offset)
+            offset = bounds[-1]
+            continue
+        size = 4  # of the element, or of its length if the window does not contain it
+        if offset + 4 <= len(window):
+            size += _LENGTH.unpack_from(window, offset)[0]
+        begin, offset = begin + offset, 0
+        if begin + size > end or size > MAX_TEXT_BYTES + 4:
+            break
+        if size > _WINDOW_BYTES:  # decoded without a copy
+            texts.add(decode_element(view[begin + 4 : begin + size], texts.filled, name))
+            begin += size
+        window = bytes(view[begin : begin + _WINDOW_BYTES])
     if begin + offset < end or texts.filled < count:
         raise _fault(data, begin + offset, texts.filled, count, name)
     return texts.array().reshape(shape)
+
+
+def _text_bounds(window: bytes, begin: int, most: int) -> list[int]:
+    """Find at most ``most`` elements. Returns ``begin`` and the ends of the elements that ``window`` contains whole."""
+    bounds = [begin]
+    stop, end = begin, len(window)
+    for _ in range(most):
+        if stop + 4 > end:
+            break
+        size = window[stop]
+        if window[stop + 1] | window[stop + 2] | window[stop + 3]:
+            size = _LENGTH.unpack_from(window, stop)[0]
+        stop += 4 + size
+        if stop > end:
+            break
+        bounds.append(stop)
+    return bounds
+
+
+def _decode_texts(window: bytes, bounds: list[int], index: int, name: str) -> list[str]:
+    """Decode the elements between ``bounds``; ``index`` is that of the first one. Raises ServeError: invalid_input."""
+    try:
+        return [window[begin + 4 : stop].decode() for begin, stop in pairwise(bounds)]
+    except UnicodeDecodeError:
+        return [
+            decode_element(window[begin + 4 : stop], index + at, name)
+            for at, (begin, stop) in enumerate(pairwise(bounds))
+        ]
 
 
 def check_text_count(count: int, name: str) -> None:
@@ -219,30 +259,35 @@ def encode_bytes_elements(array: np.ndarray, memory: LargeMemory | None = None) 
     Releases the interpreter lock at intervals. Joining the result of several steps would hold it: without ``memory``
     this function is for short results and other processes.
     """
+    texts = array.ravel()
+    if len(texts) == 1 and len(texts[0]) <= _STEP_BYTES:
+        text: bytes = texts[0].encode()
+        return _LENGTH.pack(len(text)) + text
     steps: list[bytes | memoryview] = []
-    pieces: list[bytes] = []
-    step_bytes = 0
-    for element in array.ravel():
-        if len(element) > _STEP_BYTES:
-            parts = _encode_in_steps(element)
-            pieces.append(_LENGTH.pack(sum([len(part) for part in parts])))
-            steps += [b"".join(pieces), *parts]
-            pieces = []
-            step_bytes = 0
-            continue
-        encoded = element.encode()
-        pieces.append(_LENGTH.pack(len(encoded)))
-        pieces.append(encoded)
-        step_bytes += _ELEMENT_BYTES + len(encoded)
-        if step_bytes >= _STEP_BYTES:
-            steps.append(b"".join(pieces))
-            pieces = []
-            step_bytes = 0
+    begin = 0
+    while begin < len(texts):
+        step = next_texts(texts, begin, _STEP_TEXTS, _STEP_BYTES)
+        if begin:
             time.sleep(0)
-    if not steps:
-        return b"".join(pieces)
-    steps.append(b"".join(pieces))
-    return b"".join(steps) if memory is None else memory.join(steps)
+        begin += len(step)
+        if len(step[0]) > _STEP_BYTES:
+            parts = _encode_in_steps(step[0])
+            steps += [_LENGTH.pack(sum([len(part) for part in parts])), *parts]
+            continue
+        encoded = [text.encode() for text in step]
+        pieces = [b""] * (2 * len(step))
+        pieces[::2] = [_SHORT_LENGTHS[size] if size < _SHORT else _LENGTH.pack(size) for size in map(len, encoded)]
+        pieces[1::2] = encoded
+        steps.append(b"".join(pieces))
+    return b"".join(steps) if memory is None or len(steps) < 2 else memory.join(steps)
+
+
+def next_texts(texts: np.ndarray, begin: int, most: int, most_characters: int) -> list[str]:
+    """The texts of the next step: at most ``most``, with at most ``most_characters`` in total, or a single one."""
+    step: list[str] = texts[begin : begin + most].tolist()
+    if sum(map(len, step)) <= most_characters:
+        return step
+    return step[: max(1, bisect_right(list(accumulate(map(len, step))), most_characters))]
 
 
 def _encode_in_steps(text: str) -> list[bytes]:

@@ -12,17 +12,16 @@ import binascii
 import json
 import struct
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from math import prod
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import orjson
 
-from ortserve.codecs.binary_tensor import check_text_count, object_array
+from ortserve.codecs.binary_tensor import check_text_count, next_texts, object_array
 from ortserve.codecs.bounds import INLINE_CHARACTERS, INLINE_ELEMENTS
 from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.large_memory import LargeMemory
@@ -103,13 +102,12 @@ def write_array(elements: np.ndarray) -> LongJson:
     pieces: list[bytes] = []
     begin = 0
     while begin < len(elements):
-        step = elements[begin : begin + _STEP]
-        if step.dtype.hasobject:
-            texts: list[str] = step.tolist()
-            texts = texts[: bisect_right(list(accumulate(map(len, texts))), INLINE_CHARACTERS)]
-            begin += max(len(texts), 1)
-            pieces += [orjson.dumps(texts)[1:-1]] if texts else _write_text(step[0])
+        if elements.dtype.hasobject:
+            texts = next_texts(elements, begin, _STEP, INLINE_CHARACTERS)
+            begin += len(texts)
+            pieces += [orjson.dumps(texts)[1:-1]] if len(texts) > 1 else _write_text(texts[0])
         else:
+            step = elements[begin : begin + _STEP]
             begin += len(step)
             text = orjson.dumps(step, option=orjson.OPT_SERIALIZE_NUMPY)
             pieces.append((_spell_with_tokens(step, text) if b"null" in text else text)[1:-1])
