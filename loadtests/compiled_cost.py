@@ -47,7 +47,7 @@ def check_build(name: str, environment: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "ortserve", "version"]
     printed = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
     if f"request path {name}\n" not in printed:
-        raise RuntimeError(f"expected an {name} package, got one that prints: {printed}")
+        raise RuntimeError(f"expected 'request path {name}' of ortserve version, got: {printed}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ MLServer and LitServe, and 1.5 times those of mosec, with the same ONNX model.
 
 Each peer is set up as its documentation advises (``loadtests/peers``): batches of up to 32, one worker, a session with
 one thread, JSON in both directions. Each peer has a separate virtual environment in the folder that tests use for such
-environments. ``--server`` adds a running server with the Open Inference Protocol, such as Triton, that serves the model
-``mlp`` of this script. ``--keep FOLDER`` only writes that model as a repository.
+environments; the first run installs it, which takes a network. ``--server`` adds a running server with the Open
+Inference Protocol, such as Triton, that serves the model ``mlp`` of this script. ``--keep FOLDER`` only writes that
+model as a repository.
 
 All servers run throughout and are loaded in turns, one at a time. A checker compares answers with ONNX Runtime's during
 the load. CPU is that of the server's whole process tree. The load generator (wrk) shares the machine's processors.
@@ -18,6 +19,7 @@ Writes ``loadtests/results/peer_throughput.md`` and a plot.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -132,9 +134,13 @@ def python_with(requirement: str) -> Path:
     folder = CACHE / "peers" / requirement.replace("==", "-")
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        run_tool([sys.executable, "-m", "venv", str(folder)])
         wanted = (requirement, f"onnxruntime=={ort.__version__}", *OLDER.get(requirement, ()))
-        run_tool([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted])
+        try:
+            run_tool([sys.executable, "-m", "venv", str(folder)])
+            run_tool([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted])
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # the next run would take half an environment for a whole one
+            raise
     return folder / "bin" / "python"
 
 
