@@ -129,6 +129,12 @@ def test_lines_are_turned_off_and_on_by_severity_while_the_server_runs(tmp_path:
     assert "kept-quiet" not in server.output
 
 
+def test_server_without_models_says_which_files_it_expects(tmp_path: Path) -> None:
+    (tmp_path / "digits.ONNX").touch()
+    with serving(tmp_path) as server:
+        server.wait_for_line("found no models in the repositories", "<repository>/<model>/<version>/model.onnx")
+
+
 def test_misspelt_variable_of_the_environment_is_a_warning_without_its_value() -> None:
     variables = {"ORTSERVE_HTTP_PROT": SECRET_TEXT, "ORTSERVE_PORT": "tcp://10.0.0.1:8000"}
     with serving("--example", *SHORT_WARMUP, env=variables) as server:

@@ -128,7 +128,8 @@ class Server:
             fields["not_in_memory"] = others
         log_event(logger, level, "initial loading has ended", **fields)
         if not served and not failed and not others and self._options.model_control_mode != "explicit":
-            log_event(logger, logging.WARNING, "found no models in the repositories")
+            expected = "<repository>/<model>/<version>/model.onnx or <repository>/<name>.onnx"
+            log_event(logger, logging.WARNING, "found no models in the repositories", expected=expected)
 
     async def watch(self) -> None:
         """Follow the repositories while the server runs, if its mode is ``poll``."""
