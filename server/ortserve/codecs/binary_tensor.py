@@ -261,8 +261,8 @@ def encode_bytes_elements(array: np.ndarray, memory: LargeMemory | None = None) 
     """
     texts = array.ravel()
     if len(texts) == 1 and len(texts[0]) <= _STEP_BYTES:
-        text: bytes = texts[0].encode()
-        return _LENGTH.pack(len(text)) + text
+        content: bytes = texts[0].encode()
+        return _LENGTH.pack(len(content)) + content
     steps: list[bytes | memoryview] = []
     begin = 0
     while begin < len(texts):
