@@ -122,9 +122,9 @@ class ResponseCache:
             self._entries.move_to_end(key)
         return entry
 
-    def store(self, key: Key, outputs: Arrays, run_ns: int) -> None:
+    def store(self, key: Key, outputs: Arrays, outputs_bytes: int, run_ns: int) -> None:
         """Store outputs, which must not change any more. Outputs larger than the cache are not stored."""
-        nbytes = _ENTRY_BYTES + arrays_bytes(outputs)
+        nbytes = _ENTRY_BYTES + outputs_bytes
         if nbytes > self.max_bytes or key in self._entries:
             return
         self._entries[key] = _Entry(outputs, nbytes, run_ns)
@@ -202,7 +202,7 @@ class CachedRuns:
         """Copy the outputs of a run, whose memory is that of a batch, into the cache."""
         if not _is_large(outputs):
             with contextlib.suppress(MemoryError):  # a request is answered without being stored
-                self.cache.store(key, _copies(outputs), run_ns)
+                self.cache.store(key, *_copies(outputs), run_ns)
         elif len(self._copies) < _MAX_LARGE and sum([output.nbytes for output in outputs]) < self.cache.max_bytes:
             task = self.loop.create_task(self._store_large(key, outputs, run_ns))
             self._copies.add(task)
@@ -229,7 +229,7 @@ class CachedRuns:
 
     async def _store_large(self, key: Key, outputs: Arrays, run_ns: int) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # no thread can be started
-            self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
+            self.cache.store(key, *await asyncio.to_thread(_copies, outputs), run_ns)
 
     def _look_up(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key, began_ns: int) -> None:
         counts, cache = self.counts, self.cache
@@ -386,12 +386,12 @@ def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:
     timing.is_cached = True
 
 
-def _copies(outputs: Arrays) -> Arrays:
-    """Copies that own their memory and cannot be changed."""
+def _copies(outputs: Arrays) -> tuple[Arrays, int]:
+    """Copies that own their memory and cannot be changed, and their bytes."""
     copies = tuple(np.array(output) for output in outputs)
     for copy in copies:
         copy.flags.writeable = False
-    return copies
+    return copies, arrays_bytes(copies)
 
 
 def _is_large(arrays: Arrays) -> bool:

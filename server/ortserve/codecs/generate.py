@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.bounds import (
-    INLINE_BINARY_BYTES,
     INLINE_BYTES,
     INLINE_ELEMENTS,
     JSON_GROWTH,
@@ -149,7 +148,7 @@ class GenerateEncoder:
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         elements = sum([tensor.array.size for tensor in response.outputs])
         texts = [tensor.array for tensor in response.outputs if tensor.datatype is DataType.BYTES]
-        return elements > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES or has_long_texts(texts)
+        return elements > INLINE_ELEMENTS or has_long_texts(texts)
 
     def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
         return encode_generate_event(response) if self._is_stream else encode_generate_response(response)

@@ -30,6 +30,7 @@ from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import MAX_DIMS, Tensor, shape_fault
 from ortserve.errors import ContentsError, ServeError, invalid_input
 
@@ -144,20 +145,22 @@ class RestEncoder:
     def is_long(self, request: InferRequest, response: InferResponse) -> bool:
         elements = binary_texts = 0
         texts: list[np.ndarray] = []  # in JSON
+        binary: list[np.ndarray] = []
         for index, tensor in enumerate(response.outputs):
             is_binary = request.outputs[index].binary if request.outputs else request.binary_output
             is_text = tensor.datatype is DataType.BYTES
-            if not is_binary:
+            if is_binary:
+                binary.append(tensor.array)
+                binary_texts += tensor.array.size if is_text else 0
+            else:
                 elements += tensor.array.size
                 if is_text:
                     texts.append(tensor.array)
-            elif is_text:
-                binary_texts += tensor.array.size
         return (
             elements > INLINE_ELEMENTS
             or binary_texts > INLINE_TEXTS
-            or response.output_bytes() > INLINE_BINARY_BYTES
             or has_long_texts(texts)
+            or arrays_bytes(tuple(binary)) > INLINE_BINARY_BYTES
         )
 
     def encode(

@@ -11,7 +11,7 @@ import pytest
 
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, INLINE_TEXTS
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.json_text import encode_json_data
@@ -19,6 +19,7 @@ from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import Reading
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import Tensor
 
 
@@ -98,3 +99,29 @@ def test_many_short_texts_are_encoded_off_the_loop(encoder: RestEncoder | GrpcEn
     for count, is_long in ((INLINE_TEXTS // 2, False), (INLINE_TEXTS // 2 + 1, True)):
         outputs = [Tensor("y", DataType.BYTES, np.full(count, "a", object))] * 2
         assert encoder.is_long(request, InferResponse("m", "1", "", outputs)) == is_long
+
+
+def least_s(work: Callable[[], object]) -> float:
+    durations = []
+    for _ in range(10):
+        began = time.thread_time()
+        work()
+        durations.append(time.thread_time() - began)
+    return min(durations)
+
+
+def test_choice_of_the_place_to_encode_takes_no_longer_than_encoding() -> None:
+    """The event loop measures the texts of every answer. Their exact memory took twenty times as long as encoding."""
+    outputs = [Tensor("y", DataType.BYTES, np.array([str(index) for index in range(INLINE_ELEMENTS)], object))]
+    response, encoder = InferResponse("m", "1", "", outputs), RestEncoder()
+    request = InferRequest("m", "", "", [], [RequestedOutput("y", binary=False)], {})
+    assert not encoder.is_long(request, response)
+    assert least_s(lambda: encoder.is_long(request, response)) < 4 * least_s(lambda: encoder.encode(request, response))
+
+
+def test_memory_of_texts_is_exact_and_quickly_summed() -> None:
+    texts = np.array([["", "a", "ä", "€" * 100, "😀" * 7] * 10_000], object)
+    assert arrays_bytes((texts,)) == texts.nbytes + sum(map(sys.getsizeof, texts[0]))
+    encoded = np.array([b"", b"a" * 9], object)
+    assert arrays_bytes((encoded, texts)) == encoded.nbytes + 2 * sys.getsizeof(b"") + 9 + arrays_bytes((texts,))
+    assert least_s(lambda: arrays_bytes((texts,))) < least_s(lambda: [sys.getsizeof(text) for text in texts[0]])
