@@ -4,6 +4,7 @@ import zlib
 from enum import Enum
 from typing import Final
 
+from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 
@@ -21,7 +22,7 @@ class Encoding(Enum):
 
 
 _FEED_BYTES: Final = 64 * 1024
-"""Compressed bytes that zlib receives at a time. zlib copies the bytes that it cannot inflate yet."""
+"""Bytes that zlib receives at a time. It copies the bytes that it cannot inflate yet."""
 
 _LEVEL: Final = 1
 """The fastest level of zlib. Higher levels save a few percent more, and take several times as long."""
@@ -105,8 +106,16 @@ class Inflater:
 
 
 def compress(body: bytes | memoryview, encoding: Encoding) -> bytes:
-    """Compress a body, about 10 ms per megabyte. Any thread; zlib releases the interpreter lock."""
+    """Compress a short body, about 10 ms per megabyte. Any thread; zlib releases the interpreter lock."""
     return zlib.compress(body, _LEVEL, encoding.window_bits)
+
+
+def compress_long(body: bytes | memoryview, encoding: Encoding, memory: LargeMemory) -> memoryview:
+    """Compress a body into ``memory``, in steps: ``zlib.compress`` joins a long result under the interpreter lock."""
+    stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, encoding.window_bits)
+    view = memoryview(body)
+    parts = [stream.compress(view[begin : begin + _FEED_BYTES]) for begin in range(0, len(view), _FEED_BYTES)]
+    return memory.join([*parts, stream.flush()])
 
 
 def is_worth_compressing(body: bytes | memoryview) -> bool:

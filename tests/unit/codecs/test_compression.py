@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.codecs.compression import Encoding, Inflater, compress, is_worth_compressing
+from ortserve.codecs.compression import Encoding, Inflater, compress, compress_long, is_worth_compressing
+from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
 
 LIMIT = 1000
@@ -35,6 +36,16 @@ def refusal(body: bytes, encoding: Encoding, limit: int = LIMIT) -> ServeError:
 @given(st.binary(max_size=LIMIT), st.sampled_from(BOTH), st.integers(1, 1500))
 def test_body_is_inflated_in_steps_of_any_size(body: bytes, encoding: Encoding, step: int) -> None:
     assert inflate(compress(body, encoding), encoding, step=step) == body
+
+
+@pytest.mark.parametrize("encoding", BOTH)
+def test_long_body_is_compressed_in_steps_to_lent_memory(encoding: Encoding) -> None:
+    memory = LargeMemory()
+    for body in (b"", b"a", os.urandom(1_000_000), b"1.5, " * 300_000):
+        smaller = compress_long(body, encoding, memory)
+        assert zlib.decompress(smaller, zlib.MAX_WBITS + 32) == body
+        assert len(smaller) <= len(compress(body, encoding)) * 1.01 + 20
+    assert memory.kept_bytes >= 1_000_000
 
 
 def test_bodies_agree_with_other_programs() -> None:

@@ -270,7 +270,8 @@ class InferExchange(Exchange):
         elif compresses_inline(response):
             self._respond(compressed(response, encoding))
         else:
-            compressing = self.connection.loop.run_in_executor(None, compressed, response, encoding)
+            memory = self._endpoint.service.gate.memory
+            compressing = self.connection.loop.run_in_executor(None, compressed, response, encoding, memory)
             compressing.add_done_callback(self._on_compressed)
 
     def _on_compressed(self, compressing: asyncio.Future[HttpResponse]) -> None:

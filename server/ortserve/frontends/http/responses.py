@@ -8,8 +8,9 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from ortserve.codecs.compression import Encoding, compress, is_worth_compressing
+from ortserve.codecs.compression import Encoding, compress, compress_long, is_worth_compressing
 from ortserve.codecs.rest import EncodedResponse
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.limits import HttpVersionError
@@ -102,10 +103,12 @@ def should_compress(response: HttpResponse, encoding: Encoding | None, *, min_by
     )
 
 
-def compressed(response: HttpResponse, encoding: Encoding) -> HttpResponse:
-    """Return the response with a compressed body. Any thread."""
+def compressed(response: HttpResponse, encoding: Encoding, memory: LargeMemory | None = None) -> HttpResponse:
+    """Return the response with a compressed body; a long one in ``memory``, if given. Any thread."""
+    body = response.body
+    smaller = compress(body, encoding) if memory is None else compress_long(body, encoding, memory)
     header = (b"content-encoding", encoding.value.encode())
-    return HttpResponse(response.status, compress(response.body, encoding), (*response.headers, header))
+    return HttpResponse(response.status, smaller, (*response.headers, header))
 
 
 def compresses_inline(response: HttpResponse) -> bool:

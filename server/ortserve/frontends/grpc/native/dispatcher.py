@@ -8,6 +8,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
+from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     INTERNAL_ERROR,
@@ -131,7 +132,7 @@ class CallDispatcher:
             metadata: Metadata = (("server-timing", server_timing.decode()),)
             if further is not None:
                 metadata += (further,)
-            self._start(stream, _answer_compressed(stream, sending, answer, metadata))
+            self._start(stream, _answer_compressed(stream, sending, answer, metadata, self.memory))
 
     async def until_done(self) -> None:
         """Wait for the tasks that still run after the end of their stream."""
@@ -215,7 +216,7 @@ class NativeContext:
         stream = self._stream
         is_compressed = False
         if stream.encoding:
-            message, is_compressed = await compress(message, stream.encoding)
+            message, is_compressed = await compress(message, stream.encoding, self._open_hold().memory)
         self._sending.send_message(stream, message, is_compressed=is_compressed)
 
     async def abort(
@@ -256,9 +257,11 @@ async def _run(handler: Handler, stream: Stream, sending: Sending, context: Nati
         sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)
 
 
-async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes | memoryview, metadata: Metadata) -> None:
+async def _answer_compressed(
+    stream: Stream, sending: Sending, answer: bytes | memoryview, metadata: Metadata, memory: LargeMemory
+) -> None:
     try:
-        message, is_compressed = await compress(answer, stream.encoding)
+        message, is_compressed = await compress(answer, stream.encoding, memory)
         sending.send_message(stream, message, is_compressed=is_compressed)
         sending.end(stream, grpc.StatusCode.OK, metadata=metadata)
     except Exception:

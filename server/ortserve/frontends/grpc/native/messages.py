@@ -5,12 +5,12 @@ run on the loop for short messages and on a thread for long ones.
 """
 
 import asyncio
-import zlib
 from typing import Final
 
 import grpc
 
-from ortserve.codecs.compression import Encoding, Inflater
+from ortserve.codecs.compression import Encoding, Inflater, compress_long
+from ortserve.codecs.compression import compress as deflated
 from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.native.flow_control import STREAM_WINDOW
@@ -27,9 +27,6 @@ _ENCODINGS: Final = {b"gzip": Encoding.GZIP, b"deflate": Encoding.DEFLATE}
 
 ACCEPTED_ENCODINGS: Final = b"identity,deflate,gzip"
 """The value of ``grpc-accept-encoding`` in answers."""
-
-_LEVEL: Final = 1
-"""Level of compression. For tensors, higher levels take three times as long and save a few percent."""
 
 _COMPRESSED_INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size are compressed on the loop, in less than 1 ms."""
@@ -210,15 +207,17 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
         raise
 
 
-async def compress(message: bytes | memoryview, encoding: bytes) -> Message:
-    """Return the compressed message, or the message itself if compression does not shrink it."""
+async def compress(message: bytes | memoryview, encoding: bytes, memory: LargeMemory) -> Message:
+    """Return the compressed message, a long one in ``memory``; the message itself if compression does not shrink it."""
+    smaller: bytes | memoryview
     if len(message) <= _COMPRESSED_INLINE_BYTES:
         smaller = deflate(message, encoding)
     else:
-        smaller = await asyncio.get_running_loop().run_in_executor(None, deflate, message, encoding)
+        loop = asyncio.get_running_loop()
+        smaller = await loop.run_in_executor(None, compress_long, message, _ENCODINGS[encoding], memory)
     return (smaller, True) if len(smaller) < len(message) else (message, False)
 
 
 def deflate(message: bytes | memoryview, encoding: bytes) -> bytes:
-    """Compress a message; 1 MB takes about 20 ms. Any thread."""
-    return zlib.compress(message, _LEVEL, _ENCODINGS[encoding].window_bits)
+    """Compress a short message. Any thread."""
+    return deflated(message, _ENCODINGS[encoding])
