@@ -538,10 +538,10 @@ async def test_more_instances_need_more_memory_than_the_last_load_took(tmp_path:
     registry = make(100 * MIB)
     await registry.load_all()
     assert registry._room.expect(registry._sources["m"]).nbytes == 2 * MIB
-    (tmp_path / "m" / "model.yaml").write_text("{instances: 8, load_policy: on_demand}")
-    await registry.unload("m")
-    await registry.poll()
-    assert registry._room.expect(registry._sources["m"]).nbytes > 4 * MIB
+    (tmp_path / "m" / "model.yaml").write_text("instances: 8")
+    changed = await registry._reader.read("m")
+    assert changed is not None
+    assert registry._room.expect(changed).nbytes > 4 * MIB
 
 
 async def test_model_of_a_client_that_got_no_room_waits_for_no_request(tmp_path: Path, make: Make) -> None:
@@ -595,3 +595,80 @@ async def test_request_waits_for_a_load_by_call_of_an_evicted_model(tmp_path: Pa
         await asyncio.sleep(0)
     assert await ask(registry, "m") == "1"
     await loading
+
+
+@pytest.mark.parametrize("reason", ["files of a client", "a live sequence"])
+async def test_model_that_would_not_come_back_whole_is_not_evicted(tmp_path: Path, make: Make, reason: str) -> None:
+    put(tmp_path, "other", options="load_policy: on_demand")
+    options = """{load_policy: on_demand, sequences: {states: [{input: STATE, output: NEXT}]}}"""
+    put(tmp_path, "kept", options=options, build=sequences.delayed)
+    registry = make(int(2.25 * MIB))
+    await registry.load_all()
+
+    async def send(part: SequencePart) -> None:
+        served = await registry.wait_for("kept", "")
+        request = InflightRequest(Timing(0), (np.ones((1, 4), np.float32),), 1)
+        served.submit_part(request, served.terms(0), part)
+        await request
+
+    if reason == "a live sequence":
+        await send(SequencePart(5, is_start=True))
+    else:
+        content = members.affine(tmp_path.parent / "sent.onnx").read_bytes()
+        await registry.load("sent", config="{}", files={"file:1/model.onnx": content})
+    assert "models that cannot be evicted now hold 2.0 MiB" in (await refused(registry, "other")).message
+    if reason == "a live sequence":
+        await send(SequencePart(5, is_end=True))
+    else:
+        await registry.unload("sent")
+    assert await ask(registry, "other") == "1"
+
+
+async def test_load_begins_when_the_evicted_model_has_answered_and_is_freed(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    put(tmp_path, "slow", options="load_policy: on_demand", build=builders.slow)
+    registry = make(int(2.25 * MIB))
+    await registry.load_all()
+    running = submit_to(await registry.wait_for("slow", ""), (np.ones((1, 4), np.float32),), 1)
+    beside: set[tuple[State, bool]] = set()
+
+    def look() -> None:
+        states_now = {record.model: record.state for record in registry.records()}
+        if states_now["m"] in (State.WARMING, State.READY):
+            beside.add((states_now["slow"], running.request.is_settled))
+
+    registry.on_change = look
+    assert await ask(registry, "m") == "1"
+    await running
+    assert beside == {(State.GONE, True)}
+
+
+async def test_unload_of_an_evicted_model_ends_its_series(
+    tmp_path: Path, make: Make, prometheus: CollectorRegistry
+) -> None:
+    put(tmp_path, "m")
+    registry = make()
+    await registry.load_all()
+    await ask(registry, "m")
+    registry._draining.evict("m")
+    await registry._draining.wait("m")
+
+    def shown() -> set[str]:
+        return {
+            one.name for family in prometheus.collect() for one in family.samples if one.labels.get("version") == "1"
+        }
+
+    assert "ortserve_model_state" in shown()
+    await registry.unload("m")
+    assert "ortserve_model_state" not in shown()
+
+
+async def test_unloaded_version_does_not_come_back_when_the_next_one_fails(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m")
+    registry = make()
+    await registry.load_all()
+    await registry.unload("m")
+    put(tmp_path, "m", 2, build=builders.not_onnx)
+    with pytest.raises(ServeError, match="version 2: "):
+        await registry.load("m")
+    assert State.READY not in {state for state, _ in states(registry, "m").values()}
