@@ -1,0 +1,55 @@
+"""Checks of a loaded version that need other versions, in a registry with the real ONNX Runtime."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from models import members, sequences
+from ortserve.config.model import LoadOptions
+from ortserve.registry.catalog import State
+from ortserve.registry.load.golden_samples import GOLDEN_MISSING
+from ortserve.registry.registry import Registry
+from ortserve.telemetry.metrics import Metrics
+
+
+@pytest_asyncio.fixture
+async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
+    """A registry over ``tmp_path``, which the test fills before it loads anything."""
+    options = LoadOptions.model_validate({"warmup_s": 0.05, "intra_op_threads": 1})
+    registry = Registry([tmp_path], options, Metrics(CollectorRegistry()), time.monotonic_ns)
+    yield registry
+    await registry.close()
+
+
+def put(root: Path, name: str, options: str = "") -> Path:
+    (root / name / "1").mkdir(parents=True)
+    (root / name / "model.yaml").write_text(options)
+    return root / name / "1" / "model.onnx"
+
+
+async def test_ensemble_without_the_samples_that_it_requires_fails(tmp_path: Path, registry: Registry) -> None:
+    members.affine(put(tmp_path, "double"))
+    steps = [("double", {"a": "a"}, {"b": "b"})]
+    members.add_ensemble(tmp_path, "strict", ["a"], ["b"], steps, golden_required="true")
+    await registry.load_all()
+    (record,) = registry.records_of("strict")
+    assert (record.state, record.reason) == (State.FAILED, GOLDEN_MISSING)
+    assert registry.ready_versions("double") == [1]
+
+
+async def test_models_with_sequences_are_not_compared_by_speed(
+    tmp_path: Path, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = "{max_slowdown: 1.5, sequences: {states: [{input: STATE, output: NEXT}]}}"
+    file = sequences.delayed(put(tmp_path, "m", options))
+    await registry.load_all()
+    before = registry.find("m", "")
+    sequences.delayed(file)
+    await registry.load("m")
+    assert registry.find("m", "") is not before
+    said = [vars(record)["fields"]["reason"] for record in caplog.records if record.message == "option has no effect"]
+    assert said == ["max_slowdown: ensembles and models with sequences are not compared"]
