@@ -14,7 +14,9 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.state_file import ModelState
 from ortserve.service.labels import LabelService
+from ortserve.service.rollout import control
 from ortserve.service.rollout.control import RolloutService
+from ortserve.service.rollout.decision import Decision
 
 
 class FakeRegistry:
@@ -73,6 +75,12 @@ def rollouts(registry: FakeRegistry, labels: LabelService) -> RolloutService:
     return RolloutService(registry, labels, FakeClock())  # type: ignore[arg-type]
 
 
+async def let_turns_pass() -> None:
+    """Let the loop turn as often as several attempts to end a rollout take."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 async def test_promotion_of_a_version_is_of_that_version_though_another_rollout_begins(
     registry: FakeRegistry, rollouts: RolloutService
 ) -> None:
@@ -101,6 +109,49 @@ async def test_version_that_does_not_serve_is_refused_with_its_reason(
     registry.records[2].state, registry.records[2].reason = State.GONE, ON_DEMAND
     with pytest.raises(ServeError, match=r"got 3, which is GONE \(not in memory: the next request loads it\)"):
         await labels.promote("m", 3)
+
+
+@pytest.mark.parametrize("version", [None, 2])
+async def test_candidate_that_does_not_serve_is_not_promoted(
+    registry: FakeRegistry, rollouts: RolloutService, version: int | None
+) -> None:
+    registry.records[1].state = State.FAILED
+    with pytest.raises(ServeError, match="promote: expected a version of model 'm' that serves"):
+        await rollouts.promote("m", version)
+    assert registry.labels("m")[STABLE] == 1
+
+
+async def test_rollback_goes_once_to_the_version_before_and_only_while_it_serves(
+    registry: FakeRegistry, rollouts: RolloutService
+) -> None:
+    await rollouts.promote("m", 2)
+    registry.records[0].state = State.FAILED
+    with pytest.raises(ServeError, match="rollback: expected a version of model 'm' that serves"):
+        await rollouts.rollback("m")
+    assert registry.labels("m")[STABLE] == 2
+    registry.records[0].state = State.READY
+    await rollouts.rollback("m")
+    assert registry.labels("m")[STABLE] == 1
+    with pytest.raises(ServeError, match="no promotion to roll back"):
+        await rollouts.rollback("m")
+
+
+async def test_promotion_by_rules_waits_until_the_candidate_serves_and_is_logged_once(
+    registry: FakeRegistry, rollouts: RolloutService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_RETRY_S", 0)
+    registry.on_versions("m")
+    registry.records[1].state = State.FAILED
+    rollouts._on_decision(rollouts._live["m"], Decision("promoted", "it kept the rules"))
+    await let_turns_pass()
+    assert "expected a version of model 'm' that serves" in rollouts.read("m").problem
+    assert registry.labels("m")[STABLE] == 1
+    assert sum("the end of a rollout cannot be stored" in message for message in caplog.messages) == 1
+    registry.records[1].state = State.READY
+    await let_turns_pass()
+    ended = registry.state.ended
+    assert ended is not None
+    assert (registry.labels("m")[STABLE], ended.result) == (2, "promoted")
 
 
 async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_looked_up(

@@ -140,6 +140,9 @@ async def test_copies_are_bounded_in_number_and_bytes(monkeypatch: pytest.Monkey
     await small.answer(columns=8)  # 32 bytes of input and as many of output
     await small.answer(columns=7)
     assert (len(small.candidate.submitted), small.counts()) == (1, {"shed": 1})
+    await small.settle(0, 1.0)
+    await small.answer(columns=7)
+    assert (len(small.candidate.submitted), small.counts()) == (2, {"shed": 1, "agreed": 1})
 
 
 async def test_copy_is_shed_while_requests_wait_and_counts_as_no_request() -> None:
@@ -183,6 +186,16 @@ async def test_copy_that_fails_counts_as_failed_and_ends_the_rollout_by_rule() -
     assert decision == Decision("rolled_back", "max_error_rate: expected at most 0.5, got 2 of 2 requests")
     await trial.answer()
     assert trial.counts() == {"failed": 2}
+
+
+async def test_copies_that_end_after_the_decision_decide_nothing_more() -> None:
+    trial = Trial(rules={"min_requests": 1, "max_error_rate": 0})
+    for _ in range(3):
+        await trial.answer()
+    for run in trial.candidate.submitted:
+        run.fail(ServeError(ErrorKind.INTERNAL, "the run failed"))
+    assert len(trial.decisions) == 1
+    assert trial.counts() == {"failed": 3}
 
 
 async def test_only_the_share_of_requests_for_stable_is_copied() -> None:
