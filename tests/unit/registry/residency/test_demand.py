@@ -103,10 +103,14 @@ def test_number_of_waiting_requests_is_limited() -> None:
     async def main(clock: FakeClock) -> None:
         loads = Loads()
         demands = loads.demands(clock)
-        demands.join("m").waiting = MAX_WAITING
+        demands.join("m").waiting = MAX_WAITING - 1
+        last = asyncio.ensure_future(demands.wait("m", clock(), None))
+        await asyncio.sleep(0)
         with pytest.raises(ServeError, match=f"{MAX_WAITING} requests, the maximum, already wait for 'm'") as caught:
             await demands.wait("m", clock(), None)
         assert caught.value.kind is ErrorKind.OVERLOADED
-        await asyncio.sleep(3)
+        last.cancel()
+        await asyncio.wait([last])
+        await demands.wait("m", clock(), None)  # in the place of the one that left
 
     run(main)
