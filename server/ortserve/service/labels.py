@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from ortserve.config.versions import MAX_LABELS
 from ortserve.core.version_names import LABEL_FORM, STABLE, is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.catalog import State
+from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import ModelState
 
@@ -90,7 +90,7 @@ class LabelService:
                 raise invalid_input(f"labels: expected at most {MAX_LABELS} labels of model '{model}', got {len(kept)}")
             for label, version in changes.items():
                 if version is not None:
-                    self.check_serves(model, version, f"label '{label}'")
+                    await self.check_serves(model, version, f"label '{label}'")
             previous = None if STABLE in changes else state.previous  # it belongs to the replaced ``stable``
             await self._registry.change_state(model, replace(state, labels=kept, previous=previous))
         return self.read(model)
@@ -102,7 +102,7 @@ class LabelService:
             ServeError: The errors of ``change``; conflict, if the version is ``stable`` already.
         """
         async with self.lock(model):
-            self.check_serves(model, version, "promote")
+            await self.check_serves(model, version, "promote")
             previous = self.replaced_by(model, version)
             state = self._registry.state_of(model)
             labels = {**state.labels, STABLE: version}
@@ -120,7 +120,7 @@ class LabelService:
             state: ModelState = self._registry.state_of(model)
             if state.previous is None:
                 raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no promotion to roll back")
-            self.check_serves(model, state.previous, "rollback")
+            await self.check_serves(model, state.previous, "rollback")
             labels = {**state.labels, STABLE: state.previous}
             await self._registry.change_state(model, replace(state, labels=labels, previous=None))
         return self.read(model)
@@ -143,10 +143,20 @@ class LabelService:
             raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
         return {record.version: record.state for record in self._registry.records_of(model)}
 
-    def check_serves(self, model: str, version: int, what: str) -> None:
-        """Raises ServeError: not_found or not_ready, beginning with ``what``, for a version that does not serve."""
+    async def check_serves(self, model: str, version: int, what: str) -> None:
+        """Check that a version serves. A model that is not in memory is loaded first.
+
+        Raises:
+            ServeError: not_found or not_ready, beginning with ``what``; another kind if the load fails.
+        """
         self._states(model)
-        record = next((one for one in self._registry.records_of(model) if one.version == version), None)
+        record = self._record(model, version)
+        if record is not None and record.makes_requests_wait:
+            try:
+                await self._registry.wait_for(model, str(version))
+            except ServeError as error:
+                raise ServeError(error.kind, f"{what}: {error.message}", retry_after_s=error.retry_after_s) from None
+            record = self._record(model, version)
         if record is not None and record.state is State.READY:
             return
         ready = ", ".join(map(str, self._registry.ready_versions(model))) or "none"
@@ -157,6 +167,9 @@ class LabelService:
             f"{what}: expected a version of model '{model}' that serves ({ready}), got {version}, which is "
             f"{state}{reason}",
         )
+
+    def _record(self, model: str, version: int) -> VersionRecord | None:
+        return next((one for one in self._registry.records_of(model) if one.version == version), None)
 
     def lock(self, model: str) -> asyncio.Lock:
         """The lock that is held during a change of a model's state."""

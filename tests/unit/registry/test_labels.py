@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import State
 from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import ModelState, StateFile
+from ortserve.service.labels import LabelService
 from ortserve.service.rollout.live import LiveRollout
 from ortserve.telemetry.metrics import Metrics
 
@@ -92,3 +94,14 @@ async def test_rollout_stays_attached_to_stable_when_that_is_loaded_again(tmp_pa
         assert registry.find("m", "") is not before
         assert registry.find("m", "").rollout is rollout
         assert registry.find("m", "2").rollout is None
+
+
+async def test_calls_load_an_evicted_model_first(tmp_path: Path, registry: Registry) -> None:
+    put(tmp_path, 1, 2, options="{labels: {stable: 1}, version_policy: {all: true}}")
+    await registry.load_all()
+    service = LabelService(registry)
+    for call, stable in ((partial(service.promote, "m", 2), 2), (partial(service.rollback, "m"), 1)):
+        registry._draining.evict("m")
+        await registry._draining.wait("m")
+        await call()
+        assert registry.find("m", "").version == str(stable)

@@ -106,7 +106,7 @@ class RolloutService:
         self._labels.read(model)
         options = make_rollout_options(document, "rollout")
         async with self._labels.lock(model):
-            self._labels.check_serves(model, options.candidate, "candidate")
+            await self._labels.check_serves(model, options.candidate, "candidate")
             if problem := self._problem(model, options):
                 raise ServeError(ErrorKind.CONFLICT, problem)
             state = self._registry.state_of(model)
@@ -133,7 +133,7 @@ class RolloutService:
         async with self._labels.lock(model):
             options = self._registry.rollout(model)
             if options is not None and version in (None, options.candidate):
-                self._labels.check_serves(model, options.candidate, "promote")
+                await self._labels.check_serves(model, options.candidate, "promote")
                 await self._end(model, EndedRollout(options.candidate, "promoted", "by a call"))
                 return self._labels.read(model)
         if version is None:
@@ -250,7 +250,7 @@ class RolloutService:
                 return  # a call has ended or changed the rollout, or it was replaced
             try:
                 if decision.result == "promoted":
-                    self._labels.check_serves(model, candidate, "promote")
+                    await self._labels.check_serves(model, candidate, "promote")
                 await self._end(model, EndedRollout(candidate, decision.result, decision.reason))
             except ServeError as error:
                 asyncio.get_running_loop().call_later(_RETRY_S, self._on_decision, live, decision)

@@ -27,6 +27,7 @@ class FakeRegistry:
         self.records = [VersionRecord("m", version, lambda: None) for version in (1, 2, 3)]
         for record in self.records:
             record.state = State.READY
+        self.has_room = False
         self.on_versions: Any = None
         self.find: Any = None
 
@@ -53,6 +54,11 @@ class FakeRegistry:
 
     def set_rollout(self, model: str, rollout: object) -> None:
         pass
+
+    async def wait_for(self, model: str, version: str) -> None:
+        if not self.has_room:
+            raise ServeError(ErrorKind.NOT_READY, f"no room for '{model}' for 2.0 s", retry_after_s=2)
+        self.records[int(version) - 1].state = State.READY
 
     async def change_state(self, model: str, state: ModelState) -> None:
         await asyncio.sleep(0)
@@ -106,9 +112,22 @@ async def test_rollback_ends_a_rollout_that_begins_before_it(registry: FakeRegis
 async def test_version_that_does_not_serve_is_refused_with_its_reason(
     registry: FakeRegistry, labels: LabelService
 ) -> None:
-    registry.records[2].state, registry.records[2].reason = State.GONE, ON_DEMAND
-    with pytest.raises(ServeError, match=r"got 3, which is GONE \(not in memory: the next request loads it\)"):
+    registry.records[2].state, registry.records[2].reason = State.FAILED, "truncated"
+    with pytest.raises(ServeError, match=r"promote: expected .* \(1, 2, 3\), got 3, which is FAILED \(truncated\)"):
         await labels.promote("m", 3)
+
+
+async def test_version_that_is_not_in_memory_is_loaded_before_a_call_makes_it_stable(
+    registry: FakeRegistry, rollouts: RolloutService
+) -> None:
+    record = registry.records[2]
+    record.state, record.reason = State.GONE, ON_DEMAND
+    with pytest.raises(ServeError, match="promote: no room for 'm'") as caught:
+        await rollouts.promote("m", 3)
+    assert caught.value.retry_after_s == 2
+    registry.has_room = True
+    await rollouts.promote("m", 3)
+    assert (registry.labels("m")[STABLE], record.state) == (3, State.READY)
 
 
 @pytest.mark.parametrize("version", [None, 2])
