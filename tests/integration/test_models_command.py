@@ -110,6 +110,10 @@ def test_each_error_is_one_line_that_says_what_to_do(
     assert "expected nothing after the model, got 'x'" in refused(capsys, 2, "unload", "m", "x", *url)
     assert "--watch: expected list, status or rollout" in refused(capsys, 2, "load", "m", "--watch", *url)
     assert "expected KEY=VALUE or stop, got 'go'" in refused(capsys, 2, "rollout", "m", "go", *url)
+    twice = refused(capsys, 2, "labels", "m", "a=1", "a=2", *url)
+    assert "expected each NAME once, got 'a=2' for one that is already changed" in twice
+    for first, second in (("share=0.1", "share=0.2"), ("rules.max_error_rate=0.5", "rules=1")):
+        assert f"expected each KEY once, got '{second}'" in refused(capsys, 2, "rollout", "m", first, second, *url)
     long = "9" * 20
     assert f"got 'a={long}'" in refused(capsys, 2, "labels", "m", f"a={long}", *url)
     assert f"expected the number of one version, got '{long}'" in refused(capsys, 2, "promote", "m", long, *url)

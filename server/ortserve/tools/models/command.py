@@ -165,6 +165,8 @@ def _options(changes: Sequence[str]) -> dict[str, Any]:
         place = options.setdefault(group, {}) if dot else options
         if not isinstance(place, dict):
             raise invalid_input(f"rollout: expected a value of {group} or of keys within it, got both")
+        if key in place:
+            raise invalid_input(f"rollout: expected each KEY once, got '{change}' for one that already has a value")
         place[key] = json_or_text(text)
     return options
 
@@ -176,6 +178,8 @@ def _labels(changes: Sequence[str]) -> dict[str, int | None]:
         name, equals, version = change.partition("=")
         if not equals or not name or (version and not version_of(version)):
             raise invalid_input(f"labels: expected NAME=VERSION or NAME=, got '{change}'")
+        if name in labels:
+            raise invalid_input(f"labels: expected each NAME once, got '{change}' for one that is already changed")
         labels[name] = version_of(version)
     return labels
 
