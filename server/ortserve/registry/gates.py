@@ -80,7 +80,7 @@ async def check_speed(
         sizes, own, partial(_time_served, serving, before.inputs, clock), options.max_slowdown, clock
     )
     if slowdown is None:
-        reason = f"max_slowdown: version {serving.version} rejected each request to be compared"
+        reason = f"max_slowdown: version {serving.version} rejected too many of the requests to be compared"
         log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
     elif slowdown:
         raise invalid_input(f"max_slowdown: {slowdown} (version {serving.version})")
