@@ -442,6 +442,16 @@ async def test_a_first_step_that_is_rejected_after_its_deadline_ends_the_sequenc
     assert stage.follows.ended == [5]
 
 
+async def test_a_request_that_its_model_rejects_at_once_can_be_sent_again(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    stage.follows.rejection = ServeError(ErrorKind.OVERLOADED, "full")
+    request = stage.submit(1)
+    stage.plain.answer(X)
+    with pytest.raises(ServeError, match="full"):
+        request.take_outputs()
+    assert stage.follows.ended == []
+
+
 async def test_a_rejected_request_does_not_hold_up_its_sequence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = SequenceStage(clock)
     first, second, third = (stage.submit(value) for value in (1, 2, 3))
@@ -754,12 +764,14 @@ async def test_a_failed_step_fails_the_request_at_once_and_cancels_the_others(
     served = serve(members, ["y"], DIAMOND, clock)
     request = submit(served, clock)
     other = members["r"].requests[0]
+    members["l"].requests[0].timing.taken_ns = 7
     members["l"].requests[0].fail(ServeError(ErrorKind.OVERLOADED, "Exceeds maximum queue size", retry_after_s=1))
     assert other.is_settled
     with pytest.raises(ServeError) as error:
         request.take_outputs()
     assert error.value.message == "in ensemble 'e', Exceeds maximum queue size (model 'l')"
     assert (error.value.kind, error.value.retry_after_s) == (ErrorKind.OVERLOADED, 1)
+    assert request.timing.taken_ns == 7, "a run was started, so the request does not count as rejected"
     await asyncio.wait_for(served.close(), 1)
 
 

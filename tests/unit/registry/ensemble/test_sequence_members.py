@@ -318,6 +318,32 @@ async def test_requests_wait_for_a_slot_that_a_client_uses(stage: Stage) -> None
     assert not any(request.is_settled for request in (*requests, continuing))
 
 
+@virtual(slots=(8, 8))
+async def test_a_sequence_ends_in_all_members_with_a_request_that_fails_between_them(stage: Stage) -> None:
+    stage.submit("chain", 1, "S")
+    await stage.answer("a", "last", "b")
+    failed = stage.submit("chain", 1)
+    await stage.answer("a")
+    stage.models["last"].take().fail(ServeError(ErrorKind.INTERNAL, "no"))
+    with pytest.raises(ServeError, match="no"):
+        failed.take_outputs()
+    assert [len(stage.models[name].table) for name in "ab"] == [0, 0]
+
+
+@virtual(slots=(8, 8))
+async def test_a_request_whose_turn_has_come_runs_past_its_deadline(stage: Stage) -> None:
+    """The wait for earlier requests ends at the deadline. A run continues, as in a model with sequences."""
+    stage.submit("chain", 1, "S")
+    second = stage.submit("chain", 1, timeout_ms=200)
+    await stage.answer("a", "last", "b")
+    run = stage.models["a"].take()
+    await stage.wait(1)
+    assert not second.is_settled
+    stage.models["a"].finish(run)
+    await stage.answer("last", "b")
+    assert sums(second) == [3, 3]
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(
