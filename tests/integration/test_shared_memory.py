@@ -29,6 +29,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
 from models import builders, sequences
+from models.members import add_ensemble
 from ortserve.core.dtypes import DataType
 from ortserve.service.shared_object import RESERVED_PREFIX
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, wire_datatype
@@ -48,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         (add_model(repository, name, build) / "model.yaml").write_text(
             "sequences: {states: [{input: STATE, output: NEXT}]}\n"
         )
+    add_ensemble(repository, "through", ["INPUT"], ["TOTAL"], [("totals", {"INPUT": "INPUT"}, {"TOTAL": "TOTAL"})])
     with serving(repository, "--example", "--allow-client-shm", *SHORT_WARMUP) as server:
         yield server
 
@@ -277,7 +279,8 @@ def test_impossible_regions_are_rejected(caller: Caller) -> None:
     assert caller.names() == []
 
 
-def test_a_sequence_ends_if_an_output_does_not_fit_its_region(caller: Caller) -> None:
+@pytest.mark.parametrize("model", ["totals", "through"])
+def test_a_sequence_ends_if_an_output_does_not_fit_its_region(caller: Caller, model: str) -> None:
     """Its state includes the request, so that a second try would add it twice."""
     value = caller.library.InferInput("INPUT", [1, 1], "FP32")
     value.set_data_from_numpy(np.ones((1, 1), np.float32))
@@ -286,7 +289,7 @@ def test_a_sequence_ends_if_an_output_does_not_fit_its_region(caller: Caller) ->
 
         def ask(byte_size: int, *, is_start: bool = False) -> float:
             outputs = [caller.output("TOTAL", "r", byte_size)]
-            caller.client.infer("totals", [value], outputs=outputs, sequence_id=7, sequence_start=is_start)
+            caller.client.infer(model, [value], outputs=outputs, sequence_id=7, sequence_start=is_start)
             return float(shared_memory.get_contents_as_numpy(handle, np.float32, (1,))[0])
 
         assert [ask(4, is_start=True), ask(4)] == [1, 2]
