@@ -63,6 +63,7 @@ class Stage:
     ) -> None:
         self.clock = clock
         self.queue: list[InflightRequest] = []
+        self.shape_classes: list[object] = []
         self.rejects: ServeError | None = None
         self.table = SequenceTable(slots * groups, IDLE_NS)
         limits = limits or SequenceLimits(1000, 10_000, 1000, 1_000_000)
@@ -81,9 +82,11 @@ class Stage:
             )
         self.runs = SequenceRuns("m", TENSORS, self.table, limits, make_strategy, loop, clock)
 
-    def enqueue(self, request: InflightRequest, _: object) -> None:
+    def enqueue(self, request: InflightRequest, shape_class: object) -> None:
         if self.rejects is not None:
             raise self.rejects
+        request.timing.queued_ns = self.clock()
+        self.shape_classes.append(shape_class)
         request.state = 1  # queued
         self.queue.append(request)
         request.withdraw = self.queue.remove
@@ -321,6 +324,27 @@ async def test_a_rejected_start_begins_nothing(stage: Stage) -> None:
 
 
 @virtual()
+async def test_a_terminated_run_does_not_end_its_sequence(stage: Stage) -> None:
+    for flags in ("S", ""):
+        stage.submit(1, 1, flags)
+        await stage.answer()
+    stage.submit(1, 4)
+    stage.take().fail(ServeError(ErrorKind.DEADLINE, "terminated"))
+    following = stage.submit(1, 8)
+    await stage.answer()
+    assert total(following) == 10
+
+
+@virtual()
+async def test_a_start_receives_the_first_states(stage: Stage) -> None:
+    """Whether or not the model has a control that shows the start."""
+    for flags, state in (("S", 0), ("", 1), ("S", 0)):
+        stage.submit(1, 1, flags)
+        assert stage.queue[0].inputs[-1].tolist() == [[state]]
+        await stage.answer()
+
+
+@virtual()
 async def test_a_request_that_cannot_run_for_lack_of_memory_leaves_no_sequence(stage: Stage) -> None:
     usual = stage.runs.strategy
 
@@ -424,6 +448,18 @@ async def test_each_request_of_a_long_queue_can_be_cancelled_in_a_short_time(sta
 
 
 @virtual()
+async def test_a_sequence_ends_behind_earlier_requests_if_a_later_one_is_cancelled(stage: Stage) -> None:
+    requests = [stage.submit(1, value, flags) for value, flags in ((1, "S"), (2, ""), (4, ""))]
+    requests[2].cancel()
+    with pytest.raises(ServeError, match="START flag"):
+        stage.submit(1)
+    await stage.answer()
+    await stage.answer()
+    assert total(requests[1]) == 3
+    assert len(stage.table) == 0
+
+
+@virtual()
 async def test_cancelling_the_running_request_advances_the_state(stage: Stage) -> None:
     first = stage.submit(1, 5, "S")
     second = stage.submit(1, 1)
@@ -513,6 +549,23 @@ async def test_idle_sequences_expire_and_busy_ones_do_not(stage: Stage) -> None:
     assert total(following) == 6
 
 
+@virtual()
+async def test_a_kept_sequence_does_not_keep_others_from_expiring(stage: Stage) -> None:
+    kept = stage.runs.kept
+    kept.keep(1, (kept,))
+    for name in (1, 2):
+        stage.submit(name, 1, "S")
+        await stage.answer()
+        await asyncio.sleep(0.2)
+    await asyncio.sleep(0.32)  # the first one is idle for 0.72 s, the second one for 0.52 s
+    assert [stage.table.find(name) is None for name in (1, 2)] == [False, True]
+    kept.release(1, (kept,))
+    await asyncio.sleep(0.49)
+    assert len(stage.table) == 1
+    await asyncio.sleep(0.02)
+    assert len(stage.table) == 0
+
+
 @virtual(slots=1)
 async def test_a_sequence_expires_although_its_timer_is_late(stage: Stage) -> None:
     stage.submit(1, 1, "S")
@@ -559,8 +612,10 @@ async def test_a_request_that_arrives_when_its_sequence_receives_a_slot_runs_beh
 @virtual(slots=1)
 async def test_the_shortest_timeout_ends_a_waiting_sequence(stage: Stage) -> None:
     stage.submit(1, 1, "S")
-    first = stage.submit(2, 5, "S", Terms(0, None, stage.clock() + 300 * MS))
-    second = stage.submit(2, 5, "", Terms(0, None, stage.clock() + 200 * MS))
+    first, second, _ = (
+        stage.submit(2, 5, flags, Terms(0, None, stage.clock() + timeout_ms * MS))
+        for flags, timeout_ms in (("S", 300), ("", 200), ("", 400))
+    )
     other = stage.submit(3, 5, "S")
     await asyncio.sleep(0.19)
     assert not second.is_settled
@@ -579,11 +634,29 @@ async def test_the_shortest_timeout_ends_a_waiting_sequence(stage: Stage) -> Non
 @virtual(slots=1)
 async def test_a_waiting_sequence_that_is_cancelled_leaves(stage: Stage) -> None:
     stage.submit(1, 1, "S")
-    waiting, behind = stage.submit(2, 1, "S"), stage.submit(2, 1)
+    terms = Terms(0, None, stage.clock() + 100 * MS)
+    waiting, behind = stage.submit(2, 1, "S", terms), stage.submit(2, 1)
     waiting.cancel()
     assert error(behind).kind is ErrorKind.CANCELLED
     assert len(stage.table) == 1
     assert stage.runs.waiting_rows == 0
+    await asyncio.sleep(0.2)
+    assert sum(stage.runs.reading().ended.values()) == 1
+
+
+@virtual(slots=1)
+async def test_timeouts_end_with_the_wait_for_a_slot(stage: Stage) -> None:
+    stage.submit(1, 1, "SE")
+    terms = Terms(0, None, stage.clock() + 100 * MS)
+    waiting = stage.submit(2, 2, "S", terms)
+    await stage.answer()
+    await asyncio.sleep(0)
+    behind = stage.submit(2, 4, "", terms)
+    assert len(stage.queue) == 1
+    await asyncio.sleep(0.2)  # the sequence has a slot
+    await stage.answer()
+    await stage.answer()
+    assert (total(waiting), total(behind)) == (2, 6)
 
 
 @virtual(limits=SequenceLimits(2, 10_000, 3, 1_000_000))
@@ -622,6 +695,7 @@ async def test_a_start_that_may_not_wait_begins_nothing(stage: Stage) -> None:
     with pytest.raises(ServeError, match="max_queue_rows"):
         stage.submit(3, 1, "S")
     assert (len(stage.table), stage.runs.waiting_rows) == (2, 1)
+    assert stage.runs.reading().ended["failed"] == 1
 
 
 @virtual(limits=SequenceLimits(9, 20, 9, 1_000_000))
@@ -669,11 +743,14 @@ async def test_closing_runs_what_waits(stage: Stage) -> None:
     stage.submit(1, 1, "S")
     behind = stage.submit(1, 2)
     waiting = stage.submit(2, 5, "S")
+    arrived_ns = stage.clock()
     closing = asyncio.create_task(stage.runs.close())
     for _ in range(3):
+        await asyncio.sleep(0.01)
         await stage.answer()
     await closing
     assert (total(behind), total(waiting)) == (3, 5)
+    assert waiting.timing.queued_ns == arrived_ns, "the wait for its turn counts"
     assert stage.runs.reading().ended["unloaded"] == 2
 
 
@@ -717,6 +794,7 @@ async def test_direct_spreads_sequences_over_groups(stage: Stage) -> None:
         stage.submit(name, name, "S")
     await asyncio.sleep(0)
     assert [run.inputs[0].ravel().tolist() for run in stage.queue] == [[1, 3], [2]]
+    assert len(set(stage.shape_classes)) == 2, "so that they do not run together"
 
 
 @virtual(slots=4, strategy="direct", delay_ns=400 * MS, min_utilization=0.5)
@@ -799,6 +877,33 @@ def test_an_output_that_is_no_next_state_fails_its_request_only(strategy: str) -
         assert total(following) == 7
 
     run_virtual(main)
+
+
+@virtual(slots=4, strategy="direct", delay_ns=10_000 * MS, min_utilization=1)
+async def test_direct_delays_no_batch_while_it_closes(stage: Stage) -> None:
+    request, behind = stage.submit(1, 1, "S"), stage.submit(1, 2)
+    began_ns = stage.clock()
+    closing = asyncio.create_task(stage.runs.close())
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        await stage.answer()
+    await closing
+    assert (total(request), total(behind)) == (1, 3)
+    assert stage.clock() - began_ns < 100 * MS
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_fails_requests_if_the_rows_of_outputs_cannot_be_told_apart(stage: Stage) -> None:
+    requests = [stage.submit(name, name, "S") for name in (1, 2)]
+    await asyncio.sleep(0)
+    for _ in range(3):  # together, then each alone
+        run = stage.take()
+        run.complete((np.zeros((run.rows + 1, 1)), np.zeros((run.rows + 1, 1))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if not stage.queue:
+            break
+    assert all(error(request).kind is ErrorKind.INTERNAL for request in requests)
 
 
 @virtual(slots=4, strategy="direct")
