@@ -175,12 +175,13 @@ def test_large_inputs_and_outputs_go_through_threads() -> None:
     run(test)
 
 
-def test_few_long_texts_are_digested_on_a_thread() -> None:
+@pytest.mark.parametrize("texts", [["x" * 2**20], [""] * 2000], ids=["one long", "many short"])
+def test_long_and_many_texts_are_digested_on_a_thread(texts: list[str]) -> None:
     async def test() -> None:
         stage = Stage()
         stage.submit(np.array(["short"], object))
         assert len(stage.queue) == 1
-        stage.submit(np.array(["x" * 2**20], object))
+        stage.submit(np.array(texts, object))
         assert len(stage.queue) == 1, "the event loop has digested it"
         await until(lambda: len(stage.queue) == 2)
 
@@ -204,6 +205,9 @@ def test_equal_requests_wait_for_a_run_under_way() -> None:
         began_ns = stage.clock() - 5
         assert times == [(began_ns, began_ns + 1, began_ns + 7)] * 2 + [(began_ns + 5, began_ns + 5, began_ns + 7)]
         assert {one.timing.computed_ns for one in requests} == {began_ns + 11}
+        assert stage.counts.saved_ns == 2 * (11 - 7)
+        assert await stage.cached() == 7
+        assert stage.counts.saved_ns == 3 * (11 - 7)
 
     run(test)
 
@@ -316,6 +320,28 @@ def test_requests_outlive_the_deadline_of_the_first(kind: ErrorKind) -> None:
     run(test)
 
 
+def test_requests_fail_if_no_run_is_accepted_after_the_deadline_of_the_first() -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit(terms=Terms(finish_by_ns=5))
+        runs = stage.queue.copy()
+
+        def reject(request: InflightRequest) -> None:
+            raise ServeError(ErrorKind.OVERLOADED, "full")
+
+        waiting = [InflightRequest(Timing(0), (ROW,), 1) for _ in range(2)]
+        for request in waiting:
+            stage.runs.submit(request, NO_TERMS, reject)
+        runs[0].fail(ServeError(ErrorKind.DEADLINE, "late"))
+        for request in waiting:
+            with pytest.raises(ServeError, match="full"):
+                async with asyncio.timeout(10):
+                    await request
+        await stage.runs.wait_until_idle()
+
+    run(test)
+
+
 @pytest.mark.parametrize("by_ns", [None, 5])
 def test_requests_with_the_same_deadline_are_not_run_again_in_an_overload(by_ns: int | None) -> None:
     async def test() -> None:
@@ -401,6 +427,23 @@ def test_the_least_recently_used_entry_goes_first() -> None:
         assert [await stage.cached(np.array([number])) for number in range(3)] == [0, None, 2]
         reading = stage.cache.reading()
         assert (reading.entries, reading.nbytes, reading.evictions) == (2, 2 * 516, 1)
+        await stage.runs.close()
+        assert (stage.cache.reading().entries, stage.cache.reading().nbytes) == (0, 0)
+
+    run(test)
+
+
+def test_a_load_stores_nothing_after_its_end() -> None:
+    """A thread still copies the outputs of the last request when the load ends."""
+
+    async def test() -> None:
+        stage = Stage(max_bytes=16 << 20)
+        request = stage.submit()
+        stage.queue.pop().complete((LARGE,))
+        await request
+        await stage.runs.close()
+        assert stage.cache.reading().entries == 0
+        assert not stage.runs._copies
 
     run(test)
 
