@@ -86,6 +86,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [("plus", {"a": "x"}, {"b": "t"}), ("flat", {"a": "t"}, {"b": "u"}), ("plus", {"a": "u"}, {"b": "y"})],
         batched="true",
     )
+    add_ensemble(folder, "few", ["x"], ["y"], TWO_STEPS, max_rows="2")
+    both = [("sums", {"a": "x", "b": "f"}, {"sum": "y"})]
+    add_ensemble(folder, "apart", ["x", "f"], ["y"], both, batched="false")
+    lacks = add_ensemble(folder, "lacks", ["x", "f"], ["y"], both)
+    (lacks / "model.yaml").write_text((lacks / "model.yaml").read_text().replace("f: {}", "f: {optional: true}"))
     add_ensemble(folder, "inner", ["x"], ["y"], [("picks", {"a": "x"}, {"b": "y"})])
     add_ensemble(folder, "outer", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "t"}), ("inner", {"x": "t"}, {"y": "y"})])
     return folder
@@ -131,6 +136,25 @@ def test_graphs_of_every_form_give_right_values(server: ServerProcess, infer: In
 def test_an_optional_input_may_be_left_out(server: ServerProcess, infer: Infer) -> None:
     assert infer(server, "maybe", {"x": X})["y"].tolist() == [[1, 2]]
     assert infer(server, "maybe", {"x": X, "f": X})["y"].tolist() == [[1, 4]]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "text"),
+    [
+        ("few", {"x": 3}, "inference request batch-size must be <= 2 for 'few', got 3"),
+        ("lacks", {"x": 1}, "model 'sums' requires its input 'b', and the request leaves out 'f'"),
+        ("apart", {"x": 2, "f": 3}, "input 'b' batch size does not match other inputs for 'sums': expected 2, got 3"),
+    ],
+)
+def test_requests_that_do_not_fit_a_step_are_rejected(
+    server: ServerProcess, model: str, rows: dict[str, int], text: str
+) -> None:
+    inputs = [json_input(name, np.ones((count, 2), np.float32)) for name, count in rows.items()]
+    refused = httpx.post(rest_url(server, model), json={"inputs": inputs}, timeout=LONG_S)
+    assert refused.status_code == 400
+    assert text in refused.json()["error"]
+    if model != "few":
+        assert f"in ensemble '{model}', " in refused.json()["error"]
 
 
 def test_the_answer_has_the_requests_id_and_outputs(server: ServerProcess) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from interpreted import WHY
+from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import LoadOptions, make_model_options
 from ortserve.core.batch import Arrays
@@ -29,6 +30,7 @@ from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.serving import ServedVersion
+from ortserve.telemetry.readings import CacheCounts
 from ortserve.telemetry.series import ModelMetrics
 
 if IS_COMPILED:
@@ -136,6 +138,7 @@ def serve(
     clock: Clock,
     turns: SequenceTurns | None = None,
     most: int = 0,
+    cached: CachedRuns | None = None,
 ) -> ServedEnsemble:
     given: dict[str, Any] = {
         "inputs": {"x": {}},
@@ -155,6 +158,7 @@ def serve(
         clock,
         configuration=configuration,
         labels={},
+        cached=cached,
         turns=turns or SequenceTurns(),
     )
 
@@ -844,6 +848,31 @@ async def test_members_stay_open_until_the_ensemble_is_closed(members: dict[str,
     with pytest.raises(ServeError) as error:
         submit(served, clock)
     assert error.value.kind is ErrorKind.NOT_READY
+
+
+async def test_a_cached_answer_has_all_outputs_and_ends_with_its_load(
+    members: dict[str, FakeMember], clock: Clock
+) -> None:
+    steps: Steps = [("l", {"a": "x"}, {"b": "p"}), ("r", {"a": "x"}, {"b": "q"})]
+    cache = ResponseCache(1 << 20)
+    cached = CachedRuns(cache, CacheCounts(), asyncio.get_running_loop(), clock)
+    served = serve(members, ["p", "q"], steps, clock, cached=cached)
+    for outputs in (["p"], ["q"], []):
+        request = submit(served, clock, outputs=outputs)
+        for name, member in members.items():
+            if member.requests:
+                member.answer(X + (name == "r"))
+        assert [array.tolist() for array in await request] == [X.tolist(), (X + 1).tolist()]
+    assert cache.reading().hits == 2
+    late = InflightRequest(Timing(clock()), (X + 5,), len(X))
+    served.submit(late, served.terms(clock()))
+    closing = asyncio.create_task(served.close())
+    await asyncio.sleep(0)
+    for name in ("l", "r"):
+        members[name].answer(X)
+    await late
+    await asyncio.wait_for(closing, 1)
+    assert cache.reading().entries == 0
 
 
 def test_lists_of_the_same_outputs_share_a_route_and_few_are_remembered(clock: Clock) -> None:
