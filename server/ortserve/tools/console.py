@@ -26,6 +26,8 @@ def print_report(report: Report) -> None:
         if isinstance(block, Picture):
             continue
         console.print()
+        if not isinstance(block, Text) and block.title:
+            console.print(_text(block.title, "bold"))
         match block:
             case Text():
                 console.print(_text(block.text))
@@ -93,9 +95,7 @@ def _box(console: Console) -> box.Box:
 
 
 def _facts(block: Facts) -> RichTable:
-    table = RichTable(
-        title=_text(block.title, "bold"), title_justify="left", box=None, show_header=False, pad_edge=False
-    )
+    table = RichTable(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
     for name, value in block.entries.items():
@@ -104,7 +104,7 @@ def _facts(block: Facts) -> RichTable:
 
 
 def _print_table(block: Table, console: Console) -> None:
-    table = RichTable(title=_text(block.title, "bold"), title_justify="left", box=_box(console), pad_edge=False)
+    table = RichTable(box=_box(console), pad_edge=False)
     for index, name in enumerate(block.columns):
         is_number = any(_is_number(row[index]) for row in block.rows)
         table.add_column(_text(name), justify="right" if is_number else "left", overflow="fold")
@@ -119,7 +119,6 @@ def _print_table(block: Table, console: Console) -> None:
 
 
 def _print_findings(block: Findings, console: Console) -> None:
-    console.print(_text(block.title, "bold"))
     if not block.findings:
         console.print(_text("nothing to report"))
     for finding in block.findings:

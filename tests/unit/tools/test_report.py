@@ -82,6 +82,13 @@ def test_values_of_facts_are_shown_in_narrow_terminals(
     assert "30.0 KiB" in shown
 
 
+def test_titles_are_not_broken_by_narrow_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    title = "Operators after fusions, CPUExecutionProvider"
+    print_report(Report("x", [Table(title, ["operator"], [["Add"]]), Facts(title, {"a": 1}), Findings([], title)]))
+
+    assert capsys.readouterr().out.splitlines().count(title) == 3
+
+
 def test_findings_that_are_empty_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(Report("x", [Findings([])]))
 

@@ -9,6 +9,8 @@ from ortserve.tools.profile.runs import CLOSED_WITHIN, MIN_MS, MIN_PAIRS, Runs
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, number_text
 
 _SHOWN: Final = 15
+_KNOWN_WITHIN: Final = 0.25
+"""Largest error of the profiler's share of a small model that is shown as known."""
 _AREAS: Final = "Areas are self times. Nodes of the same operator are grouped."
 _FLAME: Final = "A quiet run, from left to right; inner graphs are below their node."
 _Row = TypeVar("_Row")
@@ -95,10 +97,10 @@ def _balance(profile: Profile, of: str) -> Table:
             f"± {_percent(balance.rest_error)}."
         )
     elif balance.operators_ms < MIN_MS:
-        note = (
-            f"A run takes less than {MIN_MS:g} ms: the profiler takes {_percent(balance.profiler_share)} of a "
-            "profiled run. Rely on shares, not on times."
-        )
+        taken = f"the profiler takes {_percent(balance.profiler_share)} of a profiled run"
+        if balance.rest_error > _KNOWN_WITHIN or not 0 <= balance.profiler_share <= 1:
+            taken = "the profiler's share of a profiled run is not known, because its cost varied too much"
+        note = f"A run takes less than {MIN_MS:g} ms: {taken}. Rely on shares, not on times."
     elif balance.runs < MIN_PAIRS:
         note = f"{balance.runs} runs are too few for a verdict on these parts; {MIN_PAIRS} are the least."
     else:

@@ -13,7 +13,7 @@ from ortserve.tools.profile.result import ProfileResult
 from ortserve.tools.profile.runs import Runs, RunTime, typical
 from ortserve.tools.profile.summary import compare, profile_of
 from ortserve.tools.profile.trace import read_trace
-from ortserve.tools.report import Text
+from ortserve.tools.report import Table, Text
 
 
 def runs(plain: Sequence[RunTime], profiled: Sequence[RunTime], *lines: bytes, threads: int = 1) -> Runs:
@@ -68,6 +68,19 @@ def test_short_runs_report_the_share_of_the_profiler() -> None:
 
     assert balance.is_closed is None
     assert balance.profiler_share == pytest.approx(0.5)
+
+
+def test_share_of_the_profiler_is_not_shown_if_it_varied_too_much() -> None:
+    times = [(40, 35)] * 8
+    for plain_us, text in ((50, "the profiler takes 50.0 %"), (900, "share of a profiled run is not known")):
+        measured = runs_of(times, plain_us=[50] * 8, cost_us=50)
+        measured.plain = [RunTime(plain_us * 1000, plain_us * 1000)] * 8
+        (balance,) = (
+            block
+            for block in report(ProfileResult(profile=profile_of(measured))).blocks
+            if isinstance(block, Table) and block.title == "Where the time goes"
+        )
+        assert text in balance.note
 
 
 def test_interruptions_are_named_and_not_charged_to_operators() -> None:
