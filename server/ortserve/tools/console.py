@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from ortserve.tools.report import Cell, Facts, Findings, Picture, Report, Table, Text, cell_text
+from ortserve.tools.report import Facts, Findings, Picture, Report, Table, Text, cell_text
 
 _PIPE_WIDTH: Final = 120
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
@@ -105,8 +105,7 @@ def _facts(block: Facts) -> RichTable:
 
 def _print_table(block: Table, console: Console) -> None:
     table = RichTable(box=_box(console), pad_edge=False)
-    for index, name in enumerate(block.columns):
-        is_number = any(_is_number(row[index]) for row in block.rows)
+    for name, is_number in zip(block.columns, block.are_numbers, strict=True):
         table.add_column(_text(name), justify="right" if is_number else "left", overflow="fold")
     shown = block.rows if block.max_rows is None else block.rows[: block.max_rows]
     for row in shown:
@@ -125,7 +124,3 @@ def _print_findings(block: Findings, console: Console) -> None:
         console.print(RichText.assemble((f"{finding.level}: ", _STYLES[finding.level]), printable(finding.seen)))
         console.print(_text(f"  {finding.matters}", "dim"))
         console.print(_text(f"  → {finding.remedy}"))
-
-
-def _is_number(cell: Cell) -> bool:
-    return isinstance(cell, int | float) and not isinstance(cell, bool)

@@ -30,7 +30,6 @@ def render_page(report: Report) -> str:
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["cell"] = cell_text
-    environment.tests["numeric"] = lambda cell: isinstance(cell, int | float) and not isinstance(cell, bool)
     return environment.from_string((Path(__file__).parent / "page.html.j2").read_text(encoding="utf-8"))
 
 

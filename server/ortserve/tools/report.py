@@ -92,6 +92,14 @@ class Table:
         """A table from rows that map columns to cells. All rows have the same columns; without rows there are none."""
         return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, max_rows)
 
+    @property
+    def are_numbers(self) -> list[bool]:
+        """Whether each column has a number. Such columns are aligned to the right."""
+        cells = ([row[index] for row in self.rows] for index in range(len(self.columns)))
+        return [
+            any(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in column) for column in cells
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:

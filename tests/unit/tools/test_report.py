@@ -12,6 +12,7 @@ import pytest
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.page import chart, render_page
 from ortserve.tools.report import (
+    NOTHING,
     Facts,
     Finding,
     Findings,
@@ -80,6 +81,13 @@ def test_values_of_facts_are_shown_in_narrow_terminals(
 
     assert "none" in (shown := capsys.readouterr().out)
     assert "30.0 KiB" in shown
+
+
+def test_whole_columns_with_numbers_are_aligned_to_the_right_on_pages() -> None:
+    page = render_page(Report("x", [Table("Nodes", ["name", "ms"], [["a", None], ["b", 1.5]])]))
+
+    assert re.findall(r'<(t.)(?: class="number")?>', page).count("th") == 2
+    assert re.findall(r'class="number">([^<]+)<', page) == ["ms", NOTHING, "1.50"]
 
 
 def test_titles_are_not_broken_by_narrow_tables(capsys: pytest.CaptureFixture[str]) -> None:
