@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ortserve.errors import invalid_input
+from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import MODEL_FILE
 from ortserve.registry.repository.provenance import provenance_beside
 from ortserve.tools.provenance import Provenance, external_files, write_provenance
@@ -60,14 +60,19 @@ def staged_model(arguments: argparse.Namespace, source: Subject) -> Iterator[Pat
     """The path to write the model to, in a new folder that disappears again.
 
     The file already has its last name, so that external data keep theirs, which is ``<name>.data``. Write nothing else
-    into its folder: with ``--output``, all files of the folder go to the folder of that file.
+    into its folder: with ``--output``, all files of the folder go to the folder of that file. Errors of the block name
+    the destination instead of this path.
     """
     if arguments.output is not None:
         beside, name = arguments.output, arguments.output.name
     else:
         beside, name = find_place(_target(arguments, source)).beside, MODEL_FILE
     with staging_folder(beside) as folder:
-        yield folder / name
+        try:
+            yield folder / name
+        except ServeError as error:
+            shown = str(arguments.output or "the new model")
+            raise ServeError(error.kind, error.message.replace(str(folder / name), shown)) from None
 
 
 def deliver(staged: Path, source: Subject, provenance: Provenance, arguments: argparse.Namespace) -> Delivered:

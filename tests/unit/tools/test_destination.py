@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models import builders
-from ortserve.errors import ServeError
+from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.command import ToolParser, add_destination
 from ortserve.tools.destination import Delivered, check_destination, deliver, staged_model
 from ortserve.tools.provenance import make_provenance, read_provenance
@@ -46,6 +46,15 @@ def make(source: Subject, arguments: argparse.Namespace) -> Delivered:
 
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("given", "shown"), [(["-o", "out.onnx"], "out.onnx"), (["--publish"], "the new model")])
+def test_errors_name_the_destination_and_not_the_folder_that_disappears(
+    given: list[str], shown: str, source: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ServeError, match=rf"^{shown}: it disagrees$"), staged_model(parsed(*given), source) as staged:
+        raise invalid_input(f"{staged}: it disagrees")
 
 
 def test_a_file_comes_with_its_weights_and_its_provenance(source: Subject, tmp_path: Path) -> None:
