@@ -4,6 +4,7 @@ Pictures are SVG: charts by matplotlib, or drawn by hand with the escaping that 
 """
 
 import io
+import logging
 import re
 from collections.abc import Callable
 from functools import cache
@@ -41,6 +42,7 @@ def chart(draw: Callable[["Axes"], object], *, name: str, height: float = 3.6) -
         name: A prefix of all ids in the SVG, unique on the page.
         height: Height in inches of 72 points; the width is 8 inches.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home, it warns about its cache in two lines
     import matplotlib as mpl  # imported here: it takes half a second, and only pages need it
 
     mpl.use("svg")

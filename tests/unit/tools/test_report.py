@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import subprocess
 import sys
 from contextlib import suppress
 from html.parser import HTMLParser
@@ -81,6 +82,19 @@ def test_values_of_facts_are_shown_in_narrow_terminals(
 
     assert "none" in (shown := capsys.readouterr().out)
     assert "30.0 KiB" in shown
+
+
+def test_charts_are_drawn_without_a_home_and_without_a_word() -> None:
+    program = "from ortserve.tools.page import chart; print(chart(lambda axes: axes.plot([1, 2]), name='a')[:4])"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "MPL"))}
+    drawn = subprocess.run(
+        [sys.executable, "-c", program],
+        env=variables | {"HOME": "/proc/nowhere"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (drawn.stdout, drawn.stderr) == ("<svg\n", "")
 
 
 def test_whole_columns_with_numbers_are_aligned_to_the_right_on_pages() -> None:
