@@ -21,6 +21,7 @@ from ortserve.core.version_names import STABLE
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.child_process import Failure, run_side_by_side
 from ortserve.engine.process_limits import cpu_budget
+from ortserve.engine.process_memory import give_back_freed, return_large_blocks
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.dependents import members_of, reject_cycles
@@ -146,6 +147,8 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
     check, version = item.check, item.version
     handler, process = _Events(), psutil.Process()
     logging.getLogger("ortserve").addHandler(handler)
+    return_large_blocks()
+    give_back_freed()  # the memory of the previous version
     began_ns, before_bytes = monotonic_ns(), process.memory_info().rss
     options, runtime = trial_options(version.configuration.options), _device_runtime(libraries, global_threads)
     loaded: LoadedModel | None = None

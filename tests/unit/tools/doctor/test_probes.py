@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +301,16 @@ def test_models_are_loaded_in_one_process(tmp_path: Path) -> None:
     assert (b.label, b.load_s) == ("b/1", None)
     assert b.problem
     assert (c.label, c.problem, c.events) == ("c/1", "", ())
+
+
+def test_memory_of_a_model_is_not_that_which_an_earlier_one_freed(tmp_path: Path) -> None:
+    """Weights of 2 MiB come from heaps of malloc, which keep what is freed."""
+    for name in ("a", "b", "c"):
+        add_model(tmp_path, name, partial(builders.mlp, inputs=512, hidden=1024))
+
+    for model in check(tmp_path):
+        assert model.memory_bytes is not None
+        assert model.memory_bytes > 0.7 * model.files_bytes, model
 
 
 def test_label_of_a_version_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
