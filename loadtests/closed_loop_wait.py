@@ -5,8 +5,9 @@ for 16. The duration of the model's runs hardly depends on the number of rows, a
 
     python loadtests/closed_loop_wait.py [--rounds 5] [--seconds 4]
 
-Two servers, with and without ``--no-closed-loop-wait``, are loaded in turns. Meanwhile a checker compares answers with
-the expected ones. Writes ``loadtests/results/closed_loop_wait.md``.
+Two servers, with and without ``--no-closed-loop-wait``, are loaded in turns. Both have the same ``--max-rows``, because
+warm-up may find different ones beside other work. Meanwhile a checker compares answers with the expected ones.
+Writes ``loadtests/results/closed_loop_wait.md``.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main() -> None:
         pids = {}
         for arm, port in PORTS.items():
             flags = [] if arm == "waiting" else ["--no-closed-loop-wait"]
-            pids[arm] = servers.enter_context(serving(folder, port, *flags))
+            pids[arm] = servers.enter_context(serving(folder, port, f"--max-rows={max(CLIENTS)}", *flags))
 
         def check(url: str) -> None:
             outputs = post(url, body)["outputs"]
