@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -79,6 +80,13 @@ def check(default: Path, tuned: Path, slo_ms: float) -> str:
         other.close()
 
 
+def spell(ratio: Mapping[str, float | None] | None) -> str:
+    """A ratio with its interval, of which a short search has none."""
+    if not ratio or ratio["value"] is None:
+        return "-"
+    return f"{ratio['value']:.2f}" + ("" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})")
+
+
 def main() -> None:
     """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,12 +101,10 @@ def main() -> None:
             result = tune(tuned, SLO_MS[name], given.minutes)
             kept = [gain for gain in result["gains"] if gain["is_kept"]]
             keys = "; ".join(describe(gain["changes"]) for gain in kept) if result["written"] else "nothing"
-            found = result["confirmation"]["ratio"] if result["confirmation"] else None
-            confirmed = f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})" if found else "-"
-            noise = result["noise"] or {"low": 0.0, "high": 0.0}
+            confirmed = spell(result["confirmation"] and result["confirmation"]["ratio"])
             again = check(default, tuned, SLO_MS[name]) if result["written"] else "the same configuration"
-            floor = f"{noise['low']:.2f} to {noise['high']:.2f}"
-            rows.append([name, str(SLO_MS[name]), str(len(result["trials"])), floor, keys, confirmed, again])
+            noise = spell(result["noise"])
+            rows.append([name, str(SLO_MS[name]), str(len(result["trials"])), noise, keys, confirmed, again])
             print(" | ".join(rows[-1]), flush=True)
     columns = ["model", "p99 within ms", "trials", "defaults against themselves", "written", "confirmed", "once more"]
     text = [
