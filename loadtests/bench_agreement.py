@@ -298,6 +298,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--rate", type=int, default=400)
     options = parser.parse_args()
+    if options.seconds < 2 * WARM_UP_S:
+        parser.error(f"--seconds: expected at least {2 * WARM_UP_S:g}, of which bench leaves out {WARM_UP_S:g}")
     seconds, callers, rate = options.seconds, options.concurrency, options.rate
     try:
         program: PerfAnalyzer | None = find_perf_analyzer()
