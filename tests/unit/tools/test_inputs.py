@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ TOKENS = ModelSignature(
 )
 
 
-def save(folder: Path, name: str, **arrays: np.ndarray) -> None:
-    np.savez(folder / name, allow_pickle=True, **arrays)
+def save(folder: Path, name: str, **arrays: Any) -> None:
+    np.savez(folder / name, **arrays)
 
 
 def ids(rows: int, width: int, begin: int = 0) -> np.ndarray:
