@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import onnxruntime as ort
 
-from ortserve.config.session import Scalar, SessionSettings, option_text
+from ortserve.config.session import EXTENSIONS, Scalar, SessionSettings, option_text
 from ortserve.engine.denormals import session_maker
 from ortserve.engine.divisions import division_edits
 from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
@@ -43,6 +43,9 @@ _OPSET: Final = 13
 """The operator set of ONNX for edits of a model that imports none."""
 
 _LOCALE: Final = re.compile(r"Failed to construct locale with name:\s?([A-Za-z_]+(?:\.[A-Za-z0-9-]+)?):")
+
+_EXTENSION_OPERATOR: Final = re.compile(r"(?:ai\.onnx\.contrib|com\.microsoft\.extensions):\w+\S* is not a registered")
+"""ONNX Runtime's message about an operator of onnxruntime-extensions, whose library is not loaded."""
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
 _DISABLED_OPTIMIZERS: Final = "optimization.disable_specified_optimizers"
@@ -170,6 +173,8 @@ def _open(
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
         where = "" if provider.name == CPU else f" on {provider.name}"
         missing = missing_library(provider.name) or _missing_locale(reason)
+        if not options.operator_libraries and _EXTENSION_OPERATOR.search(reason):
+            missing += f"; operators of {EXTENSIONS} need the option session: {{operator_libraries: [{EXTENSIONS}]}}"
         if _WEIGHTS_FOLDER not in options.settings.entries and (damage := find_damage(path, model)):
             reason = f"{without_paths(damage)} ({reason})"
         error.__traceback__ = None  # its frames keep parts of the session alive, as below

@@ -480,3 +480,17 @@ def test_error_for_a_missing_locale_says_how_to_install_it(tmp_path: Path) -> No
         "; install the locale 'xx_XX.UTF-8' that the model's StringNormalizer needs: on Debian and Ubuntu, "
         "apt-get install locales && localedef -i xx_XX -f UTF-8 xx_XX.UTF-8"
     )
+
+
+@pytest.mark.parametrize("domain", ["ai.onnx.contrib", "com.microsoft.extensions"])
+def test_error_for_an_operator_of_the_extensions_names_the_option(tmp_path: Path, domain: str) -> None:
+    path = write_node(tmp_path / "model.onnx", "StringUpper", domain=domain)
+    with pytest.raises(ServeError) as caught:
+        open_session(path, "m", OPTIONS)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message.endswith(
+        "; operators of onnxruntime-extensions need the option session: {operator_libraries: [onnxruntime-extensions]}"
+    )
+    with pytest.raises(ServeError) as caught:
+        open_session(write_node(path, "StringUpper", domain="com.example"), "m", OPTIONS)
+    assert "operator_libraries" not in caught.value.message
