@@ -26,6 +26,8 @@ from ortserve.errors import invalid_input
 
 _SHORT_NAMES: Final = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
 _EXPECTED_NAMES: Final = f"{', '.join(_SHORT_NAMES)} or a full name"
+_GPU_HINT: Final = "; for NVIDIA GPUs: pip uninstall onnxruntime && pip install 'ortserve[gpu]'"
+"""Both packages install into the same folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,11 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
             usable.append(provider)
     if not usable:
         names = ", ".join(provider_parts(wish)[0] for wish in wishes)
+        offered = _offered()
+        wants_gpu = CUDA not in offered and any(one.name in (CUDA, TENSORRT) for one in wanted)
         raise invalid_input(
             f"execution_providers (instance_group.kind in a config.pbtxt): none of {names} can be used: "
-            f"{'; '.join(missing)}; this ONNX Runtime offers {', '.join(_offered())}"
+            f"{'; '.join(missing)}; this ONNX Runtime offers {', '.join(offered)}{_GPU_HINT if wants_gpu else ''}"
         )
     first, *others = usable
     return ProviderChoice.of(first, others, missing)

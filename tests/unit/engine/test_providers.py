@@ -78,6 +78,16 @@ def test_unavailable_wishes_are_an_error_that_names_wishes_reasons_and_offer() -
     assert CPU in caught.value.message
 
 
+def test_error_on_a_machine_without_the_gpu_package_names_it() -> None:
+    if CUDA in ort.get_available_providers():
+        pytest.skip("ONNX Runtime's package for GPUs is installed")
+    with pytest.raises(ServeError, match=r"; for NVIDIA GPUs: .* pip install 'ortserve\[gpu\]'$"):
+        choose_provider(["tensorrt", "cuda"])
+    with pytest.raises(ServeError) as caught:
+        choose_provider(["openvino"])
+    assert "NVIDIA" not in caught.value.message
+
+
 def test_installed_onnx_runtime_offers_the_cpu() -> None:
     assert choose_provider(["no_such", "cpu"]).name == CPU
 
