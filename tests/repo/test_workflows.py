@@ -86,6 +86,12 @@ def test_wheels_are_built_of_every_supported_version() -> None:
     assert (ROOT / script[1]).is_file()
 
 
+def test_package_index_accepts_the_links_of_the_package() -> None:
+    """PyPI rejects the whole upload for a path, and publishing is the last step of a release."""
+    links = PYPROJECT["project"].get("urls", {})
+    assert not [link for link in links.values() if not link.startswith("https://")]
+
+
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook["id"])
 def test_hook_runs_an_installed_program_on_files_that_exist(hook: dict[str, Any]) -> None:
     program, *arguments = hook["entry"].split()
