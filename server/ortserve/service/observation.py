@@ -266,6 +266,8 @@ class Observation:
             if version is None:
                 self._versions[key] = _Version(record, read_counts(record.metrics, self._clock()), {})
             elif version.record is not record:  # loaded again: counts begin at 0, and the history continues
+                if version.ring is not None:
+                    version.ring.restart_errors(version.errors)
                 version.record, version.seen, version.errors = record, None, {}
                 version.sampled = read_counts(record.metrics, self._clock())
             if number % _PER_TURN == 0:

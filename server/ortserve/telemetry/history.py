@@ -200,6 +200,11 @@ class Ring:
         if now != IDLE:
             self.last_active = sample
 
+    def restart_errors(self, last: Mapping[str, int]) -> None:
+        """Continue with the counts of a new load, which begin at 0; ``last`` are the last counts of the old load."""
+        earlier = [{kind: before.get(kind, 0) - count for kind, count in last.items()} for before in self._errors]
+        self._errors = deque(earlier, maxlen=self._errors.maxlen)
+
     def is_forgotten(self, sample: int) -> bool:
         """Whether all samples of the ring are idle."""
         return sample - self.last_active >= RING_SAMPLES
@@ -213,7 +218,7 @@ class Ring:
     def recent_errors(self, errors: Mapping[str, int]) -> dict[str, int]:
         """The errors of the last 15 minutes by kind; ``errors`` are the counts now."""
         before = self._errors[0]
-        recent = {kind: count - before.get(kind, 0) for kind, count in errors.items()}
+        recent = {kind: errors.get(kind, 0) - before.get(kind, 0) for kind in {**before, **errors}}
         return {kind: count for kind, count in recent.items() if count > 0}
 
 

@@ -85,3 +85,14 @@ def test_recent_errors_are_those_of_the_last_15_minutes() -> None:
     for sample in range(2 * RING_SAMPLES):
         ring.add(sample, Rates(failed_per_s=1), {"deadline": 5 + sample // 12})
     assert ring.recent_errors({"deadline": 5 + 2 * RING_SAMPLES // 12}) == {"deadline": RING_SAMPLES // 12}
+
+
+def test_recent_errors_include_those_before_and_after_a_reload() -> None:
+    ring = Ring(0, {"deadline": 5})
+    ring.add(0, Rates(failed_per_s=1), {"deadline": 9, "internal": 1})
+    ring.restart_errors({"deadline": 9, "internal": 1})
+    assert ring.recent_errors({}) == {"deadline": 4, "internal": 1}
+    assert ring.recent_errors({"deadline": 2}) == {"deadline": 6, "internal": 1}
+    for sample in range(1, RING_SAMPLES + 12):
+        ring.add(sample, IDLE, {"deadline": 2})
+    assert ring.recent_errors({"deadline": 3}) == {"deadline": 1}

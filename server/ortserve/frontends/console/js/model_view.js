@@ -218,8 +218,9 @@ export class ModelView {
   }
 
   #drawErrors({ errors, recent_errors: recent }) {
-    const kinds = Object.entries(errors).sort(([, one], [, other]) => other - one);
-    const rows = kinds.map(([kind, count]) => [kind, number(recent[kind] ?? 0), number(count)]);
+    const since = (kind) => errors[kind] ?? 0; // a reload begins to count at 0
+    const kinds = Object.keys({ ...recent, ...errors }).sort((one, other) => since(other) - since(one));
+    const rows = kinds.map((kind) => [kind, number(recent[kind] ?? 0), number(since(kind))]);
     this.#errors.replaceChildren(
       rows.length ? table("Errors by kind", ["Kind", "Last 15 minutes", "Since the load"], rows) : el("p", {}, "None."),
     );
