@@ -16,8 +16,7 @@ from ortserve.config.options import (
     ServerOptions,
     combination_problems,
     flag_name,
-    option_origins,
-    read_options,
+    read_options_and_origins,
     split_list,
 )
 from ortserve.config.repository_url import Repository
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     flags = vars(build_parser().parse_intermixed_args(arguments))
     config_path = flags.pop("config", None)
     try:
-        options = read_options(flags, config_path)
+        options, origins = read_options_and_origins(flags, config_path)
     except OptionsError as error:
         return _refuse(*error.problems)
     if not options.repositories and not options.example:
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(problem)
     from ortserve.app.run import run  # imported here, because it imports the engine
 
-    return run(options, option_origins(flags, config_path))
+    return run(options, origins)
 
 
 def _repository_problem(repository: Repository) -> str:

@@ -228,8 +228,32 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
     Raises:
         OptionsError: Lists each invalid option with its source, the expected and the actual value.
     """
+    return read_options_and_origins(flags, config_path)[0]
+
+
+def read_options_and_origins(
+    flags: Mapping[str, Any], config_path: Path | None = None
+) -> tuple[ServerOptions, dict[str, str]]:
+    """As ``read_options``. Also returns the flag, variable or file that sets each option, for the console.
+
+    Options with their default have no origin. The file is read once, because it may be a pipe.
+    """
     config_path = config_path or (Path(named) if (named := os.environ.get(CONFIG_VARIABLE)) else None)
     in_file = _read_file(config_path) if config_path else {}
+    options = _combine(flags, in_file)
+    origins: dict[str, str] = {}
+    for name in ServerOptions.model_fields:
+        if name in flags:
+            origins[name] = flag_name(name) if name != "repositories" else "command line"
+        elif os.environ.get(variable_name(name)):
+            origins[name] = variable_name(name)
+        elif config_path is not None and name in in_file:
+            origins[name] = config_path.name
+    return options, origins
+
+
+def _combine(flags: Mapping[str, Any], in_file: Mapping[str, object]) -> ServerOptions:
+    """Validate the options from flags, environment and file, in this order. Raises OptionsError."""
 
     class Environment(EnvSettingsSource):
         def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
@@ -247,7 +271,7 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, Environment(settings_cls), InitSettingsSource(settings_cls, in_file)
+            return init_settings, Environment(settings_cls), InitSettingsSource(settings_cls, dict(in_file))
 
     try:
         return ServerOptions(**dict(LayeredOptions(**flags)))
@@ -268,28 +292,6 @@ def _hint_of_kubernetes(option: str, value: str | None) -> str:
     """The end of a message about a variable with an address, which Kubernetes sets in all pods beside a Service."""
     is_address = option.endswith("_port") and "://" in (value or "")
     return "; Kubernetes sets it for a Service, unless the pod has enableServiceLinks: false" if is_address else ""
-
-
-def option_origins(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, str]:
-    """The flag, variable or file that sets each option, for the console. Options with their default are missing.
-
-    Reads ``os.environ`` and the file as ``read_options`` does, which must have accepted both before.
-
-    Raises:
-        ValueError: The file cannot be read any more.
-    """
-    config_path = config_path or (Path(named) if (named := os.environ.get(CONFIG_VARIABLE)) else None)
-    in_file = read_yaml(config_path) if config_path else {}
-    origins: dict[str, str] = {}
-    for name in ServerOptions.model_fields:
-        if name in flags:
-            origins[name] = flag_name(name) if name != "repositories" else "command line"
-        elif os.environ.get(variable_name(name)):
-            origins[name] = variable_name(name)
-        elif name in in_file:
-            assert config_path is not None
-            origins[name] = config_path.name
-    return origins
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
