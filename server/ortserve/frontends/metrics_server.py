@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, TypeAlias
@@ -66,19 +67,9 @@ class MetricsServer:
         max_s: float = _MAX_S,
         max_connections: int = _MAX_CONNECTIONS,
     ) -> None:
-        class Handler(_Handler):
-            def read(self) -> bytes:
-                return write()
-
-            def read_health(self) -> tuple[int, bytes] | None:
-                return health(self.path)
-
-            def refusal(self) -> Refusal | None:
-                return refuse(self.headers.get_all("Authorization", ()))
-
         self._server = _Server(
             open_listener("metrics_port", host, port),
-            Handler,
+            partial(_Handler, write, health, refuse),
             tls=tls,
             handshake_timeout_s=handshake_timeout_s,
             max_s=max_s,
@@ -103,7 +94,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(
         self,
         listener: socket.socket,
-        handler: type[BaseHTTPRequestHandler],
+        make_handler: "Callable[[Any, Any, _Server], _Handler]",
         *,
         tls: Callable[[], ssl.SSLContext] | None,
         handshake_timeout_s: float,
@@ -118,7 +109,7 @@ class _Server(ThreadingHTTPServer):
         """Monotonic time at which each open connection, by its socket, reaches its time limit."""
         # Use our own socket: the base class supports one address family and looks up the host name.
         self.address_family = listener.family
-        super().__init__(("", 0), handler, bind_and_activate=False)
+        super().__init__(("", 0), make_handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.server_port = listener.getsockname()[1]
@@ -167,30 +158,36 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers the request of one connection. The base class does so in its constructor, on the connection's thread."""
+
     default_request_version = "HTTP/1.0"  # answers to malformed requests have a status, too
 
-    def read(self) -> bytes:
-        raise NotImplementedError
-
-    def read_health(self) -> tuple[int, bytes] | None:
-        raise NotImplementedError
-
-    def refusal(self) -> Refusal | None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        write: Callable[[], bytes],
+        health: Callable[[str], tuple[int, bytes] | None],
+        refuse: Callable[[Sequence[str]], Refusal | None],
+        *connection: Any,
+    ) -> None:
+        """Answer, with the callbacks of ``MetricsServer``; ``connection`` are the arguments of the base class."""
+        self._write = write
+        self._health = health
+        self._refuse = refuse
+        super().__init__(*connection)
 
     def do_GET(self) -> None:
-        health = self.read_health()
+        health = self._health(self.path)
         if health is not None:
             self._answer(*health, _JSON)
             return
-        refusal = self.refusal()
+        refusal = self._refuse(self.headers.get_all("Authorization", ()))
         if refusal is not None:
             self._answer(*refusal)
             return
         if self.path.partition("?")[0] != "/metrics":
             self._answer(404, b'{"error":"Not Found: expected /metrics or a health path"}', _JSON)
             return
-        body = self.read()
+        body = self._write()
         headers = [(b"content-type", CONTENT_TYPE.encode())]
         if _TAKES_GZIP.search(self.headers.get("Accept-Encoding", "")):
             # The fastest level compresses repeated names well enough.
