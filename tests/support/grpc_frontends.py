@@ -5,7 +5,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -22,9 +22,10 @@ from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.management_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.model_calls import ModelCalls
+from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.grpc.router import Router, max_message_bytes
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsPort
@@ -80,18 +81,22 @@ class Frontend:
                 router, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes
             )
         else:
-            self.server = NativeGrpcServer(
+            dispatcher = CallDispatcher(
                 router.find,
                 {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, inference.admission).begin},
-                self.streams,
                 inference.gate.hold,
+                max_message_bytes=partial(max_message_bytes, max_body_bytes=max_body_bytes),
+                encoding=RESPONSE_ENCODINGS[chosen.grpc_response_compression],
+            )
+            self.server = NativeGrpcServer(
+                dispatcher,
+                self.streams,
                 connection_limits(chosen, max_message_bytes=max_body_bytes),
                 host=host,
                 port=port,
                 clock=monotonic_ns,
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
-                encoding=RESPONSE_ENCODINGS[chosen.grpc_response_compression],
                 tls=TlsPort(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
                 )

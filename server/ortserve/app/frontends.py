@@ -15,9 +15,10 @@ from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.management_calls import ManagementCalls, SharedMemoryCalls
 from ortserve.frontends.grpc.model_calls import ModelCalls
+from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.grpc.router import Router, max_message_bytes
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
@@ -134,11 +135,17 @@ class Frontends:
                 credentials=self.certificate.grpc_credentials() if self.certificate else None,
                 handshake_timeout_s=options.tls_handshake_timeout_s if self.certificate else None,
             )
-        return NativeGrpcServer(
+        dispatcher = CallDispatcher(
             router.find,
             {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
-            streams,
             inference.gate.hold,
+            max_message_bytes=partial(max_message_bytes, max_body_bytes=options.max_body_bytes),
+            encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
+            guards=router.guards,
+        )
+        return NativeGrpcServer(
+            dispatcher,
+            streams,
             connection_limits(options, max_message_bytes=options.max_body_bytes),
             host=options.host,
             port=options.grpc_port,
@@ -146,8 +153,6 @@ class Frontends:
             clock=monotonic_ns,
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,
-            encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
-            guards=router.guards,
             tls=self._tls_port("grpc", options.grpc_max_connections, alpn="h2"),
         )
 

@@ -1,23 +1,18 @@
 """The gRPC port served by the native transport (``grpc_transport=native``)."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.frontends.grpc.calls import Handler, QuickCall
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.native.limits import Limits
-from ortserve.frontends.grpc.router import max_message_bytes
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsPort
 from ortserve.listening import draw_age_s, open_listener
-from ortserve.service.access import Guard
-from ortserve.service.gate import Hold
 
 _BACKLOG: Final = 4096
 """Number of connections that may wait to be accepted. The system has a bound of its own."""
@@ -28,10 +23,8 @@ class NativeGrpcServer:
 
     def __init__(
         self,
-        find: Callable[[str], Handler],
-        quick: Mapping[str, QuickCall],
+        dispatcher: CallDispatcher,
         streams: Streams,
-        hold: Callable[[int], Hold],
         limits: Limits,
         *,
         host: str,
@@ -40,17 +33,13 @@ class NativeGrpcServer:
         clock: Clock,
         on_cut_answer: Callable[[str], None],
         on_connection_error: Callable[[str], None],
-        encoding: bytes = b"",
-        guards: Mapping[str, Guard] | None = None,
         tls: TlsPort | None = None,
     ) -> None:
         """Store the parameters; ``start`` opens the port.
 
         Args:
-            find: As in ``CallDispatcher``.
-            quick: As in ``CallDispatcher``.
+            dispatcher: Runs the handlers.
             streams: The open streams of the handlers; ``stop`` drains them.
-            hold: As in ``CallDispatcher``.
             limits: Limits of the port and each connection.
             host: Name or address to bind.
             port: Port to bind; 0 lets the system choose.
@@ -58,15 +47,10 @@ class NativeGrpcServer:
             clock: Monotonic nanoseconds.
             on_cut_answer: As in ``Sending``.
             on_connection_error: As ``on_error`` in ``ConnectionErrors``.
-            encoding: As in ``CallDispatcher``.
-            guards: As in ``CallDispatcher``.
             tls: Shared state of the TLS sessions; None for plain text.
         """
-        self._guards = guards
-        self._find = find
-        self._quick = quick
+        self._dispatcher = dispatcher
         self._streams = streams
-        self._hold = hold
         self._limits = limits
         self._host = host
         self._port = port
@@ -76,10 +60,8 @@ class NativeGrpcServer:
         self._errors = ConnectionErrors(clock, on_connection_error)
         self._budget = UnsentBudget(limits.max_unsent_bytes)
         self._connections: set[Connection] = set()
-        self._encoding = encoding
         self._tls = tls
         self._server: asyncio.Server | None = None
-        self._dispatcher: CallDispatcher | None = None
 
     @property
     def connection_count(self) -> int:
@@ -95,14 +77,6 @@ class NativeGrpcServer:
         Raises:
             ServeError: conflict if the address cannot be bound; the message names the option.
         """
-        self._dispatcher = CallDispatcher(
-            self._find,
-            self._quick,
-            self._hold,
-            max_message_bytes=partial(max_message_bytes, max_body_bytes=self._limits.max_message_bytes),
-            encoding=self._encoding,
-            guards=self._guards,
-        )
         factory = self._tls.wrap(self._connect) if self._tls else self._connect
         listener = open_listener("grpc_port", self._host, self._port, reuse_port=self._reuse_port)
         loop = asyncio.get_running_loop()
@@ -110,7 +84,6 @@ class NativeGrpcServer:
         return int(listener.getsockname()[1])
 
     def _connect(self) -> Connection:
-        assert self._dispatcher is not None
         age_s = self._limits.max_age_s
         return Connection(
             self._dispatcher,
@@ -146,5 +119,4 @@ class NativeGrpcServer:
             connection.abort()
         if connections:
             await asyncio.wait([connection.closed for connection in connections])
-        assert self._dispatcher is not None
         await self._dispatcher.until_done()
