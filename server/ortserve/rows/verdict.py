@@ -20,8 +20,14 @@ from ortserve.rows.values import Kind, Value, free, rows
 from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
 
 MAX_HYPOTHESES: Final = 48
+"""Maximum number of hypotheses that are tried for a model."""
 _MAX_AXES: Final = 3
+"""Number of free axes of an input, from the first on, that may carry rows."""
+_MAX_COMBINED_GROUPS: Final = 6
+"""Maximum number of groups of inputs whose axes are combined freely."""
 _MAX_GROUPS: Final = 12
+"""Maximum number of groups of which one may have its rows on a higher axis than the lowest. A group consists of the
+inputs with equal declarations."""
 
 Axes: TypeAlias = Mapping[str, int | None]
 """The axis that carries the rows, by graph input; None for an input without rows."""
@@ -66,7 +72,10 @@ def has_choice(model: Model, sizes: Sizes) -> bool:
 
 
 def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
-    """Yield axes for all inputs, lower axes first. Inputs with equal declarations have the rows on the same axis."""
+    """Yield axes for all inputs, lower axes first, at most ``MAX_HYPOTHESES`` times.
+
+    Inputs with equal declarations have the rows on the same axis.
+    """
     groups: dict[tuple[object, ...], list[str]] = {}
     choices: dict[tuple[object, ...], tuple[int, ...]] = {}
     fixed: dict[str, int | None] = {}
@@ -78,7 +87,7 @@ def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
         key = (declared.dims, axes)
         groups.setdefault(key, []).append(declared.name)
         choices[key] = axes
-    if len(groups) > _MAX_GROUPS:  # try only one hypothesis: the lowest possible axis of each input
+    if len(groups) > _MAX_GROUPS:
         combinations = [tuple(axes[0] for axes in choices.values())]
     else:
         combinations = _lowest_first([choices[key] for key in groups])
@@ -91,27 +100,11 @@ def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
 
 def _lowest_first(choices: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The combinations of axes with the lowest sums, in ascending order."""
-    found: list[tuple[int, ...]] = []
-    ranked = [sorted(axes) for axes in choices]
-    smallest = sum(axes[0] for axes in ranked)
-    for excess in range(sum(axes[-1] - axes[0] for axes in ranked) + 1):
-        found += _with_sum(ranked, smallest + excess, MAX_HYPOTHESES - len(found))
-        if len(found) >= MAX_HYPOTHESES:
-            break
-    return found
+    combinations = product(*choices) if len(choices) <= _MAX_COMBINED_GROUPS else _nearly_lowest(choices)
+    return sorted(combinations, key=sum)[:MAX_HYPOTHESES]
 
 
-def _with_sum(choices: Sequence[Sequence[int]], total: int, most: int) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    for combination in product(*choices) if len(choices) <= 6 else _nearly_lowest(choices):
-        if sum(combination) == total:
-            found.append(combination)
-            if len(found) >= most:
-                break
-    return found
-
-
-def _nearly_lowest(choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+def _nearly_lowest(choices: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Combinations for many groups: all groups on their lowest axis, or all but one."""
     base = tuple(axes[0] for axes in choices)
     yield base
@@ -289,9 +282,7 @@ def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None 
         return RowVerdict(Outcome.FIXED, reason="no input has an axis of free size")
     budget = Budget()
     first: RowVerdict | None = None
-    for count, axes in enumerate(hypotheses(model, sizes)):
-        if count >= MAX_HYPOTHESES:
-            break
+    for axes in hypotheses(model, sizes):
         try:
             verdict = prove_axes(model, axes, sizes, values, budget)
         except TooMuchWorkError:
