@@ -188,9 +188,19 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     solved = None if wanted == total else _solved(call, total, wanted)
     if wanted != total and not is_certain and (solved is None or not symbols.fix_size(*solved)):
         symbols.has_uncertain_size = True
-    if not value.is_rows:
-        elements = value.elements if element_count(target) == len(value.elements or ()) else None
-        return call.result(target, dtype=value.dtype, elements=elements)
+    if value.is_rows:
+        return _reshaped_rows(call, value, target, solved)
+    elements = value.elements if element_count(target) == len(value.elements or ()) else None
+    return call.result(target, dtype=value.dtype, elements=elements)
+
+
+def _reshaped_rows(call: Call, value: Value, target: Sequence[Number], solved: tuple[Atom, Number] | None) -> Value:
+    """A tensor with rows in the shape ``target``, in which one axis must hold the rows as whole entries.
+
+    ``solved`` is the size that must have a certain value so that the shape holds all elements, from ``_solved``.
+    """
+    assert value.dims is not None
+    symbols = call.symbols
     carriers = [position for position, length in enumerate(target) if contains_rows(length)]
     if not carriers:
         raise RowsMeetError("has a target shape without the number of rows")
