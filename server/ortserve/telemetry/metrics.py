@@ -223,22 +223,22 @@ class Metrics(Collector):
         models = self.models()
         yield Family(declared.REQUEST_DURATION, histograms=self._durations(models), scale=_NS_PER_S)
         phases = (
-            ((model.name, model.version, phase), series)
+            ((*model.labels, phase), series)
             for model in models
             for phase, series in zip(PHASES, model.phases, strict=True)
         )
         yield Family(declared.PHASE_DURATION, histograms=phases, scale=_NS_PER_S)
-        rows = (((model.name, model.version), model.batch_rows) for model in models)
+        rows = ((model.labels, model.batch_rows) for model in models)
         yield Family(declared.BATCH_ROWS, histograms=rows)
-        saturations = (((model.name, model.version), model.saturation()) for model in models)
+        saturations = ((model.labels, model.saturation()) for model in models)
         yield Family(declared.SATURATION, {labels: value for labels, value in saturations if value is not None})
-        yield from _batching([((model.name, model.version), model.batching()) for model in models])
+        yield from _batching([(model.labels, model.batching()) for model in models])
         yield from _response_cache(models, self.cache())
         yield from _sequences(models)
-        staging = [((model.name, model.version), model.staging()) for model in models]
+        staging = [(model.labels, model.staging()) for model in models]
         yield Family(declared.STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
-        recorded = (((model.name, model.version), model.recorded()) for model in models)
+        recorded = ((model.labels, model.recorded()) for model in models)
         yield _by_version(declared.RECORDED_REQUESTS, recorded)
         yield from _rollouts(self._rollouts())
         rejected: dict[Labels, float] = {
@@ -250,21 +250,19 @@ class Metrics(Collector):
         yield Family(declared.UNAUTHORIZED, self._unauthorized.copy())
         yield Family(declared.LOADS, self._loads.copy())
         yield Family(declared.OVERDUE_BATCHES, self._overdue_batches.copy())
-        loading: dict[Labels, float] = {
-            (model.name, model.version): model.load_ns / _NS_PER_S for model in models if model.load_ns
-        }
+        loading: dict[Labels, float] = {model.labels: model.load_ns / _NS_PER_S for model in models if model.load_ns}
         yield Family(declared.LOAD_DURATION, loading)
-        memory = (((model.name, model.version), model.memory()) for model in models)
+        memory = ((model.labels, model.memory()) for model in models)
         yield _by_version(declared.MODEL_MEMORY, memory)
         yield from _residency(self.residency, self.memory_budget_bytes, self.gpu_memory_budget_bytes)
         states: dict[Labels, float] = {
-            (model.name, model.version, state): int(state == model.state)
+            (*model.labels, state): int(state == model.state)
             for model in models
             if model.state
             for state in MODEL_STATES
         }
         yield Family(declared.MODEL_STATE, states)
-        runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
+        runs = ((model.labels, model.device_runs()) for model in models if model.device_runs)
         yield from _devices(self._devices(), runs)
         yield from _event_loop(self._loop(), self._polls())
         if self._stores is not None:
@@ -283,9 +281,9 @@ class Metrics(Collector):
     def _durations(self, models: Iterable[ModelMetrics]) -> Iterator[tuple[tuple[str, ...], HistogramSeries]]:
         for model in models:
             for protocol, series in list(model.answered.items()):
-                yield (model.name, model.version, protocol, "ok"), series
+                yield (*model.labels, protocol, "ok"), series
             for (protocol, kind), series in list(model.failed.items()):
-                yield (model.name, model.version, protocol, kind.value), series
+                yield (*model.labels, protocol, kind.value), series
         for (protocol, kind), series in list(self._unknown.items()):
             yield ("", "", protocol, kind.value), series
 
@@ -309,7 +307,7 @@ def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metri
 
 
 def _response_cache(models: Iterable[ModelMetrics], cache: CacheReading) -> Iterator[Family]:
-    known = [((model.name, model.version), model.cache) for model in models if model.cache is not None]
+    known = [(model.labels, model.cache) for model in models if model.cache is not None]
     results: dict[Labels, float] = {
         (*labels, result): count
         for labels, counts in known
@@ -334,7 +332,7 @@ def _stores(reading: StoresReading) -> Iterator[Family]:
 
 
 def _sequences(models: Iterable[ModelMetrics]) -> Iterator[Family]:
-    known = [((model.name, model.version), model.sequences()) for model in models if model.sequences is not None]
+    known = [(model.labels, model.sequences()) for model in models if model.sequences is not None]
     states = ((labels, {"active": of.active, "waiting": of.waiting}) for labels, of in known)
     yield _by_version(declared.SEQUENCES, states)
     yield _by_version(declared.SEQUENCES_ENDED, ((labels, of.ended) for labels, of in known))

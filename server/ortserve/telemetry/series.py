@@ -60,6 +60,7 @@ class ModelMetrics:
     """The series of one model version, with its labels bound. All methods run on the event loop.
 
     Attributes:
+        labels: Model and version, the first labels of its metrics.
         load_ns: Duration of the load; 0 before it has ended.
         rows: Rows of answered requests.
         ran_requests: Answered requests that ran: without those that the response cache answered.
@@ -77,6 +78,7 @@ class ModelMetrics:
     def __init__(self, name: str, version: str) -> None:
         self.name = name
         self.version = version
+        self.labels: Final = (name, version)
         self.tags: Tags = ()
         self.state = ""
         self.load_ns = 0

@@ -324,7 +324,7 @@ class TritonMetrics(Collector):
         known = [(model, read_statistics(model)) for model in self._metrics.models()]
         for metric in TRITON_METRICS:
             values = {
-                (model.name, model.version, *more): value
+                (*model.labels, *more): value
                 for model, statistics in known
                 for more, value in metric.read(model, statistics).items()
             }
