@@ -106,13 +106,13 @@ def read_counts(metrics: ModelMetrics, at_ns: int) -> Counts:
         batch_rows += rows * batch.count
     return Counts(
         at_ns,
-        durations,
-        [phase.total for phase in metrics.phases],
-        metrics.rows,
-        batches,
-        batch_rows,
-        refused,
-        failed,
+        durations=durations,
+        phases_ns=[phase.total for phase in metrics.phases],
+        rows=metrics.rows,
+        batches=batches,
+        batch_rows=batch_rows,
+        refused=refused,
+        failed=failed,
     )
 
 
@@ -129,23 +129,22 @@ def rates(before: Counts, after: Counts, *, queue_rows: int, saturation: float |
     buckets = [new - old for new, old in zip_longest(after.durations, before.durations, fillvalue=0)]
     answered, batches = sum(buckets), after.batches - before.batches
     p50, p90, p99 = (1000 * quantile(buckets, REQUEST_DURATION.buckets, share) for share in (0.5, 0.9, 0.99))
-    phases = [
-        (new - old) / 1e6 / answered if answered else 0.0
-        for new, old in zip(after.phases_ns, before.phases_ns, strict=True)
-    ]
-    assert len(phases) == len(PHASES)
+    phases_ms = {
+        f"{phase}_ms": (new - old) / 1e6 / answered if answered else 0.0
+        for phase, new, old in zip(PHASES, after.phases_ns, before.phases_ns, strict=True)
+    }
     return Rates(
-        answered / seconds,
-        (after.rows - before.rows) / seconds,
-        (after.refused - before.refused) / seconds,
-        (after.failed - before.failed) / seconds,
-        p50,
-        p90,
-        p99,
-        (after.batch_rows - before.batch_rows) / batches if batches else 0.0,
-        queue_rows,
-        saturation or 0.0,
-        *phases,
+        requests_per_s=answered / seconds,
+        rows_per_s=(after.rows - before.rows) / seconds,
+        refused_per_s=(after.refused - before.refused) / seconds,
+        failed_per_s=(after.failed - before.failed) / seconds,
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        batch_rows=(after.batch_rows - before.batch_rows) / batches if batches else 0.0,
+        queue_rows=queue_rows,
+        saturation=saturation or 0.0,
+        **phases_ms,
     )
 
 

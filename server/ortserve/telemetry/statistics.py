@@ -115,28 +115,28 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
         queue, stage, compute, encode = 0, steps.stage_ns, steps.compute_ns, steps.return_ns
         executions = ran
     return VersionStatistics(
-        model.name,
-        model.version,
-        model.last_done_ns,
-        model.ran_rows,
-        executions,
-        InferStatistics(
-            success,
-            Duration(sum(d.count for d in by_reason.values()), sum(d.ns for d in by_reason.values())),
-            Duration(success.count, queue),
-            Duration(ran, stage),
-            Duration(ran, compute),
-            Duration(ran, encode),
-            Duration(cache.hits, cache.hit_ns),
-            Duration(cache.misses, cache.miss_ns),
+        name=model.name,
+        version=model.version,
+        last_done_ns=model.last_done_ns,
+        inference_count=model.ran_rows,
+        execution_count=executions,
+        inference=InferStatistics(
+            success=success,
+            fail=Duration(sum(d.count for d in by_reason.values()), sum(d.ns for d in by_reason.values())),
+            queue=Duration(success.count, queue),
+            compute_input=Duration(ran, stage),
+            compute_infer=Duration(ran, compute),
+            compute_output=Duration(ran, encode),
+            cache_hit=Duration(cache.hits, cache.hit_ns),
+            cache_miss=Duration(cache.misses, cache.miss_ns),
         ),
-        {reason: duration.count for reason, duration in by_reason.items()},
-        tuple(
+        failures={reason: duration.count for reason, duration in by_reason.items()},
+        batches=tuple(
             BatchSizeStatistics(
                 rows,
-                Duration(series.count, series.stage_ns),
-                Duration(series.count, series.compute_ns),
-                Duration(series.count, series.return_ns),
+                compute_input=Duration(series.count, series.stage_ns),
+                compute_infer=Duration(series.count, series.compute_ns),
+                compute_output=Duration(series.count, series.return_ns),
             )
             for rows, series in sorted(model.batches.copy().items())
         ),
