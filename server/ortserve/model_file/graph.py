@@ -13,7 +13,10 @@ INT32: Final = 6
 INT64: Final = 7
 STRING: Final = 8
 BOOL: Final = 9
+FLOAT16: Final = 10
 DOUBLE: Final = 11
+UINT32: Final = 12
+UINT64: Final = 13
 BFLOAT16: Final = 16
 INTEGERS: Final = frozenset({2, 3, 4, 5, 6, 7, 12, 13, 21, 22})
 """The element types of integers. These constants are numbers of ``TensorProto.DataType``."""

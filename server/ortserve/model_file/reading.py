@@ -33,11 +33,9 @@ _ENSEMBLES: Final = frozenset(
 """Operators whose weights are lists among the attributes, with up to millions of elements."""
 _ENSEMBLE_LABELS: Final = "classlabels_"
 
-# Kinds of attributes (AttributeProto.AttributeType).
-_KIND_FLOAT, _KIND_INT, _KIND_STRING, _KIND_TENSOR, _KIND_GRAPH = 1, 2, 3, 4, 5
-_KIND_FLOATS, _KIND_INTS, _KIND_STRINGS = 6, 7, 8
-_DEFAULTS: Final[dict[int, int | float | str]] = {_KIND_FLOAT: 0.0, _KIND_INT: 0, _KIND_STRING: ""}
-_KIND_OF_FIELD: Final = {2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6, 8: 7, 9: 8}
+# Fields with the value of an attribute. The kind of an attribute (AttributeType) is the number of its field, less one.
+_FLOAT, _INT, _STRING, _TENSOR, _GRAPH, _FLOATS, _INTS, _STRINGS = range(2, 10)
+_DEFAULTS: Final[dict[int, int | float | str]] = {_FLOAT: 0.0, _INT: 0, _STRING: ""}
 
 
 def read_model(path: Path) -> Model:
@@ -214,35 +212,35 @@ class _Reader:
                 kind = varint(data, begin)[0]
             elif number == 21:
                 reference = self._text(begin, after)
-            elif number in _KIND_OF_FIELD:
-                kind = kind or _KIND_OF_FIELD[number]
-                if number == 2:
+            elif _FLOAT <= number <= _STRINGS:
+                kind = kind or number - 1
+                if number == _FLOAT:
                     single = struct.unpack("<f", data[begin:after])[0]
-                elif number == 3:
+                elif number == _INT:
                     single = signed(varint(data, begin)[0])
-                elif number == 4:
+                elif number == _STRING:
                     single = bytes(data[begin:after]).decode(errors="backslashreplace")
-                elif number == 5:
+                elif number == _TENSOR:
                     single = self._tensors.tensor(begin, after)[1]
-                elif number == 6:
+                elif number == _GRAPH:
                     single = self._graph(begin, after, depth + 1)
                 elif skips_lists and not name.startswith(_ENSEMBLE_LABELS):
                     return name, Skipped()
                 elif after - begin > _MAX_LIST_LENGTH:
                     self._too_large = f"attribute '{name}' is longer than {_MAX_LIST_LENGTH} bytes"
                     return name, Skipped()
-                elif number == 7:
+                elif number == _FLOATS:
                     many += [each[0] for each in struct.iter_unpack("<f", data[begin:after])]
-                elif number == 8:
+                elif number == _INTS:
                     many += integers(data, wire_type, begin, after)
                 else:
                     many.append(bytes(data[begin:after]).decode(errors="backslashreplace"))
         if reference:
             return name, Reference(reference)
-        if kind in (_KIND_FLOATS, _KIND_INTS, _KIND_STRINGS):
+        if kind + 1 in (_FLOATS, _INTS, _STRINGS):
             return name, tuple(many)
         if single is None:  # messages omit default values
-            return name, _DEFAULTS.get(kind)
+            return name, _DEFAULTS.get(kind + 1)
         return name, single
 
     def _declared(self, start: int, end: int) -> Declared:

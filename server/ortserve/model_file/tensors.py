@@ -5,7 +5,22 @@ from fractions import Fraction
 from math import isfinite, prod
 from typing import Final
 
-from ortserve.model_file.graph import Constant, ExternalFile, Tensor, constant
+from ortserve.model_file.graph import (
+    BOOL,
+    DOUBLE,
+    FLOAT,
+    FLOAT16,
+    INT8,
+    INT32,
+    INT64,
+    UINT8,
+    UINT32,
+    UINT64,
+    Constant,
+    ExternalFile,
+    Tensor,
+    constant,
+)
 from ortserve.model_file.protobuf import TextReader, fields, integers, varint
 
 MAX_ELEMENTS: Final = 4096
@@ -14,14 +29,24 @@ MAX_FLOATS: Final = 16
 """Maximum number of elements that the record stores for a constant of floats. Larger ones are weights, not scales or
 bounds."""
 
-# By element type: the format of one element in raw data, and the field that holds elements without raw data.
 _FORMATS: Final = {
-    1: "f", 2: "B", 3: "b", 4: "H", 5: "h", 6: "i", 7: "q", 9: "?", 10: "e", 11: "d", 12: "I", 13: "Q",
+    FLOAT: "f", UINT8: "B", INT8: "b", 4: "H", 5: "h", INT32: "i", INT64: "q", BOOL: "?", FLOAT16: "e", DOUBLE: "d",
+    UINT32: "I", UINT64: "Q",
 }  # fmt: skip
-_TYPED_FIELDS: Final = {1: 4, 11: 10, 7: 7, 12: 11, 13: 11}  # float, double, int64, uint64_data; else int32_data
-_INT32_DATA: Final = 5
+"""The format of one element in raw data, by element type."""
+_FLOATS: Final = frozenset({FLOAT, FLOAT16, DOUBLE})
 _RAW_DATA: Final = 9
-_FLOATS: Final = frozenset({1, 10, 11})
+"""The field with raw data. Without raw data, the elements are in one of the following fields."""
+_FLOAT_DATA: Final = 4
+_INT32_DATA: Final = 5
+_INT64_DATA: Final = 7
+_DOUBLE_DATA: Final = 10
+_UINT64_DATA: Final = 11
+_DATA_FIELDS: Final = {
+    FLOAT: _FLOAT_DATA, DOUBLE: _DOUBLE_DATA, INT64: _INT64_DATA, UINT32: _UINT64_DATA, UINT64: _UINT64_DATA,
+}  # fmt: skip
+"""The field of elements by their type; ``_INT32_DATA`` for all other types."""
+_CONTENT: Final = frozenset({_RAW_DATA, _INT32_DATA, *_DATA_FIELDS.values()})
 
 
 class TensorReader:
@@ -61,7 +86,7 @@ class TensorReader:
                 name = self._text(begin, after)
             elif number == 13:
                 self._external_entry(begin, after, external)
-            elif number in (4, 5, 7, 9, 10, 11):
+            elif number in _CONTENT:
                 content.setdefault(number, []).append((wire_type, begin, after))
                 if len(content[number]) > MAX_ELEMENTS:
                     content[number].pop()
@@ -86,13 +111,13 @@ class TensorReader:
                 return None
             found = list(struct.unpack(f"<{count}{form}", data[begin:after]))
         else:
-            number = _TYPED_FIELDS.get(dtype, _INT32_DATA)
+            number = _DATA_FIELDS.get(dtype, _INT32_DATA)
             for wire_type, begin, after in content.get(number, []):
-                if dtype in (1, 11):
+                if dtype in (FLOAT, DOUBLE):
                     found += [each[0] for each in struct.iter_unpack(f"<{form}", data[begin:after])]
                 else:
                     found += integers(data, wire_type, begin, after)
-            if dtype == 10:  # bits of half floats
+            if dtype == FLOAT16:  # as the integers of their bits
                 found = [struct.unpack("<e", struct.pack("<H", int(bits) & 0xFFFF))[0] for bits in found]
         if len(found) != count or not all(map(isfinite, found)):
             return None

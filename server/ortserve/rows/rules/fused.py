@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.model_file.graph import FLOAT, UINT8
+from ortserve.model_file.graph import FLOAT, INT8, UINT8
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -72,7 +72,7 @@ def gather_block(call: Call) -> Output:
     """``GatherBlockQuantized``: picks entries from a table of weights."""
     if not call.is_free(0):
         raise NotKnownError("looks up entries in a table that depends on the rows")
-    if call.integer("bits", 4) != 4 or call.operand(0).dtype in (2, 3):
+    if call.integer("bits", 4) != 4 or call.operand(0).dtype in (UINT8, INT8):
         raise NotKnownError("has a packed table")
     return replace(gathered(call, "gather_axis"), dtype=call.operand(2).dtype)
 
