@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
+from ortserve.config.expectation import DECLARATION
 from ortserve.core.version_names import MAX_VERSION
-
-_CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 MAX_STEPS: Final = 256
 """Maximum number of steps of one ensemble."""
@@ -19,7 +18,7 @@ _Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 class EnsembleStep(BaseModel):
     """One run of a model for each request of the ensemble."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     model: _Name
     """Name of the model, which may be an ensemble itself."""
@@ -34,7 +33,7 @@ class EnsembleStep(BaseModel):
 class EnsembleOptions(BaseModel):
     """The steps of an ensemble. A step starts as soon as its inputs exist."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     steps: tuple[EnsembleStep, ...] = Field(min_length=1, max_length=MAX_STEPS)
     """Models, in any order: the tensors that they read and write decide when each starts."""

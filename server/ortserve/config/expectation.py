@@ -12,10 +12,13 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from ortserve.config.yaml_file import MAX_LEVELS
+
+DECLARATION: Final = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+"""The configuration of declarations: unknown keys are errors, and the text below a field is its description."""
 
 _Declared = TypeVar("_Declared", bound=BaseModel)
 

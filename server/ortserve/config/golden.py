@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from ortserve.config.expectation import InvalidValuesError, validate
+from ortserve.config.expectation import DECLARATION, InvalidValuesError, validate
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
 from ortserve.paths import exists
@@ -14,7 +14,7 @@ from ortserve.paths import exists
 class Tolerance(BaseModel):
     """Bounds of one output's errors over all samples. Measures that are not set are not bounded."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = DECLARATION
 
     max: float | None = Field(default=None, ge=0)
     """Largest absolute difference of two elements; for texts and booleans 1 if any differ."""
@@ -33,7 +33,7 @@ class Tolerance(BaseModel):
 class GoldenFile(BaseModel):
     """The keys of ``golden.yaml``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = DECLARATION
 
     tolerances: Mapping[str, Tolerance] = Field(default_factory=dict)
     """By the name of an output. Outputs without a measure have the tolerance of their datatype."""

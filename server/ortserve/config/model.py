@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
 from ortserve.config.ensemble import EnsembleOptions
-from ortserve.config.expectation import InvalidValuesError, validate
+from ortserve.config.expectation import DECLARATION, InvalidValuesError, validate
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
@@ -29,7 +29,7 @@ MAX_INSTANCES: Final = 64
 class QueuePolicy(BaseModel):
     """Queue limits of one priority level, or of all levels without a policy of their own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = DECLARATION
 
     timeout_s: float | None = Field(default=None, gt=0, le=86400)
     """Time limit in the queue. Unset: the ``timeout`` of the request."""
@@ -46,7 +46,7 @@ class QueuePolicy(BaseModel):
 class RecordOptions(BaseModel):
     """Requests that are recorded."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = DECLARATION
 
     share: float = Field(default=0.0, ge=0, le=1)
     """Share of the answered requests that is recorded, chosen at random. 0: none."""
@@ -61,7 +61,7 @@ _REQUIRED: Final = re.compile(r"^required *: *true\b", re.MULTILINE)
 class LoadOptions(BaseModel):
     """Loading, warm-up and queueing of a model version."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = DECLARATION
 
     execution_providers: tuple[ProviderWish, ...] = Field(
         default=("cpu",),

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-_CONFIG: Final = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+from ortserve.config.expectation import DECLARATION
 
 _DAY_S: Final = 86_400
 
@@ -19,7 +19,7 @@ _DAY_S: Final = 86_400
 class AccessOptions(BaseModel):
     """Keys for groups of calls. A group without a file needs no key. No option holds a key itself, only file names."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     infer_keys_file: Path | None = None
     """File of the keys for inference, one per line, or a folder of such files, for example a mounted Kubernetes Secret.
@@ -42,7 +42,7 @@ class AccessOptions(BaseModel):
 class TlsOptions(BaseModel):
     """Encryption of connections, and client certificates. One server certificate holds for all ports."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     tls_cert_file: Path | None = None
     """The server's certificate in PEM, followed by its intermediate certificates. The HTTP and gRPC ports then accept
@@ -79,7 +79,7 @@ def tls_problems(options: TlsOptions, *, grpc_transport: str) -> Iterator[str]:
 class HttpOptions(BaseModel):
     """Limits of the HTTP port for connections and requests that are not complete yet."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     http_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
     """Maximum number of open HTTP connections; further ones are answered with 429 and closed. The process needs a limit
@@ -109,7 +109,7 @@ class HttpOptions(BaseModel):
 class GrpcOptions(BaseModel):
     """Connections, streams and compression of the gRPC port."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     grpc_transport: Literal["native", "grpcio"] = "native"
     """HTTP/2 implementation of the gRPC port. ``native`` is the server's own, on its event loop. ``grpcio`` is the
@@ -168,7 +168,7 @@ class GrpcOptions(BaseModel):
 class TraceFileOptions(BaseModel):
     """Trace files, and the trace settings at the start; clients change them through the trace extension."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     trace_file: Path | None = None
     """File for traces of requests; numbered files beside it append ``.0``, ``.1``, and so on to its name. Existing
@@ -190,7 +190,7 @@ class TraceFileOptions(BaseModel):
 class StoreOptions(BaseModel):
     """Repositories in object stores, in archives and on a model hub, and their cache. Needs the extra ``stores``."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     store_cache_dir: Path | None = None
     """Folder for the files of repositories in stores; created if it is missing. Restarts and servers on the same
@@ -209,7 +209,7 @@ class StoreOptions(BaseModel):
 class OtlpOptions(BaseModel):
     """Traces of requests, exported by the OpenTelemetry protocol. Needs the extra ``otel``."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     otlp_endpoint: str | None = Field(
         default=None,

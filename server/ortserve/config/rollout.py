@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from ortserve.config.expectation import InvalidValuesError, validate
+from ortserve.config.expectation import DECLARATION, InvalidValuesError, validate
 from ortserve.core.version_names import MAX_VERSION, STABLE
 from ortserve.errors import invalid_input
-
-_CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 Measure = Literal["max", "relative", "cosine", "top1"]
 
@@ -17,7 +15,7 @@ Measure = Literal["max", "relative", "cosine", "top1"]
 class RolloutRules(BaseModel):
     """When a rollout ends by itself. Rules that are not set decide nothing."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     min_requests: int = Field(default=100, ge=1, le=10**9)
     """Number of requests to the candidate from which rates and times count. A rollout is rolled back earlier if its
@@ -37,7 +35,7 @@ class RolloutRules(BaseModel):
 class RolloutOptions(BaseModel):
     """The trial of a version with requests of clients."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     candidate: int = Field(ge=1, le=MAX_VERSION)
     """The version that is tried in place of the version that is labelled ``stable``."""

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from ortserve.config.expectation import DECLARATION
 from ortserve.config.tensors import Dim, FileName
 from ortserve.core.dtypes import DataType
-
-_CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 FLAG_DATATYPES: Final = (DataType.BOOL, DataType.INT32, DataType.FP32)
 ID_DATATYPES: Final = (DataType.UINT64, DataType.INT64, DataType.UINT32, DataType.INT32, DataType.BYTES)
@@ -17,7 +16,7 @@ ID_DATATYPES: Final = (DataType.UINT64, DataType.INT64, DataType.UINT32, DataTyp
 class SequenceControl(BaseModel):
     """An input of the model that the server fills."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     kind: Literal["start", "ready", "end", "id"]
     """``start`` and ``end``: whether the request is the first or last of its sequence. ``ready``: whether the row holds
@@ -33,7 +32,7 @@ class SequenceControl(BaseModel):
 class SequenceState(BaseModel):
     """A tensor that the server keeps from one request of a sequence to the next."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     input: str
     """The input of the model that receives the state."""
@@ -54,7 +53,7 @@ class SequenceState(BaseModel):
 class SequenceOptions(BaseModel):
     """Sequences of requests."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     strategy: Literal["oldest", "direct"] = "oldest"
     """``oldest``: requests of different sequences share batches like requests without sequences. ``direct``: each

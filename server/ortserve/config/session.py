@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, WithJsonSchema
 
-from ortserve.config.expectation import did_you_mean
+from ortserve.config.expectation import DECLARATION, did_you_mean
 
 FILE_ENTRIES: Final = frozenset(
     {
@@ -142,7 +142,7 @@ EXTENSIONS: Final = "onnxruntime-extensions"
 class SessionSettings(BaseModel):
     """Settings of ONNX Runtime's sessions. The defaults suit a server."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = DECLARATION
 
     graph_optimization: GraphOptimization = "all"
     """Level of graph optimization at load. A lower level loads faster, with results closer to the exporter's. External

@@ -5,9 +5,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from ortserve.config.expectation import DECLARATION
 from ortserve.core.dtypes import DataType
-
-_CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 Dim = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 """-1 for a free dimension."""
@@ -21,7 +20,7 @@ NO_ROWS: Final = "none"
 class TensorOptions(BaseModel):
     """An input or output as clients see it. ``dims`` and ``reshape`` omit a batch dimension on axis 0."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     datatype: DataType | None = None
     """Checked against the model."""
@@ -49,7 +48,7 @@ class InputOptions(TensorOptions):
 class BatchInputOptions(BaseModel):
     """An input that the server derives from another one."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     kind: Literal[
         "element_count",
@@ -95,7 +94,7 @@ class PadAxis(BaseModel):
 class WarmupInput(BaseModel):
     """An input of a warm-up request."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     datatype: DataType | None = None
     """Checked against the model."""
@@ -110,7 +109,7 @@ class WarmupInput(BaseModel):
 class WarmupSample(BaseModel):
     """A request that runs on every instance before the version is ready. If it fails, the load fails."""
 
-    model_config = _CONFIG
+    model_config = DECLARATION
 
     name: str = ""
     """Name in error messages."""
