@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 import grpc
 import httpx
@@ -169,7 +170,8 @@ def test_path_with_a_line_feed_at_its_end_is_not_found(
         for headers in ({}, bearer(KEYS[group][0])):
             url = f"http://{server.http}{spelled}"
             came = httpx.request(method, url, content=body, headers=headers, timeout=LONG_S)
-            assert (came.status_code, came.json()) == (404, {"error": "Not Found"})
+            problem = f"Not Found: no call has the path '{unquote(path)}\n'"
+            assert (came.status_code, came.json()) == (404, {"error": problem})
 
 
 def call_grpc(server: ServerProcess, path: str, message: bytes, key: str | None) -> tuple[StatusCode, str]:

@@ -109,12 +109,20 @@ async def test_message_of_proto3_has_no_extensions(channel: grpc.aio.Channel) ->
 
 
 UNANSWERABLE = {
-    "file": (pb.ServerReflectionRequest(file_by_filename="no.proto"), grpc.StatusCode.NOT_FOUND, "'no.proto'"),
-    "symbol": (pb.ServerReflectionRequest(file_containing_symbol="no.Thing"), grpc.StatusCode.NOT_FOUND, "'no.Thing'"),
+    "file": (
+        pb.ServerReflectionRequest(file_by_filename="no.proto"),
+        grpc.StatusCode.NOT_FOUND,
+        "unknown file 'no.proto'",
+    ),
+    "symbol": (
+        pb.ServerReflectionRequest(file_containing_symbol="no.Thing"),
+        grpc.StatusCode.NOT_FOUND,
+        "unknown symbol 'no.Thing'",
+    ),
     "type": (
         pb.ServerReflectionRequest(all_extension_numbers_of_type="no.Type"),
         grpc.StatusCode.NOT_FOUND,
-        "'no.Type'",
+        "unknown message type 'no.Type'",
     ),
     "extension": (
         pb.ServerReflectionRequest(

@@ -194,7 +194,7 @@ async def read_one(context: Context) -> bytes:
     """
     data = await read(context)
     if data is None:
-        raise invalid_input("the call takes one message, got none")
+        raise invalid_input("expected one message, got none")
     return bytes(data)
 
 

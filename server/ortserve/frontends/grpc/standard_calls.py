@@ -1,7 +1,7 @@
 """grpc.health.v1 and grpc.reflection: services that load balancers, Kubernetes and tools such as grpcurl expect."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Protocol
 
 import grpc
@@ -16,6 +16,13 @@ from ortserve.frontends.grpc.calls import Context, Handlers, answering, read, re
 from ortserve.frontends.grpc.streams import Streams
 
 REFLECTION_SERVICES: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+
+_NAMED_BY: Final[Mapping[str | None, str]] = {
+    "file_by_filename": "file",
+    "file_containing_symbol": "symbol",
+    "all_extension_numbers_of_type": "message type",
+}
+"""What the fields of a reflection request name, for errors."""
 
 
 class Readiness(Protocol):
@@ -105,10 +112,11 @@ class ReflectionCalls:
                 none = pb.ExtensionNumberResponse(base_type_name=request.all_extension_numbers_of_type)
                 return pb.ServerReflectionResponse(all_extension_numbers_response=none)
         except KeyError:
-            return _error(grpc.StatusCode.NOT_FOUND, f"no {asked} '{getattr(request, asked or '')}'")
+            text = f"unknown {_NAMED_BY[asked]} '{getattr(request, asked)}'"
+            return _error(grpc.StatusCode.NOT_FOUND, text)
         if asked == "file_containing_extension":
             extension = request.file_containing_extension
-            text = f"no extension {extension.extension_number} of '{extension.containing_type}'"
+            text = f"unknown extension {extension.extension_number} of '{extension.containing_type}'"
             return _error(grpc.StatusCode.NOT_FOUND, text)
         return _error(grpc.StatusCode.INVALID_ARGUMENT, "message_request: expected a known kind of request, got none")
 

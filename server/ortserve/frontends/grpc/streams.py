@@ -36,7 +36,7 @@ class Streams:
         if self._open >= self._max_open:
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"grpc_max_streams: {self._open} streams are open, the limit is {self._max_open}",
+                f"grpc_max_streams: expected at most {self._max_open} open streams, got one more",
                 retry_after_s=1,
             )
         self._open += 1

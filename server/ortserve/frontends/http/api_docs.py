@@ -9,7 +9,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.responses import unknown_path
 from ortserve.frontends.http.static_files import StaticFile
 
 # React sets styles of elements, which the policy counts as inline. Scripts may come from this server only.
@@ -63,7 +63,7 @@ def docs_routes() -> APIRouter:
         if name in own:
             return own[name].answer(request)
         if name not in _FILES:
-            raise ServeError(ErrorKind.NOT_FOUND, "Not Found")
+            raise unknown_path(request.scope["path"])
         return _packaged(name).answer(request)
 
     return router

@@ -17,7 +17,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group, is_unambiguous
 from ortserve.frontends.http.connection import Connection, Exchange
 from ortserve.frontends.http.request_head import Header, credentials, match_infer_path
-from ortserve.frontends.http.responses import STATUS_LINES, failure, wrong_method
+from ortserve.frontends.http.responses import STATUS_LINES, failure, unknown_path, wrong_method
 from ortserve.service.access import Group, Guard
 from ortserve.telemetry.logs import log_fault
 
@@ -51,7 +51,7 @@ class AsgiEndpoint:
             The error if the request is rejected; None if it is admitted.
         """
         if not (is_infer or is_unambiguous(path)):
-            return ServeError(ErrorKind.NOT_FOUND, "Not Found")
+            return unknown_path(path)
         group = Group.INFER if is_infer else http_group(method, path)
         guard = None if group is None else self._guards.get(group)
         if guard is None:

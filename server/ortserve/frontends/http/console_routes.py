@@ -14,9 +14,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.asgi_exchange import exchange_of
 from ortserve.frontends.http.documents import ModelName
+from ortserve.frontends.http.responses import unknown_path
 from ortserve.frontends.http.static_files import StaticFile
 from ortserve.service.model_details import ModelDetails
 from ortserve.service.observation import Observation, Viewer
@@ -114,7 +114,7 @@ def _page_routes() -> APIRouter:
     async def file(path: str, request: Request) -> Response:
         found = known.get(path)
         if found is None:
-            raise ServeError(ErrorKind.NOT_FOUND, "Not Found")
+            raise unknown_path(request.scope["path"])
         return found.answer(request)
 
     return router

@@ -5,7 +5,7 @@ import re
 from collections.abc import Awaitable, Callable, Container
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -34,15 +34,12 @@ from ortserve.frontends.http.management_routes import (
     shared_memory_routes,
 )
 from ortserve.frontends.http.model_routes import as_response, health_routes, model_routes, statistics_routes
-from ortserve.frontends.http.responses import failure, wrong_method
+from ortserve.frontends.http.responses import failure, unknown_path, wrong_method
 from ortserve.service.access import Group
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management
 from ortserve.service.models import ModelService
 from ortserve.service.shared_memory import SharedMemory
-
-_MAX_SHOWN: Final = 200
-"""Maximum number of characters of an unknown path in its error."""
 
 
 def make_control_app(
@@ -180,14 +177,8 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         allowed |= {"HEAD"} if "GET" in allowed else set()
         return as_response(wrong_method(request.method, ", ".join(sorted(allowed))))
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return _unknown_path(request)
+        return as_response(failure(unknown_path(request.scope["path"])))
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
-
-
-def _unknown_path(request: Request) -> Response:
-    path: str = request.scope["path"]
-    shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}…"
-    return as_response(failure(ServeError(ErrorKind.NOT_FOUND, f"Not Found: no call has the path '{shown}'")))
 
 
 def _matches(path: str, template: str) -> bool:
@@ -206,4 +197,4 @@ async def _answer_fault(_: Request, __: Exception) -> Response:
 
 async def _answer_malformed_path(request: Request, _: Exception) -> Response:
     # FastAPI validates only versions, and no resource has a malformed version.
-    return _unknown_path(request)
+    return as_response(failure(unknown_path(request.scope["path"])))

@@ -25,6 +25,9 @@ STATUS_LINES: Final = {code: b"HTTP/1.1 %d \r\n" % code for code in range(100, 6
 _JSON: Final = (b"content-type", b"application/json")
 _BINARY: Final = (b"content-type", b"application/octet-stream")
 
+_MAX_SHOWN: Final = 200
+"""Maximum number of characters of an unknown path in its error."""
+
 _INLINE_COMPRESSION_BYTES: Final = 64 * 1024
 """The event loop compresses bodies up to this size itself, in about 0.6 ms."""
 
@@ -44,6 +47,12 @@ def wrong_method(method: str, allowed: str) -> HttpResponse:
     """Return the response to a method other than the ``allowed`` ones, which are separated by commas."""
     error = f"Method Not Allowed: expected {allowed}, got {method}"
     return HttpResponse(405, orjson.dumps({"error": error}), (_JSON, (b"allow", allowed.encode())))
+
+
+def unknown_path(path: str) -> ServeError:
+    """Return the error of a request for a decoded path that no call has."""
+    shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}…"
+    return ServeError(ErrorKind.NOT_FOUND, f"Not Found: no call has the path '{shown}'")
 
 
 def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
