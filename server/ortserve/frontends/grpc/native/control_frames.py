@@ -61,7 +61,7 @@ class ControlFrames:
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE: expected at least 1, got 0")
             sending.window += increment
             if sending.window > frames.MAX_WINDOW:
-                raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
+                raise frames.too_large_window(sending.window)
             sending.on_window()
             return
         stream = self._streams.get(stream_id)

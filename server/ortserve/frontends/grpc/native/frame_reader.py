@@ -106,7 +106,8 @@ class FrameReader:
         position = 0
         if not self._has_preface:
             if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "expected the HTTP/2 preface")
+                text = f"expected the HTTP/2 preface, got {data[: len(frames.PREFACE)]!r}"
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
             if len(data) < len(frames.PREFACE):
                 return 0
             self._has_preface = True
@@ -134,13 +135,16 @@ class FrameReader:
             length, kind = length_and_kind >> 8, length_and_kind & 0xFF
             stream_id &= frames.MAX_STREAM_ID
             if length > MAX_DATA_BYTES:
-                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "the frame is too large")
+                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, _too_large("frame", MAX_DATA_BYTES, length))
             if length > frames.MIN_FRAME_SIZE and kind != frames.DATA and length > _max_bytes(kind):
-                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the frame is too large for its type")
+                text = _too_large(f"frame of type {kind}", _max_bytes(kind), length)
+                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
             if self._block and (kind != frames.CONTINUATION or stream_id != self._block_id):
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "expected CONTINUATION of the header block")
+                text = f"expected CONTINUATION of the header block, got a frame of type {kind}"
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
             if not self.has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
+                text = f"expected SETTINGS without ACK as the first frame, got a frame of type {kind}"
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
             begin = position + frames.HEADER_BYTES
             if kind == frames.DATA:
                 left, padding = length, 0
@@ -197,7 +201,8 @@ class FrameReader:
         block.append(payload)
         self._block_bytes += len(payload)
         if self._block_bytes > MAX_BLOCK_BYTES or len(block) > 1 + _MAX_CONTINUATIONS:
-            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the header block is too large")
+            text = f"header block: expected at most {MAX_BLOCK_BYTES} bytes in at most {1 + _MAX_CONTINUATIONS} frames"
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, f"{text}, got more")
         if flags & frames.END_HEADERS:
             self._block = []
             self._requests.on_header_block(self._block_id, b"".join(block), is_end=self._block_is_end)
@@ -205,3 +210,7 @@ class FrameReader:
 
 def _max_bytes(kind: int) -> int:
     return MAX_BLOCK_BYTES if kind in (frames.HEADERS, frames.CONTINUATION) else frames.MIN_FRAME_SIZE
+
+
+def _too_large(what: str, max_bytes: int, length: int) -> str:
+    return f"{what}: expected at most {max_bytes} bytes, got {length}"

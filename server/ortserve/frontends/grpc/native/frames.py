@@ -112,6 +112,12 @@ def header_block(stream_id: int, block: bytes, max_frame_size: int, *, is_end: b
     )
 
 
+def too_large_window(window: int) -> Http2ConnectionError:
+    """Return the error for a window of more than ``MAX_WINDOW`` bytes."""
+    text = f"window: expected at most {MAX_WINDOW} bytes, got {window}"
+    return Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, text)
+
+
 def window_update(stream_id: int, increment: int) -> bytes:
     return frame(WINDOW_UPDATE, 0, stream_id, _U32(increment))
 
@@ -169,7 +175,8 @@ def read_peer_settings(payload: bytes) -> PeerSettings:
     if len(payload) % 6:
         raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS: expected a multiple of 6 bytes")
     if len(payload) > 6 * _MAX_SETTINGS:
-        raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many SETTINGS")
+        text = f"SETTINGS: expected at most {_MAX_SETTINGS} values, got {len(payload) // 6}"
+        raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
     values: dict[int, int] = {}
     lowest_table: int | None = None
     for number, value in read_settings(payload):

@@ -106,7 +106,8 @@ class HeaderReader:
         try:
             headers = self._decode(block)
         except (hpack.HPACKError, IndexError, ValueError, UnicodeError):
-            raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, "the header block cannot be read") from None
+            text = "header block: expected HPACK (RFC 7541), got malformed bytes"
+            raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, text) from None
         if headers is not None and table.generation == generation and len(block) <= _MAX_KEPT_BYTES:
             if len(self._kept) >= _KEPT_BLOCKS:
                 self._kept.clear()
@@ -148,7 +149,8 @@ class HeaderReader:
             if list_bytes <= MAX_LIST_BYTES:
                 headers.append((name, value))
             elif list_bytes > _MAX_LIST_BYTES:
-                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the header list is too large")
+                text = f"header list: expected at most {_MAX_LIST_BYTES} bytes, got {list_bytes} or more"
+                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
         return tuple(headers) if list_bytes <= MAX_LIST_BYTES else None
 
 

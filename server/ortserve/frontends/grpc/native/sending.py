@@ -17,7 +17,7 @@ from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.flood_limits import PART_CREDIT
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
-from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError, PeerSettings
+from ortserve.frontends.grpc.native.frames import ErrorCode, PeerSettings
 from ortserve.frontends.grpc.native.header_blocks import (
     OK_STATUS,
     RESIZED_TO_NOTHING,
@@ -244,7 +244,7 @@ class Sending:
         for stream in list(self.streams.values()):
             stream.send_window += change
             if stream.send_window > frames.MAX_WINDOW:
-                raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
+                raise frames.too_large_window(stream.send_window)
             if change > 0:
                 self.on_stream_window(stream)
 

@@ -375,6 +375,24 @@ def test_illegal_frame_ends_the_connection_with_its_code(sent: bytes, code: Erro
     on_wire(test)
 
 
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (WRONG["DATA that are too large"][0], "frame: expected at most 1048576 bytes, got 1048577"),
+        (WRONG["SETTINGS that are too large"][0], "frame of type 4: expected at most 16384 bytes, got 16385"),
+        (frames.frame(frames.SETTINGS, 0, 0, 65 * bytes(6)), "SETTINGS: expected at most 64 values, got 65"),
+        (WRONG["a window that is too large"][0], "window: expected at most 2147483647 bytes, got 2147549182"),
+    ],
+)
+def test_goaway_names_the_limit_and_what_came(sent: bytes, text: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(sent)
+        await client.exchange()
+        assert client.goaways[0][-1] == text.encode()
+
+    on_wire(test)
+
+
 LATE = {
     "HEADERS": opening(3),
     "DATA": data(3, b"x"),
