@@ -25,7 +25,7 @@ from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.connection import ConnectionContext
 from ortserve.frontends.http.console_routes import console_routes
 from ortserve.frontends.http.control_app import build_routes, make_control_app
-from ortserve.frontends.http.generate_routes import generate_routes
+from ortserve.frontends.http.generate_routes import Generation, generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer
@@ -76,16 +76,15 @@ class Frontends:
             version=__version__,
             guarded=self.guards,
         )
-        control.include_router(
-            generate_routes(
-                self.inference,
-                self.models,
-                max_body_bytes=options.max_body_bytes,
-                clock=monotonic_ns,
-                traces=self.http_traces,
-                load_reports=self.load_reports,
-            )
+        generation = Generation(
+            self.inference,
+            self.models,
+            max_body_bytes=options.max_body_bytes,
+            clock=monotonic_ns,
+            traces=self.http_traces,
+            load_reports=self.load_reports,
         )
+        control.include_router(generate_routes(generation))
         if (console := self.console) is not None:
             control.include_router(console_routes(console.observation, console.models, console.server))
         build_routes(control)

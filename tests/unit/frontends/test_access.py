@@ -67,7 +67,7 @@ def all_routes() -> list[Route]:
 
     services: Any = Nothing()
     app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1")
-    app.include_router(generate_routes(services, nothing, max_body_bytes=1, clock=lambda: 0))
+    app.include_router(generate_routes(nothing))
     app.include_router(console_routes(nothing, nothing, nothing))
     known = iter_route_contexts(app.routes)
     plain = ((route.path or "", route.methods) for route in known)

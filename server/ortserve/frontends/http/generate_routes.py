@@ -1,5 +1,6 @@
 """``POST /v2/models/{model}[/versions/{version}]/generate`` and ``…/generate_stream``, through FastAPI."""
 
+from functools import cached_property
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -36,20 +37,9 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-def generate_routes(
-    inference: InferenceService,
-    models: ModelService,
-    *,
-    max_body_bytes: int,
-    clock: Clock,
-    traces: HttpTraces | None = None,
-    load_reports: LoadReports | None = None,
-) -> APIRouter:
+def generate_routes(generation: "Generation") -> APIRouter:
     """Create the four routes. They read the body as bytes and ignore its Content-Type."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
-    generation = _Generation(
-        inference, models, max_body_bytes=max_body_bytes, clock=clock, traces=traces, load_reports=load_reports
-    )
 
     @router.post("/generate", openapi_extra=_REQUEST)
     async def generate(model: ModelName, request: Request) -> Response:
@@ -77,29 +67,34 @@ def generate_routes(
 
 
 class _GenerateHead:
-    """The head of a generate request, as ``BodyAdmission`` needs it. ``AsgiEndpoint`` has checked the key."""
+    """The head of a generate request, as ``BodyAdmission`` needs it."""
 
     def __init__(self, headers: list[Header]) -> None:
         self._headers = headers
-        self.read = InferHeaders()
+
+    @cached_property
+    def read(self) -> InferHeaders:
+        """The parsed headers. Raises ServeError: invalid_input, also for a compressed body."""
+        try:
+            read = read_infer_headers(self._headers)
+        except UnknownEncodingError as error:
+            raise invalid_input(error.message) from None
+        if read.encoding is not None:
+            raise invalid_input(
+                f"Content-Encoding '{read.encoding.value}' is not supported for generate: expected identity"
+            )
+        return read
 
     def credentials(self) -> list[bytes]:
+        """Nothing: ``AsgiEndpoint`` has checked the key."""
         return []
 
     def body_bytes(self) -> int:
-        """Return the announced length of the body. Raises ServeError: invalid_input, also for a compressed body."""
-        try:
-            self.read = read_infer_headers(self._headers)
-        except UnknownEncodingError as error:
-            raise ServeError(ErrorKind.INVALID_INPUT, error.message) from None
-        if self.read.encoding is not None:
-            raise invalid_input(
-                f"Content-Encoding '{self.read.encoding.value}' is not supported for generate: expected identity"
-            )
+        """Return the announced length of the body. Raises ServeError: As from ``read``."""
         return self.read.body_bytes
 
 
-class _Generation:
+class Generation:
     """Receives requests, runs them and creates the responses. Loop thread only."""
 
     def __init__(
