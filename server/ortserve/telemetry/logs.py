@@ -19,18 +19,18 @@ from ortserve.errors import ModelRejectionError
 from ortserve.telemetry.standard_error import StandardError
 
 LogFormat: TypeAlias = Literal["text", "json"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
-_NUMBERS: Final = {
+_SEVERITIES: Final[Mapping[LogLevel, int]] = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
-
+"""The numbers of ``logging``, in ascending order."""
 
 _KEYS: Final = ("time", "level", "logger", "message", "exception")
 """Reserved keys of a JSON line; fields with these names are renamed."""
-
 
 _MAX_IN_LINE: Final = 399
 """Maximum number of characters of a text line, so that logs stay readable."""
@@ -80,9 +80,9 @@ def json_line(
 class LogSwitches:
     """Enables and disables the lines of each severity while the process runs. Thread-safe."""
 
-    def __init__(self, level: Literal["debug", "info", "warning", "error"]) -> None:
+    def __init__(self, level: LogLevel) -> None:
         """Enable all severities from ``level`` on."""
-        number = _NUMBERS[level]
+        number = _SEVERITIES[level]
         self.info = number <= logging.INFO
         self.warning = number <= logging.WARNING
         self.error = True
@@ -96,7 +96,7 @@ class LogSwitches:
 
     def apply(self) -> None:
         """Set the root logger's level, so that disabled lines cost only a check."""
-        wanted = (number for number in sorted(_NUMBERS.values()) if self.allows(number))
+        wanted = (number for number in _SEVERITIES.values() if self.allows(number))
         logging.getLogger().setLevel(next(wanted, logging.CRITICAL + 1))
 
     def allows(self, number: int) -> bool:
@@ -119,9 +119,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         self.addFilter(lambda record: switches.allows(record.levelno))
 
 
-def configure_logging(
-    level: Literal["debug", "info", "warning", "error"], log_format: LogFormat = "text"
-) -> LogSwitches:
+def configure_logging(level: LogLevel, log_format: LogFormat = "text") -> LogSwitches:
     """Send the lines of all loggers from ``level`` on to standard error. Called once, by the owner of the process.
 
     uvicorn's lines are included if it runs with ``log_config=None``, which leaves its loggers unchanged.
