@@ -94,9 +94,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("ignored explicit argument", "expected no value, got")
-        if hint := "".join(hint_for_flag(word.partition("=")[0]) for word in message.split()):
-            super().error(message + hint)
-        super().error(with_suggestions(message, self._option_string_actions))
+        hint = "".join(hint_for_flag(word.partition("=")[0]) for word in message.split())
+        super().error(message + hint if hint else with_suggestions(message, self._option_string_actions))
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
