@@ -163,17 +163,17 @@ class NativeContext:
         self._stream = stream
         self._sending = sending
         self._open_hold = open_hold
-        self.trailing: tuple[tuple[str, str | bytes], ...] = ()
+        self.trailing: Metadata = ()
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline; None without a deadline."""
         by_ns = self._stream.deadline_ns
         return None if by_ns is None else max(0.0, (by_ns - self._sending.clock()) / 1e9)
 
-    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+    def invocation_metadata(self) -> Metadata:
         return self._stream.head.metadata
 
-    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+    def set_trailing_metadata(self, metadata: Sequence[MetadataEntry]) -> None:
         self.trailing = tuple(metadata)
 
     async def read(self) -> Any:
@@ -220,7 +220,7 @@ class NativeContext:
         self._sending.send_message(stream, message, is_compressed=is_compressed)
 
     async def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[MetadataEntry] = ()
     ) -> NoReturn:
         self._sending.end(self._stream, code, details, (*self.trailing, *trailing_metadata))
         raise grpc.aio.AbortError

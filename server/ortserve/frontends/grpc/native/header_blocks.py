@@ -19,6 +19,7 @@ import hpack
 from hpack.huffman_table import decode_huffman
 from hpack.table import HeaderTable
 
+from ortserve.frontends.grpc.calls import MetadataEntry
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frame_reader import MAX_BLOCK_BYTES
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
@@ -221,7 +222,7 @@ def http_status_block(status: int) -> bytes:
     return b"\x08\x03%d" % status  # a literal value for entry 8 of the static table, ":status"
 
 
-def status_block(code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+def status_block(code: grpc.StatusCode, details: str, metadata: Iterable[MetadataEntry]) -> bytes:
     """Encode the trailers of a call."""
     block = literal(b"grpc-status", b"%d" % code.value[0])
     if details:
@@ -232,7 +233,7 @@ def status_block(code: grpc.StatusCode, details: str, metadata: Iterable[tuple[s
     return block
 
 
-def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+def metadata_block(metadata: Iterable[MetadataEntry]) -> bytes:
     """Encode metadata as a header block."""
     block = b""
     for name, value in metadata:

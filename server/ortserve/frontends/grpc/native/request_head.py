@@ -11,7 +11,7 @@ import grpc
 
 from ortserve.codecs.load_report import LoadFormat, read_load_format
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import status_of
+from ortserve.frontends.grpc.calls import Metadata, MetadataEntry, status_of
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES, Headers
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
 
@@ -77,7 +77,7 @@ class RequestHead:
     encoding: bytes
     accepts: frozenset[bytes]
     content_length: int | None
-    metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
+    metadata: Metadata = field(repr=False)
     load_format: LoadFormat | None
     http_status: int
     rejection: tuple[grpc.StatusCode, str] | None
@@ -89,7 +89,7 @@ class RequestHead:
         encoding: bytes = b"identity",
         accepts: frozenset[bytes] = frozenset(),
         content_length: int | None = None,
-        metadata: tuple[tuple[str, str | bytes], ...] = (),
+        metadata: Metadata = (),
         load_format: LoadFormat | None = None,
         http_status: int = 200,
         rejection: tuple[grpc.StatusCode, str] | None = None,
@@ -194,7 +194,7 @@ def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
     Raises MalformedRequestError.
     """
     pseudo: dict[bytes, bytes] = {}
-    metadata: list[tuple[str, str | bytes]] = []
+    metadata: list[MetadataEntry] = []
     encoding = content_type = b""
     accepts: frozenset[bytes] = frozenset()
     load_format: LoadFormat | None = None

@@ -12,7 +12,7 @@ import grpc
 
 from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import status_of
+from ortserve.frontends.grpc.calls import MetadataEntry, status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.flood_limits import PART_CREDIT
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
@@ -174,7 +174,7 @@ class Sending:
         stream: Stream,
         code: grpc.StatusCode,
         details: str = "",
-        metadata: Iterable[tuple[str, str | bytes]] = (),
+        metadata: Iterable[MetadataEntry] = (),
         *,
         is_prompt: bool = False,
     ) -> None:
