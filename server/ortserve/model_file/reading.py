@@ -26,7 +26,9 @@ from ortserve.model_file.tensors import TensorReader
 MAX_NODES: Final = 50_000
 """Maximum number of nodes for analyses. The record still has all nodes of a larger graph."""
 _DEEPEST: Final = 12
-_MAX_LIST_LENGTH: Final = 1 << 20
+"""Maximum depth of graphs inside each other for analyses."""
+_MAX_LIST_BYTES: Final = 1 << 20
+"""Maximum size of a list attribute for analyses."""
 _ENSEMBLES: Final = frozenset(
     {"SVMClassifier", "SVMRegressor", "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"}
 )
@@ -226,8 +228,8 @@ class _Reader:
                     single = self._graph(begin, after, depth + 1)
                 elif skips_lists and not name.startswith(_ENSEMBLE_LABELS):
                     return name, Skipped()
-                elif after - begin > _MAX_LIST_LENGTH:
-                    self._too_large = f"attribute '{name}' is longer than {_MAX_LIST_LENGTH} bytes"
+                elif after - begin > _MAX_LIST_BYTES:
+                    self._too_large = f"attribute '{name}' is longer than {_MAX_LIST_BYTES} bytes"
                     return name, Skipped()
                 elif number == _FLOATS:
                     many += [each[0] for each in struct.iter_unpack("<f", data[begin:after])]

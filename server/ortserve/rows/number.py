@@ -139,6 +139,7 @@ def _highest(number: Product) -> Constant | None:
 
 
 def single_atom(atom: Atom, factor: Constant) -> Product:
+    """``factor * atom``."""
     return Product(factor, 0, ((atom, 1),))
 
 
@@ -153,6 +154,7 @@ def negative(number: "int | Fraction | Product") -> "int | Fraction | Product":
 
 
 def lowest_sum(terms: Iterable[Number]) -> Constant | None:
+    """A lower bound of a sum; None if a term has none, such as a product with a negative factor."""
     total: Constant = 0
     for term in terms:
         bound = None
@@ -196,6 +198,7 @@ def exact_quotient(value: Constant, divisor: Constant) -> Constant:
 
 
 def factor_of(number: "int | Fraction | Product") -> Constant:
+    """The constant factor of a number, which for a constant is the number itself."""
     return number.factor if isinstance(number, Product) else number
 
 
@@ -208,6 +211,7 @@ def powers_of(number: Number) -> Powers:
 
 
 def make_product(factor: Constant, rows: int, powers: dict[Atom, int]) -> Number:
+    """``factor * N ** rows * atoms``; atoms with the power 0 are left out."""
     atoms = tuple(sorted(((a, p) for a, p in powers.items() if p), key=lambda item: item[0].serial))
     return Product(factor, rows, atoms) if rows or atoms else factor
 

@@ -36,7 +36,9 @@ from ortserve.rows.number import (
 )
 
 _LARGEST: Final = 1 << 62
+"""Constants from this size on become atoms, because computing on with them could overflow INT64."""
 _HIGHEST_POWER: Final = 12
+"""Maximum sum of the powers of N and atoms in a product. A product with higher powers becomes one atom."""
 _ZERO: Final[Number] = 0
 _ONE: Final[Number] = 1
 

@@ -27,6 +27,7 @@ MAX_VISITS: Final = 40_000
 _STEPS_A_VISIT: Final = 2
 """Number of symbolic steps that take as long as a visit."""
 _DEEPEST: Final = 16
+"""Maximum depth of graphs and functions inside each other."""
 
 
 class TooMuchWorkError(Exception):

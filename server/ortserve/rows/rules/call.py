@@ -10,6 +10,7 @@ from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, free, rows
 
 MAX_RANK: Final = 64
+"""Maximum number of axes of a result."""
 
 
 class RowsMeetError(Exception):
