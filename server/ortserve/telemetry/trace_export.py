@@ -75,7 +75,9 @@ def start_tracing(
         )
     except Exception as error:  # the library raises various types for its own variables
         raise invalid_input(f"traces cannot be exported: {error}") from error
-    where = re.sub("//[^/@]*@", "//", endpoint or environment[variable])  # removes a password
+    # Without a query, which may hold a token, and without a password, which may contain "@".
+    address = re.split("[?#]", endpoint or environment[variable], maxsplit=1)[0]
+    where = re.sub("//[^/]*@", "//", address)
     fields = {"endpoint": where, "protocol": protocol, "sample_ratio": sample_ratio}
     log_event(logger, logging.INFO, "exporting traces", **fields)
     return tracing

@@ -95,9 +95,18 @@ def test_variables_that_the_library_rejects_show_its_error(monkeypatch: pytest.M
     assert "bogus" in message
 
 
-def test_startup_log_names_the_endpoint_without_its_password(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://user:pass@127.0.0.1:9/base",
+        "http://user:p@ss@127.0.0.1:9/base",
+        "http://127.0.0.1:9/base?token=pass",
+        "http://user:pass@127.0.0.1:9/base#pass@",
+    ],
+)
+def test_startup_log_names_the_endpoint_without_credentials(caplog: pytest.LogCaptureFixture, endpoint: str) -> None:
     caplog.set_level(logging.INFO)
-    tracing = start({}, endpoint="http://user:pass@127.0.0.1:9/base", sample_ratio=0.5)
+    tracing = start({}, endpoint=endpoint, sample_ratio=0.5)
     assert tracing is not None
     tracing.close(0)
     fields: dict[str, object] = caplog.records[0].fields  # type: ignore[attr-defined]
