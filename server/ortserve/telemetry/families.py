@@ -177,19 +177,18 @@ def _head_of_family(metric: Metric) -> tuple[str, str]:
 
 
 def _histogram(family: Family, known: HistogramCounts) -> str:
-    declaration = family.declaration
-    labels = family.pairs(known.labels)
-    bucket = _head(f"{declaration.name}_bucket", [*labels, ("le", "\0")])
-    before, after = bucket.split("\0")
+    name = family.declaration.name
+    labels = _labels(family.pairs(known.labels))
+    before_bound = f'{name}_bucket{{{labels},le="'  # every histogram has labels
     cumulative = list(known.cumulative())
     return "".join(
         [
             *(
-                f"{before}{bound}{after}{count}\n"
-                for bound, count in zip(bucket_bounds(declaration), cumulative, strict=True)
+                f'{before_bound}{bound}"}} {count}\n'
+                for bound, count in zip(bucket_bounds(family.declaration), cumulative, strict=True)
             ),
-            f"{_head(f'{declaration.name}_count', labels)}{cumulative[-1]}\n",
-            f"{_head(f'{declaration.name}_sum', labels)}{spell_number(known.total / family.scale)}\n",
+            f"{name}_count{{{labels}}} {cumulative[-1]}\n",
+            f"{name}_sum{{{labels}}} {spell_number(known.total / family.scale)}\n",
         ]
     )
 
@@ -201,8 +200,12 @@ def _foreign(metric: Metric) -> Iterator[str]:
 
 
 def _head(name: str, labels: Iterable[tuple[str, str]]) -> str:
-    inside = ",".join(f'{label}="{_escape(value)}"' for label, value in labels)
+    inside = _labels(labels)
     return f"{name}{{{inside}}} " if inside else f"{name} "
+
+
+def _labels(labels: Iterable[tuple[str, str]]) -> str:
+    return ",".join(f'{label}="{_escape(value)}"' for label, value in labels)
 
 
 def _escape(value: str) -> str:

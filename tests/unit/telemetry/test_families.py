@@ -74,8 +74,9 @@ def test_tags_are_labels_of_all_series_of_a_model_and_change_with_its_load() -> 
         )
         == 1
     )
-    metrics.models()[0].tags = (("_team", "2"),)
-    assert set(labels_of("a")) == {"2"}
+    for value in ("2", "a\0b"):
+        metrics.models()[0].tags = (("_team", value),)
+        assert set(labels_of("a")) == {value}
 
 
 def test_counter_without_a_total_suffix_has_type_unknown() -> None:
