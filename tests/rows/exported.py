@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from ortserve.rows import RowVerdict, prove_rows
+from ortserve.model_file.reading import read_model
+from ortserve.rows import RowVerdict, prove_model
 from rows.brute_force import BATCHES, Observation, observe
 from rows.cases import ROWS, random_array
 
@@ -75,7 +76,7 @@ class Exported:
 
     @property
     def verdict(self) -> RowVerdict:
-        return prove_rows(self.path, input_shapes=self.sizes, input_values=self.given)
+        return prove_model(read_model(self.path), self.sizes, self.given)
 
     def rows(self, seed: int = 0) -> list[dict[str, np.ndarray]]:
         rng = np.random.default_rng(seed)

@@ -2,8 +2,7 @@
 
 The analysis is an abstract interpretation. ``number`` and ``symbols`` compute with the numbers in shapes, ``values``
 holds the claims about a tensor, and ``rules`` derives the claims about an operator's results. ``walk`` analyses one
-graph. ``verdict`` tries the axes that may carry rows and returns the result. All code is pure, except for the reading
-of the file (``model_file``).
+graph. ``verdict`` tries the axes that may carry rows and returns the result. All code is pure.
 
 *Proven* is a promise: with N entries along the batch axis of each input that carries rows, entry r of each output is
 the result of row r alone, up to rounding. It holds under these conditions: The requests of a batch agree in all other
@@ -21,7 +20,6 @@ from ortserve.rows.verdict import (
     claims,
     prove_axes,
     prove_model,
-    prove_rows,
     real_inputs,
     sum_terms,
     why_not_analysed,
@@ -43,7 +41,6 @@ __all__ = [
     "claims",
     "prove_axes",
     "prove_model",
-    "prove_rows",
     "real_inputs",
     "sum_terms",
     "why_not_analysed",

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Declared, Model, constant
-from ortserve.model_file.reading import read_model
 from ortserve.rows.number import N, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
@@ -242,29 +240,6 @@ class RowVerdict:
     reason: str = ""
 
 
-def prove_rows(
-    path: Path,
-    *,
-    input_shapes: Sizes | None = None,
-    input_values: Values | None = None,
-) -> RowVerdict:
-    """Try to prove that the rows of a model are independent, along the first axes for which the proof succeeds.
-
-    Never raises an error; an unreadable file gives ``UNKNOWN``. Blocks on the file. Takes some 50 µs for each node.
-
-    Args:
-        path: The model file.
-        input_shapes: Sizes of a request's axes, for inputs whose rank or axes are not declared; None for an axis
-            of unknown size. The verdict then holds only for requests with these sizes.
-        input_values: Elements of small inputs without rows, such as a sampling rate. The verdict then holds only for
-            requests with these values.
-    """
-    model = read_model(path)
-    if because := why_not_analysed(model):
-        return _unknown(because)
-    return prove_model(model, input_shapes, input_values)
-
-
 def why_not_analysed(model: Model) -> str:
     """Why the graph of a file cannot be analysed; empty if it can."""
     if not model.is_readable or model.has_invalid_names:
@@ -273,7 +248,19 @@ def why_not_analysed(model: Model) -> str:
 
 
 def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None = None) -> RowVerdict:
-    """As ``prove_rows``, for the record of a file."""
+    """Try to prove that the rows of a model are independent, along the first axes for which the proof succeeds.
+
+    Never raises an error. Takes some 50 µs for each node.
+
+    Args:
+        model: The record of the file.
+        sizes: Sizes of a request's axes, for inputs whose rank or axes are not declared; None for an axis of unknown
+            size. The verdict then holds only for requests with these sizes.
+        values: Elements of small inputs without rows, such as a sampling rate. The verdict then holds only for
+            requests with these values.
+    """
+    if because := why_not_analysed(model):
+        return _unknown(because)
     sizes = sizes or {}
     if not has_choice(model, sizes):
         unclear = [each for each in real_inputs(model) if each.dims is None]

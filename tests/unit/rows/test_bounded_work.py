@@ -7,8 +7,8 @@ import onnx.parser
 import pytest
 
 from ortserve.model_file import reading
-from ortserve.model_file.reading import parse_model
-from ortserve.rows import Outcome, TooMuchWorkError, prove_axes, prove_rows
+from ortserve.model_file.reading import parse_model, read_model
+from ortserve.rows import Outcome, TooMuchWorkError, prove_axes, prove_model
 from ortserve.rows.number import MAX_TERMS, Number, Product
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.walk import Budget
@@ -40,20 +40,20 @@ def test_squares_of_squares_stay_small() -> None:
 def test_a_file_that_is_no_model_is_unknown(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "model.onnx"
     file.write_bytes(content)
-    assert prove_rows(file).outcome is Outcome.UNKNOWN
+    assert prove_model(read_model(file)).outcome is Outcome.UNKNOWN
 
 
 def test_a_missing_file_and_a_folder_are_unknown(tmp_path: Path) -> None:
-    assert prove_rows(tmp_path / "absent.onnx").outcome is Outcome.UNKNOWN
-    assert prove_rows(tmp_path).outcome is Outcome.UNKNOWN
+    assert prove_model(read_model(tmp_path / "absent.onnx")).outcome is Outcome.UNKNOWN
+    assert prove_model(read_model(tmp_path)).outcome is Outcome.UNKNOWN
 
 
 def test_a_model_with_too_many_nodes_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.onnx"
     file.write_bytes(chain(20).SerializeToString())
-    assert prove_rows(file).outcome is Outcome.PROVEN
+    assert prove_model(read_model(file)).outcome is Outcome.PROVEN
     monkeypatch.setattr(reading, "MAX_NODES", 10)
-    verdict = prove_rows(file)
+    verdict = prove_model(read_model(file))
     assert verdict.outcome is Outcome.UNKNOWN
     assert "more than 10 nodes" in verdict.reason
 
@@ -71,7 +71,7 @@ def test_a_name_with_a_number_that_is_too_long_is_no_sum(tmp_path: Path) -> None
         value.type.tensor_type.shape.dim[1].dim_param = f"past + {'9' * 5000}"
     file = tmp_path / "model.onnx"
     file.write_bytes(model.SerializeToString())
-    assert prove_rows(file).outcome is Outcome.PROVEN
+    assert prove_model(read_model(file)).outcome is Outcome.PROVEN
 
 
 def chain(length: int) -> onnx.ModelProto:
