@@ -272,12 +272,13 @@ def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None 
     for axes in hypotheses(model, sizes):
         try:
             verdict = prove_axes(model, axes, sizes, values, budget)
-        except TooMuchWorkError:
-            break
+        except TooMuchWorkError as failure:
+            return first or _unknown(f"the model is not analysed: {failure}")
         if verdict.outcome is Outcome.PROVEN:
             return verdict
         first = first or verdict
-    return first or _unknown("the model has more nodes than are analysed")
+    assert first is not None
+    return first
 
 
 def prove_axes(

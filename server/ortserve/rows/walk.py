@@ -31,19 +31,19 @@ _DEEPEST: Final = 16
 
 
 class TooMuchWorkError(Exception):
-    """The analysis has visited the maximum number of nodes."""
+    """The analysis has visited the maximum number of nodes. The text continues "the model is not analysed: "."""
 
 
 class Budget:
     """Limits the number of visits of nodes."""
 
     def __init__(self, visits: int = MAX_VISITS) -> None:
-        self.left = visits
+        self._visits = self._left = visits
 
     def take(self, visits: int) -> None:
-        self.left -= visits
-        if self.left < 0:
-            raise TooMuchWorkError
+        self._left -= visits
+        if self._left < 0:
+            raise TooMuchWorkError(f"it needs more than {self._visits} visits of nodes")
 
 
 class Walk:
