@@ -101,7 +101,11 @@ class FrameReader:
         self._requests.on_data_part(None, 0, count, is_last=not self.data_left)
 
     def _read(self, data: bytes) -> int:
-        """Pass on complete frames and received DATA. Returns the position of the rest."""
+        """Pass on complete frames and received DATA. Returns the position of the rest.
+
+        Each round of the loop reads one of three parts: received bytes of the current DATA frame, its padding, or the
+        next header, which for all other types includes the whole frame.
+        """
         requests = self._requests
         position = 0
         if not self._has_preface:

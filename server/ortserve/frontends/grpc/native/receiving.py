@@ -101,7 +101,7 @@ class Receiving:
             self.reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
         elif length >= SMALL_FRAME_BYTES:
             self._data_credit += length // SMALL_FRAME_BYTES
-        elif 0 < length < stream.reader.length - stream.reader.kept_bytes:
+        elif 0 < length < stream.reader.length - stream.reader.kept_bytes:  # small, and does not complete its message
             credit, self._data_credit = self._data_credit, 0
             if not self._small_frames.take(self._life.heard_ns, credit):
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many small DATA frames within messages")
@@ -127,7 +127,7 @@ class Receiving:
                 return
         reader = stream.reader
         if end > begin:
-            was_length = reader.length
+            was_between_messages = reader.length < 0
             try:
                 messages = reader.add(end - begin) if data is None else reader.feed(data, begin, end)
             except RejectedMessageError as error:
@@ -139,8 +139,8 @@ class Receiving:
             if messages:
                 stream.put(messages)
             if reader.length >= 0 or (messages and stream.takes_messages):
-                begins = reader.length if messages or was_length < 0 else 0
-                if not self._reserve(stream, announced=begins):
+                announced = reader.length if messages or was_between_messages else 0
+                if not self._reserve(stream, announced=announced):
                     return
         else:
             messages = []
