@@ -50,8 +50,6 @@ _TRACE_SETTINGS_BODY: Final = {
 }
 _REGISTRATION_BODY: Final = request_body(RegistrationDocument)
 _CUDA_REGISTRATION_BODY: Final = request_body(CudaRegistrationDocument)
-
-
 _PROFILE_BODY: Final = request_body(ProfileRequestDocument)
 
 
