@@ -118,17 +118,17 @@ class BatchRuns:
         self._scheduler = Scheduler(queue, self.decisions, loop, clock)
         self._withdraw = self._on_cancelled
         self._watch = RunWatch(
-            name,
-            run_limits or RunLimits(),
-            self.instances,
-            self.share,
-            self._scheduler,
-            self.decisions,
-            run_events,
-            self._on_abandoned_last,
-            self._wake_if_needed,
-            loop,
-            clock,
+            name=name,
+            limits=run_limits or RunLimits(),
+            instances=self.instances,
+            share=self.share,
+            scheduler=self._scheduler,
+            decisions=self.decisions,
+            events=run_events,
+            fail_all=self._on_abandoned_last,
+            wake=self._wake_if_needed,
+            loop=loop,
+            clock=clock,
         )
 
     @property

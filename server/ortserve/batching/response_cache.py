@@ -80,14 +80,14 @@ class ResponseCache:
     def reading(self) -> CacheReading:
         """The present counts, for metrics. Any thread."""
         return CacheReading(
-            len(self._entries),
-            self.nbytes,
-            self.max_bytes,
-            self.evictions,
-            self.hits,
-            self.misses,
-            self.lookup_ns,
-            self.store_ns,
+            entries=len(self._entries),
+            nbytes=self.nbytes,
+            max_bytes=self.max_bytes,
+            evictions=self.evictions,
+            hits=self.hits,
+            misses=self.misses,
+            lookup_ns=self.lookup_ns,
+            store_ns=self.store_ns,
         )
 
     def begin_load(self) -> int:

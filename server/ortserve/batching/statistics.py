@@ -117,14 +117,14 @@ def describe(
 ) -> Learned:
     """Describe a batcher whose batches have at most ``max_rows`` rows. Only reads, so any thread may call it."""
     return Learned(
-        max_rows,
-        queue.rows,
-        rows_per_s,
-        saturation,
-        answer_ns / 1e6,
-        off_loop_because,
-        decisions,
-        tuple(_describe_class(shape_class, max_rows) for shape_class in reversed(queue.classes())),
+        max_rows=max_rows,
+        queued_rows=queue.rows,
+        arrival_rows_per_s=rows_per_s,
+        saturation=saturation,
+        answer_ms=answer_ns / 1e6,
+        off_loop_because=off_loop_because,
+        decisions=decisions,
+        classes=tuple(_describe_class(shape_class, max_rows) for shape_class in reversed(queue.classes())),
     )
 
 
@@ -132,11 +132,11 @@ def _describe_class(shape_class: ShapeClass, max_rows: int) -> LearnedClass:
     latency = shape_class.batch_latency
     line = latency.line(max_rows)
     return LearnedClass(
-        "" if shape_class.key is None else str(shape_class.key),
-        shape_class.rows,
-        latency.observations,
-        line.a_ns / 1e6 if line else None,
-        line.b_ns / 1e6 if line else None,
-        latency.residual_ns / 1e6,
-        {rows: ns / 1e6 for rows, ns in latency.knots().items()},
+        shape="" if shape_class.key is None else str(shape_class.key),
+        waiting_rows=shape_class.rows,
+        observations=latency.observations,
+        a_ms=line.a_ns / 1e6 if line else None,
+        b_ms=line.b_ns / 1e6 if line else None,
+        error_ms=latency.residual_ns / 1e6,
+        latency_ms={rows: ns / 1e6 for rows, ns in latency.knots().items()},
     )

@@ -171,15 +171,15 @@ class VersionLoader:
         self._ledger.begin(account)
         try:
             loaded = load_model(
-                source.path,
-                f"{record.model}/{record.version}",
-                source.configuration.options,
-                self._clock,
-                source.folder,
-                self._runtime,
-                self._trials,
-                progress,
-                self._limiter,
+                path=source.path,
+                name=f"{record.model}/{record.version}",
+                options=source.configuration.options,
+                clock=self._clock,
+                folder=source.folder,
+                runtime=self._runtime,
+                trials=self._trials,
+                progress=progress,
+                limiter=self._limiter,
             )
             return loaded, changed()
         finally:

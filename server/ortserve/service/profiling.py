@@ -285,12 +285,12 @@ class _Profile:
         settings = configured.session
         entries = {key: value for key, value in settings.entries.items() if key not in FILE_ENTRIES - {_WEIGHTS_FOLDER}}
         options = SessionOptions(
-            loaded.providers,
-            loaded.intra_op_threads,
-            settings.model_copy(update={"optimized_model_file": None, "entries": entries}),
-            operator_libraries(configured, source.folder),
-            self._has_global_threads,
-            folder / "trace",
+            provider=loaded.providers,
+            intra_op_threads=loaded.intra_op_threads,
+            settings=settings.model_copy(update={"optimized_model_file": None, "entries": entries}),
+            operator_libraries=operator_libraries(configured, source.folder),
+            has_global_threads=self._has_global_threads,
+            profile_prefix=folder / "trace",
         )
         session = open_session(source.path, self.served.name, options)
         return session, PlainBatches(session, loaded.signature, loaded.padding, self._clock, run_options(settings))

@@ -84,12 +84,12 @@ class Plan:
                 followers[other].append(number)
         steps = tuple(sorted(needed))
         return Selection(
-            steps,
-            tuple(number for number in steps if not waits[number]),
-            tuple(waits),
-            tuple(readers),
-            tuple(map(tuple, followers)),
-            tuple(
+            steps=steps,
+            first=tuple(number for number in steps if not waits[number]),
+            waits=tuple(waits),
+            readers=tuple(readers),
+            followers=tuple(map(tuple, followers)),
+            outputs=tuple(
                 tuple(name for name, tensor in step.outputs.items() if number in needed and readers[tensor])
                 for number, step in enumerate(self.steps)
             ),

@@ -365,12 +365,12 @@ def _numbers(
     latest = learned.classes[0] if learned.classes else None
     waiting = 0 if sequences is None else sequences.waiting_rows
     return BatchingNumbers(
-        learned.queued_rows + waiting,
-        asdict(learned.decisions),
-        {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
-        latest.error_ms / 1e3 if latest else 0.0,
-        sum(len(shape_class.requests) for shape_class in queue.classes()) + waiting,
-        {} if checks is None else checks.counts.copy(),
+        queue_rows=learned.queued_rows + waiting,
+        decisions=asdict(learned.decisions),
+        latency_s={rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
+        latency_error_s=latest.error_ms / 1e3 if latest else 0.0,
+        queue_requests=sum(len(shape_class.requests) for shape_class in queue.classes()) + waiting,
+        row_checks={} if checks is None else checks.counts.copy(),
     )
 
 

@@ -385,15 +385,15 @@ class SessionOpener:
         self._progress.begin("trying in another process whether graphs can be captured")
         because = self._trials.why_not(
             TrialRequest(
-                str(self._model.path),
-                self._name,
-                choice.name,
-                choice.options,
-                threads,
-                sizes,
-                options.session.model_dump(mode="json"),
-                [str(library) for library in self._model.libraries],
-                options.batched,
+                path=str(self._model.path),
+                name=self._name,
+                provider=choice.name,
+                options=choice.options,
+                threads=threads,
+                sizes=sizes,
+                settings=options.session.model_dump(mode="json"),
+                libraries=[str(library) for library in self._model.libraries],
+                batched=options.batched,
             )
         )
         return NoReplay(TRIAL_FAILED, because) if because else None

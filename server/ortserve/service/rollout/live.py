@@ -108,28 +108,28 @@ class LiveRollout(Rollout):
         count = self.outcomes.get
         compared = count("agreed", 0) + count("disagreed", 0)
         return Figures(
-            count("answered", 0) + compared + count("failed", 0),
-            count("failed", 0),
-            count("rejected", 0),
-            count("shed", 0),
-            compared,
-            count("disagreed", 0),
-            self._stable_times.count,
-            self._stable_times.percentile_s(99),
-            self._candidate_times.percentile_s(99),
-            self._candidate_times.count,
+            requests=count("answered", 0) + compared + count("failed", 0),
+            failed=count("failed", 0),
+            rejected=count("rejected", 0),
+            shed=count("shed", 0),
+            compared=compared,
+            disagreed=count("disagreed", 0),
+            stable_requests=self._stable_times.count,
+            stable_p99_s=self._stable_times.percentile_s(99),
+            candidate_p99_s=self._candidate_times.percentile_s(99),
+            candidate_requests=self._candidate_times.count,
         )
 
     def reading(self) -> RolloutReading:
         """The figures so far, for metrics. Any thread."""
         figures = self.figures()
         return RolloutReading(
-            self.model,
-            self._candidate,
-            self.options.mode,
-            {str(outcome): count for outcome, count in self.outcomes.items()},
-            dict(self.worst),
-            {"stable": figures.stable_p99_s, "candidate": figures.candidate_p99_s},
+            model=self.model,
+            candidate=self._candidate,
+            mode=self.options.mode,
+            outcomes={str(outcome): count for outcome, count in self.outcomes.items()},
+            worst=dict(self.worst),
+            p99_s={"stable": figures.stable_p99_s, "candidate": figures.candidate_p99_s},
         )
 
     def candidate_for(self, request: InferRequest, headers: Headers) -> str:
