@@ -180,6 +180,15 @@ def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
     for output in options.outputs.values():
         if isinstance(output.labels, str):
             _check_inside(output.labels, "label_filename")
+    _check_elements(options)
+    for sample in options.warmup_samples:
+        for tensor in sample.inputs.values():
+            if tensor.file is not None:
+                _check_inside(tensor.file, "input_data_file")
+
+
+def _check_elements(options: ModelOptions) -> None:
+    """Check the sizes of tensors that the load creates for states and warm-up samples."""
     for state in () if options.sequences is None else options.sequences.states:
         dims = state.dims if state.initial_dims is None else state.initial_dims
         if math.prod(max(dim, 1) for dim in dims or ()) > _MAX_ELEMENTS:
@@ -193,8 +202,6 @@ def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
                     f"{SOURCE}: model_warmup: expected at most {_MAX_ELEMENTS} elements, got {sample.rows} rows of "
                     f"{list(tensor.dims or ())} for input '{name}'"
                 )
-            if tensor.file is not None:
-                _check_inside(tensor.file, "input_data_file")
 
 
 def _check_inside(path: str, field: str) -> None:
