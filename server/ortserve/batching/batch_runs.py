@@ -38,6 +38,9 @@ class BatchRuns:
     A batch is formed when an instance is free and not earlier, from all requests that are queued then. Loop thread
     only; the workers of the runners call back through ``call_soon_threadsafe``.
 
+    In its methods, ``bucket`` is the number of rows of a batch with padding, and ``taken_ns`` the time at which the
+    batch was formed (monotonic).
+
     Attributes:
         policy: Current limits of batches: configured or found in warm-up, and lowered after failures.
         queue: The queued requests.
@@ -244,6 +247,7 @@ class BatchRuns:
             self._on_difference(difference)
 
     def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
+        """Run a batch on the event loop, and settle its requests."""
         latency = group.shape_class.batch_latency
         self.decisions.inline += not group.is_check
         self.share.charge(latency.predict_ns(bucket) or 0.0, wants_more=bool(self._scheduler))
@@ -262,6 +266,7 @@ class BatchRuns:
         self._wake_if_needed()
 
     def _run_on_worker(self, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
+        """Start a batch on the worker of the next free instance."""
         predicted_ns = group.shape_class.batch_latency.predict_ns(bucket) or 0.0
         runner = self.instances.free[-1]
         begins_ns = self.instances.lend_next(predicted_ns, now_ns)
@@ -293,6 +298,7 @@ class BatchRuns:
     def _on_done(
         self, runner: Runner, group: RequestGroup, bucket: int, taken_ns: int, outcome: BatchResult | Exception
     ) -> None:
+        """End a run on a worker, on the loop."""
         run = self._watch.end(group, runner)
         if run is None:
             return  # the instance was abandoned, and its requests were settled or scheduled again then
@@ -331,6 +337,7 @@ class BatchRuns:
             shape_class.closed_loop.on_answer(answered_ns, solo_ns)
 
     def _on_computed(self, group: RequestGroup, bucket: int, taken_ns: int, result: BatchResult) -> None:
+        """Settle the requests of a batch, or run all rows of one whose first row was tried."""
         now_ns = self._clock()
         group.shape_class.run_latency.observe(bucket, result.run_ns)
         if group.tries_one_row:
@@ -359,6 +366,7 @@ class BatchRuns:
         self.answer_time.observe(computed_ns, self._clock())
 
     def _on_failed(self, group: RequestGroup, bucket: int, taken_ns: int, error: Exception) -> None:
+        """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""
         if isinstance(error, OutOfMemoryError):
             self.decisions.out_of_memory += 1
             self.policy = lower_cap(self.policy, bucket)

@@ -163,6 +163,7 @@ class RunWatch:
         self._clock = clock
         self._timer = LoopTimer(loop, self._check)
         self._fires_ns = math.inf
+        """When the timer fires (monotonic); infinite if it is not set."""
         self._runs: dict[RequestGroup, Run] = {}
 
     def begin(
@@ -202,6 +203,7 @@ class RunWatch:
         self._timer.close()
 
     def _check(self) -> None:
+        """Terminate the runs that are due, and abandon those that did not end when they were terminated."""
         self._fires_ns = math.inf
         now_ns = self._clock()
         for run in list(self._runs.values()):

@@ -55,6 +55,7 @@ class Scheduler:
         self._again: deque[RequestGroup] = deque()
         self._timer = LoopTimer(loop, self._sweep)
         self._fires_ns = math.inf
+        """When the timer fires (monotonic); infinite if it is not set."""
         self._no_sweep_before_ns = 0.0
 
     def __bool__(self) -> bool:
@@ -163,6 +164,7 @@ class Scheduler:
         return RequestGroup(group.shape_class, requests, sum([request.rows for request in requests]), group.search)
 
     def _sweep(self) -> None:
+        """Evict all expired requests, and set the timer for the next one."""
         now_ns = self._clock()
         self._fires_ns = math.inf
         looked_at = 0
@@ -178,6 +180,7 @@ class Scheduler:
         self._fire_after(next_ns, now_ns)
 
     def _fire_after(self, by_ns: float, now_ns: int) -> None:
+        """Sweep just after ``by_ns``, unless the timer fires earlier or a sweep may not follow so soon."""
         fires_ns = max(by_ns + 1, self._no_sweep_before_ns)
         if fires_ns < self._fires_ns:
             self._fires_ns = fires_ns

@@ -137,6 +137,9 @@ class HostBinding:
         return self._pool is None or batch.bucket > self._pool.rows
 
     def _stage(self, bound: _Bound, batch: Batch, lent: list[int]) -> None:
+        """Copy the rows to the bound buffers. Binds large arrays of a lone request in place, and adds these inputs to
+        ``lent``.
+        """
         is_lone = len(batch.parts[0]) == 1 and batch.rows == batch.bucket
         for index, arrays in enumerate(batch.parts):
             if is_lone:
@@ -175,6 +178,7 @@ class HostBinding:
             self._disable()
 
     def _bind(self, outputs: OutputBuffers, rows: int) -> _Bound:
+        """Bind the first ``rows`` rows of the buffers, and store the binding."""
         if len(self._bindings) >= _MAX_BINDINGS:
             self._bindings.clear()
         binding = self._session.io_binding()

@@ -172,6 +172,7 @@ class Instance:
             self._plain.close()
 
     def _run(self, batch: Batch) -> BatchResult:
+        """Run on bound buffers if the batch fits them, otherwise on arrays."""
         binding = self._binding
         if binding is None:
             return self._run_plainly(batch)
@@ -197,6 +198,7 @@ class Instance:
         return run_error(error) if self._gpu is None else self._gpu.run_error(error)
 
     def _run_timed(self, batch: Batch) -> BatchResult:
+        """Run on the worker. The result has the time of the run without the wait for the interpreter lock."""
         if self._gpu is not None:
             with self._gpu.hold():
                 return self._run(batch)
