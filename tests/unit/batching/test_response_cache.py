@@ -453,7 +453,7 @@ def test_an_entry_that_two_runs_store_takes_its_memory_once() -> None:
     cache = ResponseCache(1 << 20)
     key = cache.key(cache.begin_load(), (ROW,))
     for _ in range(2):
-        cache.store(key, (ROW,), 1)
+        cache.store(key, (ROW,), ROW.nbytes, 1)
         reading = cache.reading()
         assert (reading.entries, reading.nbytes) == (1, 512 + ROW.nbytes)
 
