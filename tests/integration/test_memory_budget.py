@@ -138,26 +138,22 @@ def test_requests_wait_for_the_newer_load_that_cancels_the_one_they_waited_for(t
 
 
 def test_lower_version_does_not_answer_while_the_highest_one_is_loaded_on_demand(tmp_path: Path) -> None:
-    """A load that a pipe delays gets the only slot between the loads of versions 1 and 2."""
-    repository = tmp_path / "repository"
-    folder = add_model(repository, "m", members.affine, offset=1)
-    add_model(repository, "m", members.affine, version=2, offset=2)
-    write_options(folder, "version_policy: {all: true}")
-    pipes = [repository / "first.onnx", repository / "second.onnx"]
-    for pipe in pipes:
-        os.mkfifo(pipe)
-    content = builders.identity(tmp_path / "real").read_bytes()
+    """A pipe with a sample delays the load of each version."""
+    folder = add_model(tmp_path, "m", members.affine, offset=1)
+    add_model(tmp_path, "m", members.affine, version=2, offset=2)
+    write_options(folder, "version_policy: {all: true}\nwarmup_samples: [{inputs: {a: {file: pipe}}}]")
+    pipe = folder / "warmup" / "pipe"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    sample = PAIR["a"][:1].tobytes()
     flags = ("--load-policy", "on_demand", "--memory-budget-bytes", str(1024 * MIB))
     with (
-        serving(repository, *flags, *SHORT_LOADS) as server,
+        serving(tmp_path, *flags, *SHORT_LOADS) as server,
         triton_clients(server) as (http, grpc),
-        ThreadPoolExecutor(4) as threads,
+        ThreadPoolExecutor(2) as threads,
     ):
-        waiting = []
-        for name, inputs in (("first", ROW), ("m", PAIR), ("second", ROW)):
-            waiting.append(threads.submit(ask, server, name, inputs))
-            wait_until(partial(is_loading, server, name))
-        pipes[0].write_bytes(content)
+        waiting = threads.submit(ask, server, "m", PAIR)
+        pipe.write_bytes(sample)
         wait_until(lambda: ("m", "1", "READY") in versions(server))
         assert ("m", "2", "LOADING") in versions(server)
         for client, library in ((http, triton_http), (grpc, triton_grpc)):
@@ -165,8 +161,8 @@ def test_lower_version_does_not_answer_while_the_highest_one_is_loaded_on_demand
             np.testing.assert_array_equal(answer.as_numpy("b"), PAIR["a"] + 1)
         assert TOO_LATE in ask_briefly(server, "m", PAIR)
         later = threads.submit(grpc.infer, "m", triton_inputs(triton_grpc, PAIR))
-        pipes[1].write_bytes(content)
-        np.testing.assert_array_equal(waiting[1].result(LONG_S), PAIR["a"] + 2)
+        pipe.write_bytes(sample)
+        np.testing.assert_array_equal(waiting.result(LONG_S), PAIR["a"] + 2)
         np.testing.assert_array_equal(later.result(LONG_S).as_numpy("b"), PAIR["a"] + 2)
 
 
