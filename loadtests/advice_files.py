@@ -76,7 +76,7 @@ def _quantized(source: Path, target: Path, mode: str, *arguments: str) -> None:
     """Write the model that ``ortserve quantize`` produces, without its own measurement."""
     samples = source.with_name("samples.npz")
     session = ort.InferenceSession(str(source), providers=["CPUExecutionProvider"])
-    np.savez(samples, allow_pickle=False, **inputs_for(session, _SAMPLES))
+    np.savez(samples, **inputs_for(session, _SAMPLES))
     calibration = [f"--calibration={samples}"] if mode == "static" else []
     command = [sys.executable, "-m", "ortserve", "quantize", str(source), "-o", str(target), f"--mode={mode}"]
     checks = ["--max-error=cosine=1", "--seconds=0", "--json"]  # random weights have no accuracy to preserve

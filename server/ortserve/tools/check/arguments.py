@@ -21,7 +21,7 @@ def build_parser() -> ToolParser:
         epilog="Exit status: 0 all can be served, 1 a finding of the level of --fail-on, 2 wrong arguments.",
     )
     add = parser.add_argument
-    add("repository", type=Path, metavar="REPOSITORY", help="folder of models, or an .onnx file")
+    add("repository", metavar="REPOSITORY", help="folder of models, or an .onnx file")
     add("--model", metavar="NAME", help="Check only this model, and the members of an ensemble.")
     add(
         "--jobs",

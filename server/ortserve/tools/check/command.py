@@ -1,6 +1,7 @@
 """``ortserve check``: loads the models of a repository as the server would, each version in a process of its own."""
 
 import argparse
+from pathlib import Path
 
 from ortserve.errors import invalid_input
 from ortserve.paths import is_model_file
@@ -25,9 +26,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     Raises:
         ServeError: invalid_input: the repository cannot be read, or has no model of this name.
     """
-    repository = arguments.repository
+    repository = Path(arguments.repository)
     if not repository.is_dir() and not is_model_file(repository):
-        raise invalid_input(f"'{repository}': expected a folder of models or an .onnx file")
+        raise invalid_input(f"'{arguments.repository}': expected a folder of models or an .onnx file on this machine")
     options, found = check_options(arguments.config)
     if any(one.kind == "invalid_option" for one in found):
         raise invalid_input("; ".join(one.seen for one in found if one.kind == "invalid_option"))
