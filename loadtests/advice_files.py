@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -76,7 +76,8 @@ def _quantized(source: Path, target: Path, mode: str, *arguments: str) -> None:
     """Write the model that ``ortserve quantize`` produces, without its own measurement."""
     samples = source.with_name("samples.npz")
     session = ort.InferenceSession(str(source), providers=["CPUExecutionProvider"])
-    np.savez(samples, **inputs_for(session, _SAMPLES))
+    inputs: dict[str, Any] = inputs_for(session, _SAMPLES)
+    np.savez(samples, **inputs)
     calibration = [f"--calibration={samples}"] if mode == "static" else []
     command = [sys.executable, "-m", "ortserve", "quantize", str(source), "-o", str(target), f"--mode={mode}"]
     checks = ["--max-error=cosine=1", "--seconds=0", "--json"]  # random weights have no accuracy to preserve
