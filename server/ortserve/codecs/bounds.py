@@ -21,7 +21,8 @@ MAX_TEXTS: Final = 128 * 1024
 """Maximum number of elements of a BYTES tensor. Each becomes an object; freeing them takes 4 ms of the event loop."""
 
 MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
-"""Maximum size of one element of a BYTES tensor. Decoding it holds the interpreter lock for 3 ms."""
+"""Maximum size of one element of a BYTES tensor. Long ones are decoded in steps, but joined under the interpreter
+lock."""
 
 MIN_TEXT_BYTES: Final = 4
 """Size of an empty element of a BYTES tensor, on the wire: its length."""

@@ -225,7 +225,7 @@ def arrays_bytes(arrays: Arrays) -> int:
         total += array.nbytes
         if array.dtype.hasobject:
             elements = array.ravel().tolist()
-            try:  # texts, most of the time; ``getsizeof`` takes ten times as long
+            try:  # texts, most of the time; ``getsizeof`` takes several times as long
                 total += sum(map(str.__sizeof__, elements))
             except TypeError:
                 total += sum([_object_bytes(element) for element in elements])

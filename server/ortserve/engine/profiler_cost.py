@@ -18,8 +18,8 @@ from ortserve.model_file.graph import FLOAT
 _NODES: Final = 50
 _MAX_SAMPLES: Final = 100
 _INTERRUPTED: Final = 10
-"""A call that takes so many times as long as half of the others was interrupted. The first calls of a chain take two to
-four times as long, because the model's run has emptied the caches."""
+"""A call that takes so many times as long as half of the others was interrupted. The first calls of a chain also
+take longer, because the model's run has emptied the caches, but not as much."""
 
 
 class CallOverhead:
@@ -59,8 +59,8 @@ class CallOverhead:
     def finish(self) -> float:
         """End the measurement. Returns the profiler's part of a call in microseconds, from medians over the samples.
 
-        Calls and runs that other work interrupted do not count: after a run of 150 ms on a busy machine, every chain
-        had such a call, and the mean of its calls was 25 µs.
+        Calls and runs that other work interrupted do not count: on a busy machine, each chain after a long run has one
+        that takes longer than all other calls together.
         """
         events = json.loads(Path(self._profiled.end_profiling()).read_bytes())
         recorded_us = [event["dur"] for event in events if event["cat"] == "Node"]

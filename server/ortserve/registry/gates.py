@@ -80,8 +80,8 @@ async def check_speed(
         sizes, own, partial(_time_served, serving, before.inputs, clock), options.max_slowdown, clock
     )
     if slowdown is None:
-        reason = f"max_slowdown: version {serving.version} rejected too many of the requests to be compared"
-        log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
+        reason = f"max_slowdown: version {serving.version} did not run enough of the requests to be compared"
+        log_event(logger, logging.WARNING, "speed was not compared at all batch sizes", model=name, reason=reason)
     elif slowdown:
         raise invalid_input(f"max_slowdown: {slowdown} (version {serving.version})")
 
@@ -93,13 +93,13 @@ async def _time_own(worker: WorkerRuns, inputs: InputGenerator, threads: Executo
 
 
 async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Clock, rows: int) -> int:
-    """Time a request to the version that serves. Returns 0, after a short wait, if the version rejected it."""
+    """Time a request to the version that serves. Returns 0 if it did not run as one batch, or was rejected."""
     request = InflightRequest(Timing(clock()), inputs.generate(rows, rows), rows)
     terms = serving.terms(clock(), scheduling=Scheduling(serving.options.priority_levels))
     try:
         serving.submit_own(request, terms)
         await request
-    except ServeError as error:  # It is overloaded, or is being replaced.
+    except ServeError as error:  # It is overloaded, or is being replaced: do not ask again at once.
         await asyncio.sleep(min(error.retry_after_s or _MAX_RETRY_S, _MAX_RETRY_S))
         return 0
     timing = request.timing

@@ -38,6 +38,8 @@ class InitialLoad:
         self._room: Final = room
         self._start: Final = start
         self._applied: dict[str, ModelSource] = {}
+        self._forced: set[str] = set()
+        """Models that were loaded even if they could be loaded on demand."""
 
     async def load(self, only: Collection[str] | None) -> None:
         """Load the models of the repositories. A model that fails is recorded and does not stop others from loading.
@@ -56,6 +58,7 @@ class InitialLoad:
 
         sources = await self._reader.read_all(only, load_arrived)
         await asyncio.gather(*loads, self._apply(_wanted(sources, only)))
+        self._applied.clear()
 
     async def _apply(self, sources: Collection[ModelSource]) -> None:
         """Load the models whose load has not begun, and those on demand that an ensemble among them contains."""
@@ -67,9 +70,10 @@ class InitialLoad:
             source
             for source in sorted(sources, key=lambda source: (source.name not in required, source.name not in pinned))
             if self._applied.get(source.name) != source
-            or (source.name in forced and self._reconciler.waits_for_request(source))
+            or (source.name in forced and source.name not in self._forced and source.is_on_demand)
         ]
         self._applied |= {source.name: source for source in due}
+        self._forced.update(forced)
         await self._reconciler.apply_all(due, forced=forced)
 
 

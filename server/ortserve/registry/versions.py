@@ -158,8 +158,9 @@ class Versions:
         rank = LoadRank.OTHER
         if record.is_awaited or record.is_required:
             rank = LoadRank.AWAITED if record.is_awaited else LoadRank.REQUIRED
+        continues = record.continues and self._room.has_budget
         while True:
-            await slot.enter_async_context(self._loader.slots.take(rank, continues=record.continues))
+            await slot.enter_async_context(self._loader.slots.take(rank, continues=continues))
             due_ns = self._room.reserve(record, source)
             if not due_ns:
                 break

@@ -265,10 +265,12 @@ class Observation:
             version = self._versions.get(key)
             if version is None:
                 self._versions[key] = _Version(record, read_counts(record.metrics, self._clock()), {})
-            elif version.record is not record:  # loaded again: counts begin at 0, and the history continues
-                if version.ring is not None:
-                    version.ring.restart_errors(version.errors)
-                version.record, version.seen, version.errors = record, None, {}
+            elif version.record is not record:  # loaded again: the history continues
+                if record.metrics is not version.record.metrics:  # those of an evicted version continue, too
+                    if version.ring is not None:
+                        version.ring.restart_errors(version.errors)
+                    version.errors = {}
+                version.record, version.seen = record, None
                 version.sampled = read_counts(record.metrics, self._clock())
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)

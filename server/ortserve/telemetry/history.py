@@ -201,7 +201,9 @@ class Ring:
 
     def restart_errors(self, last: Mapping[str, int]) -> None:
         """Continue with the counts of a new load, which begin at 0; ``last`` are the last counts of the old load."""
-        earlier = [{kind: before.get(kind, 0) - count for kind, count in last.items()} for before in self._errors]
+        earlier = [
+            {kind: before.get(kind, 0) - last.get(kind, 0) for kind in {**before, **last}} for before in self._errors
+        ]
         self._errors = deque(earlier, maxlen=self._errors.maxlen)
 
     def is_forgotten(self, sample: int) -> bool:

@@ -57,7 +57,7 @@ def replacement(file: Path) -> Iterator[Path]:
     """
     target = file.resolve()
     with naming(file, instead_of=target):
-        if target.exists() and not target.is_file():
+        if file.exists() and not file.is_file():  # not ``target``, which does not exist if it is a pipe
             yield file
             return
         with staging_folder(target) as folder:

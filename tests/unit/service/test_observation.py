@@ -188,20 +188,23 @@ async def test_reload_begins_new_counts_and_continues_the_history() -> None:
     assert all(value >= 0 for row in history["rows"] for value in row)
 
 
-async def test_errors_after_a_reload_are_recent_errors() -> None:
+@pytest.mark.parametrize("is_evicted", [False, True])
+async def test_errors_before_and_after_a_load_are_recent_errors(is_evicted: bool) -> None:
+    """The counts of a version that comes back after an eviction continue; those of a reloaded one begin at 0."""
     stage = Stage("m")
     await stage.step()
+    metrics = stage.registry.known[0].metrics
     for _ in range(9):
-        stage.registry.known[0].metrics.observe_failure("http", ErrorKind.DEADLINE, 1)
+        metrics.observe_failure("http", ErrorKind.DEADLINE, 1)
     for _ in range(13):
         await stage.step(is_sample=True)
-    stage.registry.known[0] = VersionRecord("m", 1, lambda: None)
+    stage.registry.known[0] = VersionRecord("m", 1, lambda: None, metrics=metrics if is_evicted else None)
     await stage.step()
     stage.registry.known[0].metrics.observe_failure("http", ErrorKind.DEADLINE, 1)
     viewer = await stage.observation.view(("m", "1"))
     await stage.step()
     *_, (_, details) = await events(viewer)
-    assert (details["errors"], details["recent_errors"]) == ({"deadline": 1}, {"deadline": 10})
+    assert (details["errors"]["deadline"], details["recent_errors"]["deadline"]) == (10 if is_evicted else 1, 10)
 
 
 async def test_slow_viewer_is_dropped_and_delays_no_other() -> None:

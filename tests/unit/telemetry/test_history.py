@@ -93,6 +93,8 @@ def test_recent_errors_include_those_before_and_after_a_reload() -> None:
     ring.restart_errors({"deadline": 9, "internal": 1})
     assert ring.recent_errors({}) == {"deadline": 4, "internal": 1}
     assert ring.recent_errors({"deadline": 2}) == {"deadline": 6, "internal": 1}
+    ring.restart_errors({"deadline": 2})
+    assert ring.recent_errors({"internal": 1}) == {"deadline": 6, "internal": 2}
     for sample in range(1, RING_SAMPLES + 12):
         ring.add(sample, IDLE, {"deadline": 2})
     assert ring.recent_errors({"deadline": 3}) == {"deadline": 1}

@@ -36,7 +36,8 @@ class LoadCancelledError(ServeError):
 
 
 _FAIR_TURN: Final = 8
-"""Of this many slots that are passed on, the last one goes to the load that has waited longest, whatever its rank."""
+"""Of this many slots that are passed on, the last one goes to the load that has waited longest, whatever its rank. Only
+a load that continues comes before it."""
 
 
 class LoadSlots:

@@ -44,14 +44,14 @@ async def find_slowdown(
     """Compare a candidate with the version that serves, size by size.
 
     Returns:
-        The size and both times if the candidate is slower than allowed after all rounds; empty otherwise. None if no
-        size could be compared.
+        The size and both times if the candidate is slower than allowed after all rounds; empty otherwise. None if a
+        size could not be compared, and no other one shows a slowdown.
 
     Raises:
         ServeError: A run failed.
     """
     stop_ns = clock() + _BUDGET_NS
-    has_compared = False
+    is_whole = True
     for rows in sizes:
         own: list[int] = []
         others: list[int] = []
@@ -68,11 +68,10 @@ async def find_slowdown(
             if len(own) >= MIN_ROUNDS and not is_slower(min(own), min(others), max_slowdown):
                 break
         if len(own) < MIN_ROUNDS:
-            continue
-        has_compared = True
-        if is_slower(own_ns := min(own), other_ns := min(others), max_slowdown):
+            is_whole = False
+        elif is_slower(own_ns := min(own), other_ns := min(others), max_slowdown):
             return (
                 f"a batch of {rows} rows takes {own_ns / 1e6:.3f} ms, {own_ns / other_ns:.2f} times the "
                 f"{other_ns / 1e6:.3f} ms of the serving version; expected at most {max_slowdown:g} times"
             )
-    return "" if has_compared else None
+    return "" if is_whole else None

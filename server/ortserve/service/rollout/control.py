@@ -251,6 +251,8 @@ class RolloutService:
             try:
                 if decision.result == "promoted":
                     await self._labels.check_serves(model, candidate, "promote")
+                    if self._live.get(model) is not live:
+                        return  # the candidate was not in memory, and has been loaded from other files
                 await self._end(model, EndedRollout(candidate, decision.result, decision.reason))
             except ServeError as error:
                 asyncio.get_running_loop().call_later(_RETRY_S, self._on_decision, live, decision)

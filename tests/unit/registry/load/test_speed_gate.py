@@ -63,6 +63,12 @@ def test_candidate_that_could_not_be_compared_passes_without_a_verdict() -> None
     assert slowdown([3], [1, 1, 0]) == (None, 2 * 2 + MAX_REJECTED)
 
 
+def test_size_that_could_not_be_compared_leaves_no_verdict_but_hides_no_slow_one() -> None:
+    compared, rejected = [1] * MIN_ROUNDS, [0] * MAX_REJECTED
+    assert slowdown([1], [*compared, *rejected], sizes=(1, 4))[0] is None
+    assert "a batch of 4 rows takes" in (slowdown([3], [*rejected, 1], sizes=(1, 4))[0] or "")
+
+
 def test_slow_candidate_is_named_with_its_figures() -> None:
     text, runs = slowdown([3], [1])
 
