@@ -214,7 +214,7 @@ def test_an_interruption_leaves_nothing_incomplete(tmp_path: Path) -> None:
         process = stack.enter_context(start())
         until = time.monotonic() + 60
         # Folders may vanish meanwhile; os.walk skips them.
-        while not any("ortserve-inspect-" in path for path, _, _ in os.walk(tmp_path)):
+        while not any("/ortserve-" in path for path, _, _ in os.walk(tmp_path)):
             assert time.monotonic() < until
             if process.poll() is not None:  # the folder came and went unseen on a busy machine
                 assert process.returncode == 0

@@ -352,7 +352,7 @@ def test_interruption_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ortserve", "profile", *arguments]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("ortserve-profile-*/*.json")) and process.poll() is None:
+    while not list(tmp_path.glob("ortserve-*/*.json")) and process.poll() is None:
         time.sleep(LOOK_S)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
