@@ -1,6 +1,5 @@
 """Ensembles on both protocols: values, errors, metadata, statistics, queues, deadlines, cancelled calls, sequences."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -341,33 +340,6 @@ def test_a_sequence_through_an_ensemble_and_directly_has_one_state(tmp_path: Pat
         assert mixed == alone
         assert mixed[0] != mixed[1] != mixed[2]
         assert ask(server, "adds", given["name"]).status_code == 400
-
-
-def test_a_sequence_does_not_expire_while_its_request_waits_for_the_slot_of_another_member(tmp_path: Path) -> None:
-    for name, options in (("first", "max_idle_s: 1.5"), ("second", "max_idle_s: 30, max_candidates: 1")):
-        (add_model(tmp_path, name, sequences.slow, steps=10) / "model.yaml").write_text(
-            f"sequences: {{{options}, states: [{{input: STATE, output: NEXT}}]}}\n"
-        )
-    steps = [("first", {"INPUT": "x"}, {"TOTAL": "t"}), ("second", {"INPUT": "t"}, {"TOTAL": "total"})]
-    add_ensemble(tmp_path, "both", ["x"], ["total"], steps)
-    with serving(tmp_path, *SHORT_WARMUP) as server, ThreadPoolExecutor(1) as pool:
-
-        def ask(model: str, name: str, sequence_id: int, **flags: bool) -> int:
-            body = {
-                "inputs": [json_input(name, np.ones((1, 1), np.int32))],
-                "outputs": [{"name": "total" if model == "both" else "TOTAL"}],
-                "parameters": {"sequence_id": sequence_id, **flags},
-            }
-            answer = httpx.post(rest_url(server, model), json=body, timeout=LONG_S).raise_for_status().json()
-            return int(answer["outputs"][0]["data"][0])
-
-        ask("second", "INPUT", 1, sequence_start=True)
-        waiting = pool.submit(ask, "both", "x", 2, sequence_start=True)
-        time.sleep(2)  # longer than the idle time of the first member
-        assert not waiting.done()
-        ask("second", "INPUT", 1, sequence_end=True)
-        assert waiting.result(LONG_S) == 1
-        assert ask("both", "x", 2, sequence_end=True) == 3
 
 
 def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Path) -> None:

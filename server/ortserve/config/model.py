@@ -92,10 +92,10 @@ class LoadOptions(BaseModel):
     process, or 1 for a model whose run of one row takes less than 1 ms."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
     """Time limit of warm-up, which measures batch sizes before a version serves; only the first run and configured
-    samples may exceed it. Without ``max_rows``, sizes over one row are measured on the CPU for at most the time that
-    the model took to open, 30 ms or five runs of one row; the gain of other sizes is computed. 0: no warm-up. The
-    execution provider is then untested, and requests run one at a time unless the model's graph proves that rows are
-    independent or ``batched`` is ``true``."""
+    samples may exceed it. Without ``max_rows``, sizes over one row are measured on the CPU for at most the longest
+    of three times: that of opening the model, 30 ms, and five runs of one row; the gain of other sizes is computed. 0:
+    no warm-up. The execution provider is then untested, and requests run one at a time unless the model's graph proves
+    that rows are independent or ``batched`` is ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
     """Maximum number of rows of a batch. Unset: learned in warm-up. On a GPU, warm-up also limits batches to the sizes
     that fit in memory, with a warning."""

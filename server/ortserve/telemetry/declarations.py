@@ -141,7 +141,8 @@ SEQUENCES_ENDED: Final = Declaration(
     "Ended sequences by reason. ended: after their last request. expired: no request for max_idle_s. evicted: the "
     "state grew beyond max_state_bytes. cancelled: the caller cancelled a request before it ran. failed: the first "
     "request failed, or a request was dropped from the queue. timed_out: the wait for a slot exceeded the timeout of a "
-    "request. unloaded: the version was unloaded or replaced.",
+    "request, or could not end because requests of ensembles waited for slots of each other. unloaded: the version was "
+    "unloaded or replaced.",
 )
 SEQUENCE_STATE_BYTES: Final = Declaration(
     "ortserve_sequence_state_bytes",

@@ -241,26 +241,6 @@ async def test_ensemble_on_demand_comes_back_with_its_member(tmp_path: Path, mak
     assert await ask(registry, "pair") == "1"
 
 
-async def test_a_model_with_a_live_sequence_is_not_evicted(tmp_path: Path, make: Make) -> None:
-    states_of = "sequences: {states: [{input: STATE, output: NEXT}]}"
-    put(tmp_path, "follows", options=f"load_policy: on_demand\n{states_of}\n", build=sequences.totals)
-    put(tmp_path, "other", options="load_policy: on_demand")
-    registry = make(int(2.25 * MIB))
-    await registry.load_all()
-    served = await registry.wait_for("follows", "")
-    for is_last in (False, True):
-        request = InflightRequest(Timing(time.monotonic_ns()), (np.ones((1, 1), np.float32),), 1)
-        served.submit_part(request, served.terms(0), SequencePart(5, is_start=not is_last, is_end=is_last))
-        await request
-        for record in registry.records():
-            record.stays_until_ns = 0
-        if is_last:
-            assert await ask(registry, "other") == "1"
-        else:
-            assert "'other' needs about" in (await refused(registry, "other")).message
-            assert registry.ready_versions("follows") == [1]
-
-
 @pytest.mark.parametrize("way", ["request", "call", "poll"])
 async def test_load_of_an_ensemble_evicts_none_of_its_members(tmp_path: Path, make: Make, way: str) -> None:
     for name in ("k", "m", "other"):
