@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interpreted import WHY
+from fakes.served import FakeVersion
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
-from ortserve.batching.statistics import Learned
 from ortserve.config.model import LoadOptions, make_model_options
-from ortserve.core.batch import Arrays
-from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import RequestedOutput
@@ -29,18 +26,14 @@ from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import CacheCounts
 from ortserve.telemetry.series import ModelMetrics
-
-if IS_COMPILED:
-    pytest.skip(WHY, allow_module_level=True)
 
 X = np.array([[1, 2]], np.float32)
 Steps = Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]
 
 
-class FakeMember(ServedVersion):
+class FakeMember(FakeVersion):
     """Stores its requests until the test settles them."""
 
     is_busy = False
@@ -57,30 +50,13 @@ class FakeMember(ServedVersion):
             tuple(TensorSpec(each, DataType.FP32, (-1, 2)) for each in inputs),
             tuple(TensorSpec(each, DataType.FP32, (-1, 2)) for each in outputs),
         )
-        configuration = Configuration(make_model_options({}, LoadOptions(), name))
-        super().__init__(
-            signature,
-            {},
-            ModelMetrics(name, "1"),
-            configuration,
-            properties={},
-            is_cached=False,
-            takes_sequences=takes_sequences,
-        )
+        super().__init__(name, signature, takes_sequences=takes_sequences)
         self.requests: list[InflightRequest] = []
         self.parts: list[SequencePart] = []
         self.ended: list[int | str] = []
         self.asked: list[tuple[int, int | None, int, int | None]] = []
         self.rejection: Exception | None = None
         self.has_pipelined = False
-
-    @property
-    def platform(self) -> str:
-        return "fake"
-
-    @property
-    def max_rows(self) -> int:
-        return 8
 
     def terms(
         self,
@@ -112,15 +88,6 @@ class FakeMember(ServedVersion):
         timing = request.timing
         timing.queued_ns, timing.taken_ns, timing.staged_ns, timing.computed_ns = 1, 2, 4, 8
         request.complete(outputs)
-
-    def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
-        return outputs
-
-    def learned(self) -> Learned:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        await self.wait_until_released()
 
 
 class Clock:

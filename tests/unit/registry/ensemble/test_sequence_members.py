@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
-from interpreted import WHY
+from fakes.served import FakeVersion
 from ortserve.batching.direct_sequences import DirectRuns
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import SequenceTable, Strategy
 from ortserve.batching.sequences import SequenceRuns
-from ortserve.batching.statistics import Learned
 from ortserve.config.model import LoadOptions, make_model_options
-from ortserve.core.batch import Arrays
-from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
 from ortserve.core.request import RequestedOutput
@@ -38,9 +35,6 @@ from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
-
-if IS_COMPILED:
-    pytest.skip(WHY, allow_module_level=True)
 
 MS = 1_000_000
 IDLE_MS = 500
@@ -64,7 +58,7 @@ TENSORS = SequenceTensors(
 """Inputs: the client's, START and the state. Outputs: the sum, and the same as the next state."""
 
 
-class Model(ServedVersion):
+class Model(FakeVersion):
     """A model whose runs wait in ``queue`` until the test answers them.
 
     With sequences, the output is the sum of the values of the sequence. Without, it is the last value of such a sum, as
@@ -87,16 +81,8 @@ class Model(ServedVersion):
                 return DirectRuns(runs, 1, slots, self.enqueue, lambda _: None, loop, clock)
 
             runs = SequenceRuns(name, TENSORS, self.table, limits, make_strategy, loop, clock)
-        super().__init__(
-            ModelSignature((TensorSpec("x", DataType.INT64, (-1, 1)),), (TensorSpec("y", DataType.INT64, (-1, 1)),)),
-            {},
-            ModelMetrics(name, "1"),
-            Configuration(make_model_options({}, LoadOptions(), name)),
-            properties={},
-            is_cached=False,
-            sequences=runs,
-            takes_sequences=runs is not None,
-        )
+        x, y = (TensorSpec(tensor, DataType.INT64, (-1, 1)) for tensor in "xy")
+        super().__init__(name, ModelSignature((x,), (y,)), runs)
         self.clock = clock
 
     def enqueue(self, request: InflightRequest, _: object = None) -> None:
@@ -122,16 +108,8 @@ class Model(ServedVersion):
             run.complete((given + state * (1 - start),) * 2)
 
     @property
-    def platform(self) -> str:
-        return "fake"
-
-    @property
     def is_busy(self) -> bool:
         return bool(self.queue)
-
-    @property
-    def max_rows(self) -> int:
-        return 8
 
     def terms(
         self,
@@ -148,17 +126,6 @@ class Model(ServedVersion):
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         assert self.sequences is not None
         self.sequences.submit(request, terms, part)
-
-    def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
-        return outputs
-
-    def learned(self) -> Learned:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        await self.wait_until_released()
-        if self.sequences is not None:
-            await self.sequences.close()
 
 
 class Stage:
