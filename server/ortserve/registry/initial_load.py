@@ -38,6 +38,7 @@ class InitialLoad:
         self._room: Final = room
         self._start: Final = start
         self._applied: dict[str, ModelSource] = {}
+        """The source of each model whose load has begun."""
         self._forced: set[str] = set()
         """Models that were loaded even if they could be loaded on demand."""
 
@@ -59,6 +60,7 @@ class InitialLoad:
         sources = await self._reader.read_all(only, load_arrived)
         await asyncio.gather(*loads, self._apply(_wanted(sources, only)))
         self._applied.clear()
+        self._forced.clear()
 
     async def _apply(self, sources: Collection[ModelSource]) -> None:
         """Load the models whose load has not begun, and those on demand that an ensemble among them contains."""

@@ -12,15 +12,15 @@ from ortserve.clock import Clock
 from ortserve.registry.load.batch_sizes import SizeLatency
 
 TimeRun: TypeAlias = Callable[[int], Awaitable[int]]
-"""Times one run with the given number of rows, in ns. The serving version's returns 0 for a run that it rejected, after
-a wait. Raises ServeError."""
+"""Times one run with the given number of rows, in ns. The serving version's returns 0 for one that cannot be compared,
+mostly because it rejected the request. Raises ServeError."""
 
 MAX_ROUNDS: Final = 16
 """Maximum rounds of one size. It passes after ``MIN_ROUNDS`` as soon as its shortest runs are within the bound."""
 MIN_ROUNDS: Final = 3
 """Minimum rounds of one size. With fewer it is not compared."""
 MAX_REJECTED: Final = 32
-"""Maximum number of runs of one size that the serving version may reject."""
+"""Maximum number of attempts of one size that give no time of the serving version."""
 IGNORED_NS: Final = 100_000
 """Smaller differences do not count as a slowdown, because the wakeup of a thread may cause them."""
 _BUDGET_NS: Final = 10_000_000_000
