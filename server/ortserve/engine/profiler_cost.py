@@ -15,7 +15,9 @@ from ortserve.engine.provider_options import CPU
 from ortserve.model_file.editing import GRAPH_INPUT, GRAPH_OUTPUT, write_model, write_node, write_tensor
 from ortserve.model_file.graph import FLOAT
 
-_NODES: Final = 50
+_NODES: Final = 200
+"""So many that the time of a run outside its nodes, about 17 µs, adds only 0.1 µs to that of a node without the
+profiler."""
 _MAX_SAMPLES: Final = 100
 _INTERRUPTED: Final = 10
 """A call that takes so many times as long as half of the others was interrupted. The first calls of a chain also
@@ -47,7 +49,7 @@ class CallOverhead:
         self._plain_us: list[float] = []
 
     def sample(self) -> None:
-        """Run both sessions, in less than 1 ms. No-op after the hundredth sample."""
+        """Run both sessions, in about 1 ms. No-op after the hundredth sample."""
         if len(self._plain_us) == _MAX_SAMPLES:
             return
         feeds = {"t0": np.ones(1, np.float32)}

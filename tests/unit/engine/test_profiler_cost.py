@@ -9,7 +9,7 @@ from ortserve.engine.profiler_cost import CallOverhead
 
 
 def test_interrupted_calls_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of 5 ms in each chain: its mean would be 100 µs."""
+    """Four calls of 5 ms in each chain: the mean of all calls would be more than 100 µs."""
     overhead = CallOverhead(1, tmp_path / "trace")
     for _ in range(5):
         overhead.sample()
