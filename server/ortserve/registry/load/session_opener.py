@@ -1,12 +1,10 @@
 """Opens the sessions of a model, and creates their instances, with or without buffers on a device."""
 
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ortserve.clock import Clock
-from ortserve.config.session import SessionSettings
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.device.buffers import InstanceStreams
@@ -14,21 +12,16 @@ from ortserve.device.devices import DeviceProvider, DeviceRuntime, OpenDevice
 from ortserve.device.graph_sessions import OpenForGraph
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
-from ortserve.device.preparation import NO_BUFFERS, TRIAL_FAILED, NoReplay, why_no_replay
+from ortserve.device.preparation import NO_BUFFERS, NoReplay
 from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
 from ortserve.engine.encoded_images import find_images
 from ortserve.engine.instance import GpuAccess, Instance
-from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import (
-    CPU,
     GPU_PROVIDERS,
     TENSORRT,
-    most_rows,
-    profile_shapes,
     wants_more_profiles,
     when_engines_are_built,
-    why_built_anew,
 )
 from ortserve.engine.providers import Provider, ProviderChoice
 from ortserve.engine.runs import arenas_of, run_options
@@ -36,10 +29,10 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.engine.thread_priority import call_with_nice
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.analysed_model import AnalysedModel
-from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
-from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
+from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.row_trial import MIN_ROWS
+from ortserve.registry.load.replay_obstacles import ReplayObstacles
+from ortserve.registry.load.tensorrt_profiles import TensorrtProfiles
 
 
 @dataclass(slots=True)
@@ -106,21 +99,12 @@ class SessionOpener:
         self._name = model.name
         self._options = model.options
         self._runtime = runtime
-        self._trials = trials
         self._clock = clock
         self._progress = progress
-        self._learns_shapes = model.options.is_ragged
-        """Whether TensorRT gets no profile.
-
-        That is so if the CPU provider cannot open the model to read its inputs, if TensorRT wants profiles of inner
-        tensors, because only a part of the model is on it, or if requests are joined to sizes that no profile bounds.
-        """
-        self._signature: ModelSignature | None = None
-        """The signature of a session on the CPU, for profiles; None before it is needed."""
+        self._obstacles = ReplayObstacles(model, runtime.devices, trials, progress)
+        self._profiles = TensorrtProfiles(model, progress)
         self._instances = 0
         """The number of instances with device buffers whose sessions were opened."""
-        self._tried: dict[str, NoReplay | None] = {}
-        """Results of capture trials, by execution provider."""
 
     def open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open the model on an execution provider.
@@ -139,13 +123,13 @@ class SessionOpener:
 
     def _open_with_profile(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open on a provider of a device. TensorRT gets profiles, unless it turns out to need more of them."""
-        profiled = self.with_profile(choice) if choice.name == TENSORRT and not self._learns_shapes else choice
+        profiled = self._profiles.add_to(choice, self._open_file)
         try:
             return self._open_on_provider(profiled, threads)
         except ServeError as error:
             if profiled is choice or not wants_more_profiles(error):
                 raise
-        self._learns_shapes = True
+        self._profiles.give_up()
         return self._open_on_provider(choice, threads)
 
     def _open_on_provider(self, choice: ProviderChoice, threads: int) -> OpenedSession:
@@ -169,7 +153,7 @@ class SessionOpener:
         if wants_graphs and provider.one_graph_per_session and opened.no_replay is None:
             # The trial runs after the session was opened, so that it finds the engines of the session in the cache.
             try:
-                opened.no_replay = self._why_no_replay(choice, threads)
+                opened.no_replay = self._obstacles.find_by_trial(choice, threads)
             except BaseException:
                 opened.abandon()
                 raise
@@ -195,7 +179,7 @@ class SessionOpener:
         no_replay: NoReplay | None = None
         captures = wants_graphs and not provider.one_graph_per_session
         if captures:
-            no_replay = self._why_no_replay(choice, threads)
+            no_replay = self._obstacles.find_by_trial(choice, threads)
             captures = no_replay is None
         session: Session | None = None
         with self._runtime.devices.capture_lock.shared():
@@ -217,7 +201,7 @@ class SessionOpener:
                 raise
         self._instances += 1
         operators = read_operators(session)
-        known = self._known_obstacle(choice, operators, provider) if wants_graphs else None
+        known = self._obstacles.find_in(operators, choice, provider) if wants_graphs else None
         if no_replay is not None and known is not None:
             no_replay = replace(no_replay, reason=known.reason)  # the label for metrics; a trial has only a text
         return OpenedSession(
@@ -229,23 +213,6 @@ class SessionOpener:
             is_whole=operators.keys() <= {choice.name},
             no_replay=no_replay or (known if provider.one_graph_per_session else None),
         )
-
-    def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
-        """Add a profile of the batch sizes to a choice of TensorRT, which builds its engine for them."""
-        if self._signature is None:
-            self._progress.begin("reading the shapes for which TensorRT builds its engine")
-            unoptimized = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
-            try:
-                session = self._open_file(unoptimized)
-                self._signature = self._model.rows.apply(read_signature(session, self._model.content))
-            except ServeError:  # TensorRT supports models that the CPU does not
-                self._learns_shapes = True
-                return choice
-        signature = self._signature
-        most = self._options.buckets or (self._options.max_rows or MAX_SWEPT_ROWS,)
-        sizes = (1, MIN_ROWS, *most)  # warm-up runs are not padded
-        shapes = profile_shapes(signature, sizes, choice.options)
-        return replace(choice, options={**choice.options, **shapes}) if shapes else choice
 
     def make_instance(
         self,
@@ -294,7 +261,7 @@ class SessionOpener:
         """Open a session that captures. Returns None and the reason if it cannot, although the trial succeeded."""
         try:
             session = self._open_on_streams(streams, choice, threads, captures=True)
-            no_replay = self._known_obstacle(choice, read_operators(session), streams.provider)
+            no_replay = self._obstacles.find_in(read_operators(session), choice, streams.provider)
         except DeviceLostError:
             raise
         except ServeError as error:
@@ -353,47 +320,3 @@ class SessionOpener:
         except ServeError:
             self._progress.check()
             raise
-
-    def _known_obstacle(
-        self, choice: ProviderChoice, operators: Mapping[str, frozenset[str]], provider: DeviceProvider
-    ) -> NoReplay | None:
-        settings, shapes_elsewhere = self._options.session, not provider.one_graph_per_session
-        return why_no_replay(choice.name, operators, settings, shapes_elsewhere=shapes_elsewhere)
-
-    def _why_no_replay(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
-        """Why no graph can be captured on a provider, by its options and a trial; None if the trial succeeds."""
-        if choice.name == TENSORRT and (because := why_built_anew(choice.options)):
-            return NoReplay("builds_anew", f"each graph has a session of its own: {because}")
-        if choice.options.get("tunable_op_tuning_enable") == "1":
-            return NoReplay(
-                "tunes", "tunable_op_tuning_enable tries kernels in runs, and a captured graph cannot change"
-            )
-        if choice.name not in self._tried:  # the result holds for all devices of the kind
-            self._tried[choice.name] = self._try_capture(choice, threads)
-        return self._tried[choice.name]
-
-    def _try_capture(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
-        options = self._options
-        # The smallest and a large size suffice, because a capture fails because of nodes rather than sizes.
-        sizes = sorted(
-            {1, options.max_rows or min(8, most_rows(choice.options) or 8)}
-            if not options.buckets
-            else {min(options.buckets), max(options.buckets)}
-        )
-        if self._runtime.devices.provider(choice.name).one_graph_per_session:
-            sizes = sizes[-1:]  # each size needs a session with its own weights
-        self._progress.begin("trying in another process whether graphs can be captured")
-        because = self._trials.why_not(
-            TrialRequest(
-                path=str(self._model.path),
-                name=self._name,
-                provider=choice.name,
-                options=choice.options,
-                threads=threads,
-                sizes=sizes,
-                settings=options.session.model_dump(mode="json"),
-                libraries=[str(library) for library in self._model.libraries],
-                batched=options.batched,
-            )
-        )
-        return NoReplay(TRIAL_FAILED, because) if because else None

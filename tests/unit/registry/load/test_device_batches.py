@@ -32,7 +32,7 @@ from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.device_batches import DeviceBatches, doubling
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
-from ortserve.registry.load.session_opener import SessionOpener
+from ortserve.registry.load.replay_obstacles import ReplayObstacles
 
 
 class Trials(CaptureTrials):
@@ -291,11 +291,10 @@ def test_load_runs_one_capture_trial_for_all_instances(tmp_path: Path) -> None:
 def test_kernels_tuned_during_runs_are_not_captured(tmp_path: Path) -> None:
     trials = Trials()
     path = builders.mlp(tmp_path / "m.onnx")
-    runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: HostDevice())}))
-    options = ModelOptions(graph_replay=True)
-    clock = time.monotonic_ns
-    opener = SessionOpener(analyse_model(path, "m", options), runtime, trials, clock, Progress(clock))
-    refused = opener._why_no_replay(ProviderChoice(CPU, options={"tunable_op_tuning_enable": "1"}), 1)
+    devices = Devices({CPU: DeviceProvider(lambda number: HostDevice())})
+    model = analyse_model(path, "m", ModelOptions(graph_replay=True))
+    obstacles = ReplayObstacles(model, devices, trials, Progress(time.monotonic_ns))
+    refused = obstacles.find_by_trial(ProviderChoice(CPU, options={"tunable_op_tuning_enable": "1"}), 1)
     assert refused is not None
     assert (refused.reason, trials.orders) == ("tunes", [])
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.session_opener import SessionOpener
+from ortserve.registry.load.tensorrt_profiles import TensorrtProfiles
 
 
 def opener_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> SessionOpener:
@@ -61,7 +63,10 @@ def test_choice_of_tensorrt_gets_profiles_of_the_buckets(
 ) -> None:
     path = build(tmp_path / "m.onnx")
     options = ModelOptions(buckets=buckets)
-    assert set(opener_of(path, options).with_profile(ProviderChoice(TENSORRT)).options.values()) == expected
+    model = analyse_model(path, "m/1", options)
+    profiles = TensorrtProfiles(model, Progress(time.monotonic_ns))
+    choice = profiles.add_to(ProviderChoice(TENSORRT), partial(open_session, path, "m/1"))
+    assert set(choice.options.values()) == expected
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
