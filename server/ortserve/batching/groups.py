@@ -64,7 +64,7 @@ class Search:
 def form_batch(requests: Sequence[InflightRequest], rows: int, bucket: int) -> Batch:
     """Collect the arrays of the requests, input by input, without a copy."""
     if len(requests) == 1:
-        return Batch(tuple([(array,) for array in requests[0].inputs]), rows, bucket)
+        return Batch(tuple(zip(requests[0].inputs)), rows, bucket)
     return Batch(tuple(zip(*[request.inputs for request in requests], strict=True)), rows, bucket)
 
 
