@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 
 from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.groups import RequestGroup, divide, fail_group, form_batch, form_first_row, settle_batch
@@ -28,8 +28,6 @@ from ortserve.core.batch import Batch, BatchResult, BatchTap, Runner
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.ragged import RaggedTensors
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
-
-ObserveBatch: TypeAlias = Callable[[int, int, BatchResult, int], None]
 
 
 class BatchRuns:
@@ -64,7 +62,7 @@ class BatchRuns:
         inline: InlineRuns | None,
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
-        observe_batch: ObserveBatch,
+        observe_batch: Callable[[int, int, BatchResult, int], None],
         make_timer: MakeTimer | None = None,
         depth: int = 1,
         name: str = "",
@@ -179,12 +177,15 @@ class BatchRuns:
             self._is_woken = True
             self._loop.call_soon(self._start_batch)
 
-    def _wake_if_needed(self) -> None:
+    def _wake_if_needed(self) -> bool:
+        """Wake if there is more to run. Returns whether there is."""
         checks = self._row_checks
-        if self._scheduler or (checks is not None and checks.is_due and not self.closed_because):
+        has_more = bool(self._scheduler) or (checks is not None and checks.is_due and not self.closed_because)
+        if has_more:
             self._wake()
         elif self._idle is not None:
             self._note_idle()
+        return has_more
 
     def _note_idle(self) -> None:
         if self._idle is not None and not self.is_busy:
@@ -223,8 +224,7 @@ class BatchRuns:
             self.decisions.padding_rows += bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self.inline is not None and self.inline.begin(group.shape_class.run_latency, bucket):
-            self._run_inline(self.inline, group, batch, bucket, now_ns)
+        elif self.inline is not None and self._run_inline(self.inline, group, batch, bucket, now_ns):
             return
         self._run_on_worker(group, batch, bucket, now_ns)
 
@@ -246,11 +246,12 @@ class BatchRuns:
         if self._on_difference is not None:
             self._on_difference(difference)
 
-    def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
-        """Run a batch on the event loop, and settle its requests."""
-        latency = group.shape_class.batch_latency
+    def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> bool:
+        """Run a batch on the event loop, and settle its requests. Returns False if the batch must run on a worker."""
+        predicted_ns = inline.begin(group.shape_class.run_latency, bucket)
+        if predicted_ns is None:
+            return False
         self.decisions.inline += not group.is_check
-        self.share.charge(latency.predict_ns(bucket) or 0.0, wants_more=bool(self._scheduler))
         outcome: BatchResult | Exception
         try:
             outcome = self.instances.free[-1].run(batch)
@@ -261,9 +262,10 @@ class BatchRuns:
         if isinstance(outcome, Exception):
             self._on_failed(group, bucket, now_ns, outcome)
         else:
-            latency.observe(bucket, elapsed_ns)
+            group.shape_class.batch_latency.observe(bucket, elapsed_ns)
             self._on_computed(group, bucket, now_ns, outcome)
-        self._wake_if_needed()
+        self.share.charge(predicted_ns, wants_more=self._wake_if_needed())
+        return True
 
     def _run_on_worker(self, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
         """Start a batch on the worker of the next free instance."""
@@ -315,8 +317,7 @@ class BatchRuns:
         else:
             if self.instances.lends_ahead:
                 self.instances.observe_staging(outcome.staged_ns - taken_ns)
-            latency = group.shape_class.batch_latency
-            latency.observe(bucket, now_ns - began_ns)
+            group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
             if self.inline is not None:
                 self.inline.observe_on_worker(group.shape_class.run_latency, bucket, outcome.run_ns)
             if not group.is_check:  # no client waits for a check, and its outcome decides about the next batch

@@ -75,16 +75,17 @@ class InlineRuns:
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may."""
 
-    def begin(self, run_latency: LatencyModel, rows: int) -> bool:
-        """Begin a run of ``rows`` rows. Returns False if it may not use the loop in this turn."""
-        if self.barred_because or not self._budget.take(run_latency.predict_ns(rows)):
-            return False
+    def begin(self, run_latency: LatencyModel, rows: int) -> float | None:
+        """Begin a run of ``rows`` rows. Returns its predicted time; None if it may not use the loop in this turn."""
+        predicted_ns = None if self.barred_because else run_latency.predict_ns(rows)
+        if not self._budget.take(predicted_ns):
+            return None
         activity = self._budget.activity
         activity.model = self._name
         activity.step = RUN
         if self._cpu_clock is not None:
             self._began_cpu_ns = self._cpu_clock()
-        return True
+        return predicted_ns
 
     def end(self, elapsed_ns: int) -> bool:
         """End a run. Returns whether it exceeded the limit, which bars the model from the loop.
