@@ -14,7 +14,7 @@ from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferRe
 from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_TEXTS
 from ortserve.codecs.grpc_infer import read_names
-from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, RAW_OUTPUT_TAG, answer_id, varint
+from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
@@ -22,6 +22,9 @@ from ortserve.errors import invalid_input
 
 MAX_MESSAGE_BYTES: Final = 2**31 - 1
 """Maximum size of a message in gRPC and protobuf."""
+
+_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
+_RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
 
 _CACHED_HEADS: Final = 1024
 """Maximum number of cached heads of answers. The least recently used one is evicted first."""
@@ -43,10 +46,10 @@ def encode_response(response: InferResponse, memory: LargeMemory | None = None) 
         announced.append((tensor.name, tensor.datatype, array.shape))
         # Clients expect one entry of raw contents per output, even if it is empty.
         content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype, memory)
-        raw.append(RAW_OUTPUT_TAG + varint(len(content)))
+        raw.append(_RAW_OUTPUT_TAG + varint(len(content)))
         raw.append(content)
     names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))
-    pieces = [names, answer_id(response.id), outputs, *raw]
+    pieces = [names, _id_field(response.id) if response.id else b"", outputs, *raw]
     size = sum(map(len, pieces))
     if size > MAX_MESSAGE_BYTES:
         raise invalid_input(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.")
@@ -67,6 +70,11 @@ class GrpcEncoder:
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
     ) -> bytes | memoryview:
         return encode_response(response, memory)
+
+
+def _id_field(request_id: str) -> bytes:
+    text = request_id.encode()
+    return _ID_TAG + varint(len(text)) + text
 
 
 @lru_cache(maxsize=_CACHED_HEADS)

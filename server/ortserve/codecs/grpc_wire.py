@@ -6,7 +6,7 @@ for them.
 
 from typing import Final, TypeAlias
 
-from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
+from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.bounds import MAX_HEAD_BYTES, MAX_PARAMETERS, MAX_TENSORS, too_many
 from ortserve.errors import ServeError, invalid_input
 
@@ -27,8 +27,6 @@ _CONTENTS: Final = ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
 _RAW_INPUT_TAG: Final = _RAW_INPUTS << 3 | LENGTH_DELIMITED
 _ID_TAG: Final = _ID << 3 | LENGTH_DELIMITED
 _INPUT_TAG: Final = bytes([_INPUTS << 3 | LENGTH_DELIMITED])
-RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
-_ANSWER_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
 
 USUAL_HEAD_BYTES: Final = 1024
 """The fast scan finds heads up to this size with fields in the usual order."""
@@ -331,14 +329,6 @@ def read_varint(view: memoryview, position: int) -> tuple[int, int]:
             return value, position
         shift += 7
     raise IndexError
-
-
-def answer_id(request_id: str) -> bytes:
-    """Encode the field ``id`` of a ``ModelInferResponse``; empty for a request without an id."""
-    if not request_id:
-        return b""
-    text = request_id.encode()
-    return _ANSWER_ID_TAG + varint(len(text)) + text
 
 
 def varint(value: int) -> bytes:
