@@ -2,9 +2,10 @@
 
     PYTHONPATH=server:tests/support python tests/support/calls_profile.py json|binary|grpc [--summary|--path]
 
-It prints calls per request by function as JSON, with ``--summary`` the number of calls and of files, or with ``--path``
-the calls of one request in their order, indented below their caller. It runs in a separate process, because a profiler
-and the server's settings of logging and garbage collection affect a whole process.
+It prints calls per request by function as JSON, with ``--path`` the calls of the shortest request in their order,
+indented below their caller, or with ``--summary`` their number and that of their files. Longer requests were
+interrupted or ran on a worker, as on a busy machine. It runs in a separate process, because a profiler and the
+server's settings of logging and garbage collection affect a whole process.
 """
 
 import asyncio
@@ -92,16 +93,16 @@ async def profile(folder: Path, protocol: str) -> tuple[dict[str, float], list[s
     """Serve a model and call it.
 
     Returns:
-        Calls per request of each interpreted function, and the calls of the last request as indented lines.
+        Calls per request of each interpreted function, and the calls of the shortest request as indented lines.
     """
     interpreted: Counter[str] = Counter()
-    path: list[str] = []
+    paths: list[list[str]] = []
 
     def on_event(frame: FrameType, event: str, _: object) -> None:
         name = name_of(frame) if event == "call" else None
         if name is not None:
             interpreted[name] += 1
-            path.append("  " * callers(frame) + name.removeprefix("ortserve."))
+            paths[-1].append("  " * callers(frame) + name.removeprefix("ortserve."))
 
     ports = free_ports()
     options = ServerOptions(
@@ -118,11 +119,11 @@ async def profile(folder: Path, protocol: str) -> tuple[dict[str, float], list[s
         await call()
     sys.setprofile(on_event)
     for _ in range(REQUESTS):
-        path.clear()
+        paths.append([])
         await call()
     sys.setprofile(None)
     await server.stop()
-    return {name: count / REQUESTS for name, count in interpreted.most_common()}, path
+    return {name: count / REQUESTS for name, count in interpreted.most_common()}, min(paths, key=len)
 
 
 if __name__ == "__main__":
@@ -133,8 +134,8 @@ if __name__ == "__main__":
     if "--path" in sys.argv:
         print("\n".join(path))
     elif "--summary" in sys.argv:
-        usual = {name: count for name, count in calls.items() if count >= 0.5}
-        files = {max((module for module in sys.modules if name.startswith(f"{module}.")), key=len) for name in usual}
-        print(f"{sum(usual.values()):.0f} calls in {len(files)} files per request")
+        names = {f"ortserve.{line.strip()}" for line in path}
+        files = {max((module for module in sys.modules if name.startswith(f"{module}.")), key=len) for name in names}
+        print(f"{len(path)} calls in {len(files)} files per request")
     else:
         json.dump(calls, sys.stdout)
