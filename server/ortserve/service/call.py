@@ -1,24 +1,33 @@
-"""One inference call: the in-flight request with its protocol and its callbacks, and its runs.
+"""One inference call: the in-flight request with its protocol and its callbacks, its runs, and its response.
 
 A call runs on the version that it names, or first on the candidate of a rollout.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.encoded import AnswerEncoder
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.core.terms import NO_SCHEDULING
 from ortserve.core.timing import Timing
-from ortserve.errors import ContentsError, SequenceError, ServeError, of_request
+from ortserve.errors import ContentsError, ErrorKind, SequenceError, ServeError, of_request
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.serving import ServedVersion
+from ortserve.service.classification import classify, is_short
 from ortserve.service.validation import check_request, read_scheduling, read_sequence_part
 from ortserve.telemetry.tracing import Trace
+
+Answer = TypeVar("Answer")
+
+_NOTHING_PLACED: Final = ()
 
 
 class StreamPlace:
@@ -207,3 +216,68 @@ def end_sequence(call: Call) -> None:
     part = read_sequence_part(request.parameters, call.protocol)
     if part.id and not part.is_end:
         served.end_sequence(part.id, call.timing.computed_ns)
+
+
+def build_response(request: InferRequest, served: ServedVersion, outputs: Arrays) -> InferResponse:
+    """Choose the requested outputs and classify those for which classes are requested. Any thread.
+
+    Args:
+        request: A request that is valid for the model.
+        served: The version that ran.
+        outputs: Its outputs in the order of the signature, as clients see them.
+
+    Raises:
+        ServeError: unsupported, for an output that is a sequence of tensors of different shapes; invalid_input, for an
+            output that is too large to classify.
+    """
+    signature = served.signature
+    if request.outputs:
+        tensors = []
+        for output in request.outputs:
+            index = signature.output_index[output.name]
+            spec = signature.outputs[index]
+            tensor = Tensor(spec.name, spec.datatype, outputs[index])
+            tensors.append(_classified(tensor, spec, output.classes, served) if output.classes else tensor)
+    else:
+        tensors = [
+            Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)
+        ]
+    if signature.has_sequences:
+        for tensor in tensors:
+            _check_stacked(tensor.name, tensor.array, served)
+    placed = request.regions.outputs if request.regions is not None else _NOTHING_PLACED
+    return InferResponse(served.name, served.version, request.id, tensors, placed)
+
+
+def classifies_long(request: InferRequest, served: ServedVersion, outputs: Arrays) -> bool:
+    """Whether ``build_response`` takes too long for the event loop because it classifies outputs."""
+    for output in request.outputs:
+        if output.classes:
+            index = served.signature.output_index[output.name]
+            has_rows = served.signature.outputs[index].batch_axis == 0
+            if not is_short(outputs[index], output.classes, is_batched=has_rows):
+                return True
+    return False
+
+
+def classify_and_encode(
+    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer]
+) -> Answer:
+    """Build and encode the response. Raises the errors of ``build_response`` and of the encoder. Any thread."""
+    return encoder.encode(request, build_response(request, served, outputs))
+
+
+def _classified(tensor: Tensor, spec: TensorSpec, classes: int, served: ServedVersion) -> Tensor:
+    if spec.is_sequence:
+        _check_stacked(spec.name, tensor.array, served)
+    return classify(tensor, classes, served.labels.get(spec.name, ()), is_batched=spec.batch_axis == 0)
+
+
+def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:
+    """Raises ServeError: unsupported, if an output is a sequence of tensors of different shapes."""
+    if why := why_not_stacked(array):
+        raise ServeError(
+            ErrorKind.UNSUPPORTED,
+            f"inference output '{name}' of model '{served.name}' is a sequence that cannot be returned as one tensor: "
+            f"{why}; other outputs can be requested by name",
+        )

@@ -17,23 +17,24 @@ from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
-from ortserve.errors import (
-    ContentsError,
-    ErrorKind,
-    ModelRejectionError,
-    NotInMemoryError,
-    ServeError,
-    out_of_memory,
-)
+from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, NotInMemoryError, ServeError, out_of_memory
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers
 from ortserve.service.busy_polling import BusyPolling
-from ortserve.service.call import Call, end_sequence, run_on, submit, try_candidate
+from ortserve.service.call import (
+    Call,
+    build_response,
+    classifies_long,
+    classify_and_encode,
+    end_sequence,
+    run_on,
+    submit,
+    try_candidate,
+)
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
-from ortserve.service.responses import build_response, classifies_long, classify_and_encode
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
 from ortserve.telemetry.logs import log_fault

@@ -18,7 +18,7 @@ from ortserve.core.tensor import Tensor, absent, format_shape
 from ortserve.core.terms import Scheduling
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
-from ortserve.service.responses import check_classifiable
+from ortserve.service.classification import check_classifiable
 
 
 def check_request(request: InferRequest, signature: ModelSignature, model: str) -> tuple[Arrays, int]:

@@ -11,7 +11,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.responses import MAX_ELEMENTS, check_classifiable, classify, is_short
+from ortserve.service.classification import MAX_ELEMENTS, check_classifiable, classify, is_short
 
 ORDERED = [
     datatype for datatype in DataType if datatype not in (DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES)

@@ -1,27 +1,15 @@
-"""Build the response to a request from the outputs of its model.
-
-This includes the classification extension: an output's largest elements as texts, ``value:index`` or
-``value:index:label``.
-"""
+"""The classification extension: an output's largest elements as texts, ``value:index`` or ``value:index:label``."""
 
 from collections.abc import Sequence
 from math import prod
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
-from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import AnswerEncoder
-from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
-from ortserve.core.tensor import Tensor, why_not_stacked
-from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.serving import ServedVersion
-
-Answer = TypeVar("Answer")
-
-_NOTHING_PLACED: Final = ()
+from ortserve.core.tensor import Tensor
+from ortserve.errors import invalid_input
 
 MAX_ELEMENTS: Final = 1_000_000
 """Maximum number of elements of an output that is classified."""
@@ -32,71 +20,6 @@ _UNORDERED: Final = frozenset({DataType.BOOL, DataType.FP16, DataType.BF16, Data
 _SHORT_WORK: Final = 25_000
 _TEXT_WORK: Final = 40  # number of elements that are searched in the time in which one is formatted
 _ROW_WORK: Final = 150  # the same for the numpy calls of a row; NaN in a row triples their number
-
-
-def build_response(request: InferRequest, served: ServedVersion, outputs: Arrays) -> InferResponse:
-    """Choose the requested outputs and classify those for which classes are requested. Any thread.
-
-    Args:
-        request: A request that is valid for the model.
-        served: The version that ran.
-        outputs: Its outputs in the order of the signature, as clients see them.
-
-    Raises:
-        ServeError: unsupported, for an output that is a sequence of tensors of different shapes; invalid_input, for an
-            output that is too large to classify.
-    """
-    signature = served.signature
-    if request.outputs:
-        tensors = []
-        for output in request.outputs:
-            index = signature.output_index[output.name]
-            spec = signature.outputs[index]
-            tensor = Tensor(spec.name, spec.datatype, outputs[index])
-            tensors.append(_classified(tensor, spec, output.classes, served) if output.classes else tensor)
-    else:
-        tensors = [
-            Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)
-        ]
-    if signature.has_sequences:
-        for tensor in tensors:
-            _check_stacked(tensor.name, tensor.array, served)
-    placed = request.regions.outputs if request.regions is not None else _NOTHING_PLACED
-    return InferResponse(served.name, served.version, request.id, tensors, placed)
-
-
-def classifies_long(request: InferRequest, served: ServedVersion, outputs: Arrays) -> bool:
-    """Whether ``build_response`` takes too long for the event loop because it classifies outputs."""
-    for output in request.outputs:
-        if output.classes:
-            index = served.signature.output_index[output.name]
-            has_rows = served.signature.outputs[index].batch_axis == 0
-            if not is_short(outputs[index], output.classes, is_batched=has_rows):
-                return True
-    return False
-
-
-def classify_and_encode(
-    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer]
-) -> Answer:
-    """Build and encode the response. Raises the errors of ``build_response`` and of the encoder. Any thread."""
-    return encoder.encode(request, build_response(request, served, outputs))
-
-
-def _classified(tensor: Tensor, spec: TensorSpec, classes: int, served: ServedVersion) -> Tensor:
-    if spec.is_sequence:
-        _check_stacked(spec.name, tensor.array, served)
-    return classify(tensor, classes, served.labels.get(spec.name, ()), is_batched=spec.batch_axis == 0)
-
-
-def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:
-    """Raises ServeError: unsupported, if an output is a sequence of tensors of different shapes."""
-    if why := why_not_stacked(array):
-        raise ServeError(
-            ErrorKind.UNSUPPORTED,
-            f"inference output '{name}' of model '{served.name}' is a sequence that cannot be returned as one tensor: "
-            f"{why}; other outputs can be requested by name",
-        )
 
 
 def check_classifiable(output: TensorSpec, model: str) -> None:
