@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
         if len(data) > SHORT_READ_BYTES:
             read_long(self, self._transport, data)
             return
-        self.on_bytes(data)
+        self.on_part(data)
         self.on_read(data)
 
     def eof_received(self) -> bool:
@@ -165,8 +165,22 @@ class Connection(asyncio.Protocol):
 
     # Called by ``read_long``
 
-    def on_part(self, data: bytes) -> None:
-        self.on_bytes(data)
+    def on_part(self, data: bytes | None, *, placed: int = 0) -> None:
+        """Process the next bytes. ``data`` is None for ``placed`` bytes that were written to ``next_buffer``."""
+        if self._is_failed:
+            return
+        now_ns = self._clock()
+        self._life.heard_ns = now_ns
+        try:
+            if data is None:
+                self._reader.skip(placed)
+            else:
+                self._reader.feed(data, now_ns)
+        except Http2ConnectionError as error:
+            self._fail(error)
+        except Exception:
+            logger.exception("a gRPC connection failed")
+            self._fail(Http2ConnectionError(ErrorCode.INTERNAL_ERROR, ""))
 
     def on_read(self, data: bytes) -> None:
         if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
@@ -184,31 +198,10 @@ class Connection(asyncio.Protocol):
             return None
         return large.room()[: self._reader.data_left]
 
-    def on_placed(self, count: int) -> None:
-        """Account for ``count`` bytes that were written to ``next_buffer``."""
-        self.on_bytes(None, placed=count)
-
     def resume_parsing(self) -> None:
         """Receive the next bytes in ``data_received`` again, unless the large message is still incomplete."""
         if self._receiving.placing() is None and not self._transport.is_closing():
             self._transport.set_protocol(self)
-
-    def on_bytes(self, data: bytes | None, *, placed: int = 0) -> None:
-        """Process the next bytes. ``data`` is None for ``placed`` bytes that were written to ``next_buffer``."""
-        if self._is_failed:
-            return
-        now_ns = self._clock()
-        self._life.heard_ns = now_ns
-        try:
-            if data is None:
-                self._reader.skip(placed)
-            else:
-                self._reader.feed(data, now_ns)
-        except Http2ConnectionError as error:
-            self._fail(error)
-        except Exception:
-            logger.exception("a gRPC connection failed")
-            self._fail(Http2ConnectionError(ErrorCode.INTERNAL_ERROR, ""))
 
     # Called by the server
 
@@ -303,7 +296,7 @@ class MessageReceiver(Receiver):
     def buffer_updated(self, nbytes: int) -> None:
         connection = self._connection
         if self._is_placing:
-            connection.on_placed(nbytes)
+            connection.on_part(None, placed=nbytes)
         else:
-            connection.on_bytes(bytes(self._between[:nbytes]))
+            connection.on_part(bytes(self._between[:nbytes]))
         connection.resume_parsing()
