@@ -141,8 +141,8 @@ class BatchRuns:
         """Enqueue a request whose size, level and deadlines are set. It runs later."""
         request.withdraw = self._withdraw
         self.queue.push(shape_class, request, self.policy.max_rows)
-        if shape_class.has_limits:
-            self._scheduler.watch(request, now_ns)
+        if shape_class.has_limits and (expires_ns := request.expires_ns) is not None:
+            self._scheduler.sweep_after(expires_ns, now_ns)
         if shape_class.closed_loop is not None:
             shape_class.closed_loop.on_arrival(request.rows, now_ns)
         if self.instances.free or self.instances.lends_ahead:

@@ -107,11 +107,12 @@ class Scheduler:
                 earliest = plan
         return earliest
 
-    def watch(self, request: InflightRequest, now_ns: int) -> None:
-        """Evict a queued request when it expires, if it does."""
-        expires_ns = request.expires_ns
-        if expires_ns is not None:
-            self._fire_after(expires_ns, now_ns)
+    def sweep_after(self, by_ns: float, now_ns: int) -> None:
+        """Sweep just after ``by_ns``, unless the timer fires earlier or a sweep may not follow so soon."""
+        fires_ns = max(by_ns + 1, self._no_sweep_before_ns)
+        if fires_ns < self._fires_ns:
+            self._fires_ns = fires_ns
+            self._timer.set(int(fires_ns), now_ns)
 
     def on_cancelled(self, request: InflightRequest) -> bool:
         """Remove a cancelled request from the queue. Returns False if it is no longer there."""
@@ -177,14 +178,7 @@ class Scheduler:
             next_ns = min(next_ns, found.next_ns)
         interval_ns = max(_MIN_SWEEP_INTERVAL_NS, looked_at * _SWEEP_INTERVAL_PER_REQUEST_NS)
         self._no_sweep_before_ns = float(now_ns + interval_ns)
-        self._fire_after(next_ns, now_ns)
-
-    def _fire_after(self, by_ns: float, now_ns: int) -> None:
-        """Sweep just after ``by_ns``, unless the timer fires earlier or a sweep may not follow so soon."""
-        fires_ns = max(by_ns + 1, self._no_sweep_before_ns)
-        if fires_ns < self._fires_ns:
-            self._fires_ns = fires_ns
-            self._timer.set(int(fires_ns), now_ns)
+        self.sweep_after(next_ns, now_ns)
 
     def _evict(self, shape_class: ShapeClass, evictions: Sequence[Eviction]) -> None:
         """Remove late requests from the queue, and fail them, many of them over several turns of the loop."""

@@ -41,7 +41,8 @@ class Stage:
         request.on_settled = lambda _: self.evicted_ns.setdefault(by_ns, self.now_ns)
         request.withdraw = self.scheduler.on_cancelled
         self.queue.push(self.queue.shape_class(key), request, 8)
-        self.scheduler.watch(request, self.clock())
+        if request.expires_ns is not None:
+            self.scheduler.sweep_after(request.expires_ns, self.clock())
         return request
 
 
