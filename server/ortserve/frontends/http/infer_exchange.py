@@ -124,7 +124,7 @@ class InferExchange(Exchange):
             return
         self._is_started = True
         if self.rejection is not None:
-            self._write_rejection(self.rejection)
+            self.write_rejection(self.rejection)
         elif not self.more_body:
             self._run()
         elif self.head.expects_continue:
@@ -166,7 +166,7 @@ class InferExchange(Exchange):
         if self._incoming is not None:
             self._incoming.drop()
         if self._is_started:
-            self._write_rejection(error)
+            self.write_rejection(error)
 
     def abandon(self) -> None:
         self._incoming = None
@@ -175,10 +175,15 @@ class InferExchange(Exchange):
         if self._call is not None:
             self._call.cancel()
 
-    def _write_rejection(self, error: ServeError) -> None:
+    def respond(self, response: HttpResponse) -> None:
+        assert self._hold is not None
+        self._hold.release()
+        super().respond(response)
+
+    def write_rejection(self, error: ServeError) -> None:
         if self._hold is not None:
             self._hold.release()
-        self.write_rejection(error)
+        super().write_rejection(error)
 
     def _on_answer(self, encoded: EncodedResponse) -> None:
         try:
@@ -190,7 +195,7 @@ class InferExchange(Exchange):
                 response = response.with_header(reports.header(chosen))
             accepted = self._headers.accepted
             if accepted is None:
-                self._respond(response)
+                self.respond(response)
             else:
                 self._respond_compressed(response, accepted)
         except Exception:  # noqa: BLE001 - the event loop would swallow it
@@ -199,7 +204,7 @@ class InferExchange(Exchange):
     def _on_error(self, error: ServeError) -> None:
         self._call = None
         try:
-            self._respond(failure(error))
+            self.respond(failure(error))
         except Exception:  # noqa: BLE001 - as above
             self._fail()
 
@@ -234,7 +239,7 @@ class InferExchange(Exchange):
             return incoming.take()
         except ServeError as error:
             self._endpoint.admission.count(error, self._received_ns, self._trace)
-            self._respond(failure(error))
+            self.respond(failure(error))
             return None
 
     async def _inflate(self, body: bytes | memoryview, encoding: Encoding) -> None:
@@ -252,7 +257,7 @@ class InferExchange(Exchange):
         except ServeError as error:
             kind = error.kind
             if not connection.has_left:
-                self._respond(failure(error))
+                self.respond(failure(error))
         except Exception:  # noqa: BLE001 - the task would swallow it
             self._fail()
             return
@@ -266,9 +271,9 @@ class InferExchange(Exchange):
 
     def _respond_compressed(self, response: HttpResponse, encoding: Encoding) -> None:
         if not should_compress(response, encoding, min_bytes=self._endpoint.compression_min_bytes):
-            self._respond(response)
+            self.respond(response)
         elif compresses_inline(response):
-            self._respond(compressed(response, encoding))
+            self.respond(compressed(response, encoding))
         else:
             memory = self._endpoint.service.gate.memory
             compressing = self.connection.loop.run_in_executor(None, compressed, response, encoding, memory)
@@ -277,11 +282,6 @@ class InferExchange(Exchange):
     def _on_compressed(self, compressing: asyncio.Future[HttpResponse]) -> None:
         try:
             if not self.connection.has_left:
-                self._respond(compressing.result())
+                self.respond(compressing.result())
         except Exception:  # noqa: BLE001 - the event loop would swallow it
             self._fail()
-
-    def _respond(self, response: HttpResponse) -> None:
-        assert self._hold is not None
-        self._hold.release()
-        self.respond(response)
