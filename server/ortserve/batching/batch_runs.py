@@ -117,7 +117,7 @@ class BatchRuns:
         self._on_difference = on_difference
         self._ragged = ragged
         self._scheduler = Scheduler(queue, self.decisions, loop, clock)
-        self._withdraw = self._on_cancelled
+        self._withdraw = self._on_cancelled  # bound once, not for each request
         self._watch = RunWatch(
             name=name,
             limits=run_limits or RunLimits(),

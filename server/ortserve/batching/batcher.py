@@ -196,7 +196,7 @@ class Batcher:
         self._admission.check_room(request, shape_class, policy)
         if terms.finish_by_ns is None:
             return
-        answer_ns = runs.answer_time.share_ns(terms.finish_by_ns - now_ns)
+        answer_ns = runs.answer_time.reserved_ns(terms.finish_by_ns - now_ns)
         request.finish_by_ns = terms.finish_by_ns - answer_ns
         busy_ns = runs.instances.busy_ns(now_ns)
         if busy_ns or self._queue.rows or terms.finish_by_ns <= now_ns:  # otherwise the server is idle and admits it

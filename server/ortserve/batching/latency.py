@@ -182,7 +182,7 @@ class AnswerTime:
             self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
         self.high_ns = self._mean_ns + _DEVIATIONS * self._deviation_ns
 
-    def share_ns(self, left_ns: int) -> int:
+    def reserved_ns(self, left_ns: int) -> int:
         """The part of the time until a deadline that is reserved for the answer.
 
         At least half of the time remains for the queue and the run, so that a wrong measurement cannot reject all

@@ -319,7 +319,7 @@ def find_unfit(
     rows = 0
     for request in requests:
         if request.finish_by_ns is not None or request.start_by_ns is not None:
-            reason, by_ns = _passed(request, now_ns), request.finish_by_ns
+            reason, by_ns = _why_expired(request, now_ns), request.finish_by_ns
             if reason is None and by_ns is not None and latency.observations >= MIN_OBSERVATIONS:
                 least_ns = policy.batch_ns(request.rows, latency)
                 # Only if the wait made it late. An idle server admits a request even if its predicted time exceeds the
@@ -343,7 +343,7 @@ def find_expired(requests: Iterable[InflightRequest], now_ns: int) -> Sweep:
         by_ns = request.expires_ns
         if by_ns is None:
             continue
-        reason = _passed(request, now_ns)
+        reason = _why_expired(request, now_ns)
         if reason is not None:
             evictions.append(Eviction(request, reason))
         elif by_ns < next_ns:
@@ -360,7 +360,8 @@ def find_late_in_search(requests: Iterable[InflightRequest], now_ns: int) -> lis
     ]
 
 
-def _passed(request: InflightRequest, now_ns: int) -> str | None:
+def _why_expired(request: InflightRequest, now_ns: int) -> str | None:
+    """Why a request may no longer wait in the queue; None if it may."""
     if request.start_by_ns is not None and request.start_by_ns < now_ns:
         return TIMEOUT_PASSED
     if request.finish_by_ns is not None and request.finish_by_ns < now_ns:

@@ -108,7 +108,7 @@ class Scheduler:
         return earliest
 
     def sweep_after(self, by_ns: float, now_ns: int) -> None:
-        """Sweep just after ``by_ns``, unless the timer fires earlier or a sweep may not follow so soon."""
+        """Sweep the queue just after ``by_ns``, unless the timer fires earlier or a sweep may not follow so soon."""
         fires_ns = max(by_ns + 1, self._no_sweep_before_ns)
         if fires_ns < self._fires_ns:
             self._fires_ns = fires_ns

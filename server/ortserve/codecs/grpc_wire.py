@@ -155,7 +155,7 @@ def _split_usual(data: bytes | memoryview, max_contents: int = MAX_TENSORS) -> P
             size = front[position + 1]
             position += 2
             if size > 127:
-                size, position = _long_size(front, position - 1)
+                size, position = _read_size(front, position - 1)
             if tag & 7 != LENGTH_DELIMITED or tag > 127:
                 return None
             if tag == _ID_TAG:
@@ -179,11 +179,11 @@ def _raw_contents(data: bytes | memoryview, position: int, most: int) -> list[me
     end = len(data)
     contents: list[memoryview] = []
     while position < end:
-        begin = bytes(data[position : position + 1 + _MAX_SIZE_BYTES])
-        if begin[0] != _RAW_INPUT_TAG:
+        prefix = bytes(data[position : position + 1 + _MAX_SIZE_BYTES])
+        if prefix[0] != _RAW_INPUT_TAG:
             raise IndexError
-        size, length = _long_size(begin, 1)
-        position += length
+        size, prefix_bytes = _read_size(prefix, 1)
+        position += prefix_bytes
         contents.append(view[position : position + size])
         if len(contents) > most:
             raise too_many("raw_input_contents", most)
@@ -193,7 +193,7 @@ def _raw_contents(data: bytes | memoryview, position: int, most: int) -> list[me
     return contents
 
 
-def _long_size(data: bytes, position: int) -> tuple[int, int]:
+def _read_size(data: bytes, position: int) -> tuple[int, int]:
     """Return the varint at ``position`` and its end. Raises IndexError if it is incomplete or longer than 5 bytes."""
     value = 0
     for shift in range(0, 35, 7):

@@ -250,8 +250,8 @@ def _numbers(elements: list[Any], types: set[type], datatype: DataType, name: st
             except OverflowError:
                 limits = np.iinfo(target)
                 low, high = min(elements), max(elements)
-                came = low if low < limits.min else high
-                raise _type_error(name, datatype, f"{came}: its range is {limits.min} to {limits.max}") from None
+                got = low if low < limits.min else high
+                raise _type_error(name, datatype, f"{got}: its range is {limits.min} to {limits.max}") from None
     elif types == {bool} or (types <= {bool, int} and set(elements) <= {0, 1}):
         return np.array(elements, target)
     raise _type_error(name, datatype, _first_odd(elements, datatype))
@@ -300,21 +300,19 @@ def _spell(element: object) -> str:
     return {bool: "a boolean", str: "a string", dict: "an object"}.get(type(element), "null")
 
 
-def _type_error(name: str, datatype: DataType, came: str) -> ServeError:
+def _type_error(name: str, datatype: DataType, got: str) -> ServeError:
     wanted = _WANTED["f" if datatype is DataType.BF16 else datatype.numpy.kind]
-    return invalid_input(
-        f"Unable to parse 'data' of input '{name}': expected {wanted} for {datatype.value}, got {came}"
-    )
+    return invalid_input(f"Unable to parse 'data' of input '{name}': expected {wanted} for {datatype.value}, got {got}")
 
 
 def _range_error(name: str, datatype: DataType) -> ServeError:
     return _type_error(name, datatype, "a number beyond its range")
 
 
-def _count_error(name: str, shape: tuple[int, ...], came: str) -> ServeError:
+def _count_error(name: str, shape: tuple[int, ...], got: str) -> ServeError:
     return invalid_input(
         f"Unable to parse 'data': Shape does not match true shape of 'data' field: "
-        f"input '{name}' of shape {format_shape(shape)} takes {prod(shape)} elements, got {came}"
+        f"input '{name}' of shape {format_shape(shape)} takes {prod(shape)} elements, got {got}"
     )
 
 

@@ -367,8 +367,8 @@ def _shape(value: object, name: str) -> tuple[int, ...]:
 
 def _source_error(name: str, given: Mapping[str, bool]) -> ServeError:
     fields = " ".join(f"'{field}'" for field, is_given in given.items() if is_given)
-    came = f"But set {fields}" if fields else "But no field is set"
+    got = f"But set {fields}" if fields else "But no field is set"
     return invalid_input(
         "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
-        f"'shared_memory_region' in 'parameters'. {came} for input '{name}'"
+        f"'shared_memory_region' in 'parameters'. {got} for input '{name}'"
     )

@@ -91,7 +91,7 @@ class InferenceService:
         self._codecs = codec_threads or CodecThreads(2)
         self._recorder = recorder
         self._clock = clock
-        self._settled = self._on_settled
+        self._settled = self._on_settled  # bound once, not for each call
 
     def receive(
         self,

@@ -15,19 +15,19 @@ def taught(*times_ns: int) -> AnswerTime:
 
 
 def test_no_time_is_reserved_before_the_first_measurement() -> None:
-    assert taught().share_ns(10 * MS) == 0
+    assert taught().reserved_ns(10 * MS) == 0
 
 
 def test_time_of_answers_is_reserved() -> None:
-    assert taught(2 * MS).share_ns(10 * MS) == 2 * MS
+    assert taught(2 * MS).reserved_ns(10 * MS) == 2 * MS
 
 
 def test_half_of_the_remaining_time_stays_for_the_run() -> None:
-    assert taught(500 * MS).share_ns(6 * MS) == 3 * MS
+    assert taught(500 * MS).reserved_ns(6 * MS) == 3 * MS
 
 
 def test_no_time_is_reserved_of_a_passed_deadline() -> None:
-    assert taught(2 * MS).share_ns(-MS) == 0
+    assert taught(2 * MS).reserved_ns(-MS) == 0
 
 
 def test_some_batches_are_measured() -> None:

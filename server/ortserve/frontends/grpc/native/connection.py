@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
         self._writer.resume()
         self._sending.on_window()
 
-    # Called by ``read_long``
+    # Called by ``read_long``, and ``on_part`` also by the receiver of large messages
 
     def on_part(self, data: bytes | None, *, placed: int = 0) -> None:
         """Process the next bytes. ``data`` is None for ``placed`` bytes that were written to ``next_buffer``."""
