@@ -28,6 +28,9 @@ PAGES: Final = (
 )
 """All hand-written pages for users."""
 
+_CONSOLE: Final = r"^ *```console\n(.*?)^ *```\n(?:\n```json\n(.*?)^```)?"
+"""A block of commands, and the answer in a block below it."""
+
 KUBERNETES: Final = (DOCS / "operations" / "kubernetes.md").read_text()
 RUNBOOK: Final = (DOCS / "operations" / "runbook.md").read_text()
 
@@ -66,22 +69,23 @@ def commands(*pages: Path) -> list[Command]:
     return [
         command
         for page in pages or PAGES
-        for block in blocks("console", page.read_text())
-        for command in _of(page, block)
+        for block, answer in re.findall(_CONSOLE, page.read_text(), re.MULTILINE | re.DOTALL)
+        for command in _of(page, textwrap.dedent(block), answer)
     ]
 
 
-def _of(page: Path, block: str) -> Iterator[Command]:
-    """The commands of a block. A block with prompts also shows output; in other blocks each line is a command.
+def _of(page: Path, block: str, answer: str) -> Iterator[Command]:
+    """The commands of a block. A block with prompts also shows their output, from the line after each command.
 
-    A backslash at the end of a line continues the command on the next one.
+    In other blocks, each line is a command. A line also continues after a backslash, and within single quotes.
     """
     block = re.sub(r"\\\n *", "", block)
-    parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
-    for part in parts or block.splitlines(keepends=True):
-        lines = part.splitlines(keepends=True)
-        ends = next(count for count in range(1, len(lines) + 1) if "".join(lines[:count]).count("'") % 2 == 0)
-        yield Command(page, "".join(lines[:ends]).strip(), "".join(lines[ends:]).strip())
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        text, _, output = part.partition("\n")
+        yield Command(page, text, output.strip())
+    if not block.startswith("$ "):
+        for text in re.findall(r"(?:[^'\n]|'[^']*')+", block):
+            yield Command(page, text.strip(), answer.strip())
 
 
 def spans(text: str) -> list[str]:
