@@ -78,7 +78,8 @@ class Speed:
     """The speed of a model.
 
     Attributes:
-        median_ms: Time of a run: the median over the blocks of runs.
+        median_ms: Time of a run. Of the first model, it is the median over the blocks of runs; of others, this median
+            divided by their ratio, so that it belongs to the same state of the machine.
         cpu_ms: Processor time of a run, all threads together.
         runs: The number of measured runs.
         ratio: Time of the first model divided by the time of this one: 2 means twice as fast. If the interval contains
@@ -169,12 +170,12 @@ def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: flo
 
 def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
     blocks = [block for trial in own for block in trial.blocks]
-    logs = [math.log(trial.ratio(reference)) for reference, trial in zip(first, own, strict=True)]
+    ratio = estimate_ratio([math.log(trial.ratio(reference)) for reference, trial in zip(first, own, strict=True)])
     return Speed(
-        median_ms=float(np.median([block.wall_s for block in blocks])) * 1e3,
+        median_ms=float(np.median([block.wall_s for trial in first for block in trial.blocks])) * 1e3 / ratio.value,
         cpu_ms=float(np.median([block.cpu_s for block in blocks])) * 1e3,
         runs=sum(block.runs for block in blocks),
-        ratio=estimate_ratio(logs),
+        ratio=ratio,
         rss_nbytes=max(trial.rss_nbytes for trial in own),
         opening_s=min(trial.opening_s for trial in own),
     )

@@ -85,7 +85,9 @@ def confirm(experiment: Experiment, point: Point, guess: float) -> tuple[Confirm
                 rates = [sustain(experiment, side) for side in (before, after)]
         current, best = before.readings + current, after.readings + best
     before.readings, after.readings = current, best
-    confirmation = Confirmation(estimate_ratio(logs), len(logs), before.figures(goal), after.figures(goal), *rates)
+    ratio, figures = estimate_ratio(logs), before.figures(goal)
+    of_best = goal.scaled(after.figures(goal), figures, ratio.value)
+    confirmation = Confirmation(ratio, len(logs), figures, of_best, *rates)
     too_few = len(logs) < min(pairs, MIN_PAIRS)
     why = "no time was left to confirm it; allow more with --max-minutes" if too_few else goal.misses(best, current)
     return confirmation, why

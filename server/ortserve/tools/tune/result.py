@@ -13,6 +13,8 @@ State: TypeAlias = Literal["measured", "pruned", "failed"]
 class Figures:
     """Figures of a configuration under the load of its trial: medians of its rounds.
 
+    Beside a ratio, the figure that the ratio compares is that of the current configuration, times the ratio.
+
     Attributes:
         throughput_per_s: Requests per second within the bound, from ramps; null for other objectives.
         p50_ms: Median latency; in ramps, of the requests in their first half.

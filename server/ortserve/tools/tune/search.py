@@ -190,6 +190,9 @@ class Search:
             why = error.message
         ratio = None if why else experiment.noise.estimate(logs)
         state: State = "failed" if why else "pruned" if len(logs) < _PAIRS else "measured"
+        reference = self._journal.trials[key_of({})].figures
+        if ratio and figures and reference:
+            figures = experiment.goal.scaled(figures, reference, ratio.value)
         mean = None if why else sum(logs) / len(logs)
         if state == "pruned" and experiment.budget.is_over:
             why = "the time was over"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -81,6 +81,21 @@ class Goal:
                 return 1 / max(1e-6, reading.cpu_ms)
             case "memory":
                 return 1 / max(1, reading.memory_nbytes)
+
+    def scaled(self, figures: Figures, current: Figures, ratio: float) -> Figures:
+        """The figures of a candidate, with the compared one replaced by the current configuration's times the ratio.
+
+        The ratio comes from pairs of rounds. The medians of both sides could contradict it if the machine changes.
+        """
+        match self.objective:
+            case "throughput":
+                return replace(figures, throughput_per_s=(current.throughput_per_s or 0.0) * ratio)
+            case "latency":
+                return replace(figures, tail_ms=current.tail_ms / ratio)
+            case "cost":
+                return replace(figures, cpu_ms=current.cpu_ms / ratio)
+            case "memory":
+                return replace(figures, memory_nbytes=round(current.memory_nbytes / ratio))
 
     def misses(self, candidate: Sequence[Reading], current: Sequence[Reading]) -> str:
         """How a candidate misses the bound at the constant rate, if it does so more than the current configuration.

@@ -30,6 +30,22 @@ def test_finds_the_keys_that_help_and_their_gains() -> None:
     assert lab.running == 0
 
 
+def test_figures_do_not_contradict_the_ratios_beside_them(tmp_path: Path) -> None:
+    lab = VirtualLab(two_keys_help)
+    lab.slowness = lambda now_s: 1 + now_s / 300
+    ending, _ = search(lab, minutes=6, journal=tmp_path / "journal")
+    with open_journal(tmp_path / "journal", {"model": "m"}, SPACE, resume=True) as journal:
+        trials = sorted(journal.trials.values(), key=lambda trial: trial.number)
+    assert ending is not None
+    found = ending.confirmation
+    pairs = [(trial.ratio, trials[0].figures, trial.figures) for trial in trials]
+    for ratio, current, figures in (*pairs, (found.ratio, found.current, found.best)):
+        assert ratio is not None
+        assert current is not None
+        assert figures is not None
+        assert figures.throughput_per_s == pytest.approx((current.throughput_per_s or 0) * ratio.value)
+
+
 def test_leaves_out_a_key_that_gains_nothing_beside_another() -> None:
     # Either change alone suffices.
     def truth(changes: Changes) -> float:
