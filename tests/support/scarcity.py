@@ -1,4 +1,4 @@
-"""Makes this process run out of memory, descriptors or threads."""
+"""Makes this process run out of memory, descriptors, threads or disk space."""
 
 import gc
 import resource
@@ -21,6 +21,13 @@ def little_memory(left_bytes: int) -> Iterator[None]:
 def few_descriptors(count: int) -> Iterator[None]:
     """Prevent descriptors with this number or a higher one."""
     with _limit(resource.RLIMIT_NOFILE, count):
+        yield
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Limit the size of files, so that writes fail as on a full disk."""
+    with _limit(resource.RLIMIT_FSIZE, nbytes):
         yield
 
 

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import resource
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 from ortserve.telemetry import trace_files
 from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
+from scarcity import files_of_at_most
 
 MANY = 10**9
 
@@ -34,17 +33,6 @@ def names(folder: Path) -> list[str]:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
     return [(record.getMessage(), getattr(record, "fields", {})) for record in caplog.records]
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Limit the size of files to ``size``, so that writes fail as on a full disk."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def test_growing_file_replaces_an_old_one_and_is_valid_json(tmp_path: Path) -> None:

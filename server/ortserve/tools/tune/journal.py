@@ -101,6 +101,7 @@ def open_journal(
     Raises:
         ServeError: invalid_input: another process uses the file, it is not a journal, or it has no search that can
             continue.
+        OSError: It cannot be written, as on a full disk. A journal without trials is removed then.
     """
     optuna.logging.disable_default_handler()
     logging.getLogger("optuna").setLevel(logging.CRITICAL)
@@ -125,17 +126,24 @@ def open_journal(
         if resume is False:
             held.truncate(0)
         cut_partial_line(file)
-        study = _load(file)
-        if study.user_attrs.get(_SUBJECT) != wanted:
-            if resume and study.user_attrs:
-                raise invalid_input(
-                    f"--resume: {file} belongs to another search: model, options, machine or version differ"
-                )
-            if resume:
-                raise none
-            held.truncate(0)
+        is_empty = not file.stat().st_size
+        try:
             study = _load(file)
-            study.set_user_attr(_SUBJECT, wanted)
+            if study.user_attrs.get(_SUBJECT) != wanted:
+                if resume and study.user_attrs:
+                    raise invalid_input(
+                        f"--resume: {file} belongs to another search: model, options, machine or version differ"
+                    )
+                if resume:
+                    raise none
+                held.truncate(0)
+                is_empty = True
+                study = _load(file)
+                study.set_user_attr(_SUBJECT, wanted)
+        except OSError:  # a full disk, which an empty journal would outlast
+            if is_empty:
+                file.unlink()
+            raise
         yield Journal(study, space)
 
 

@@ -7,6 +7,7 @@ import pytest
 from ortserve.errors import ServeError
 from ortserve.tools.tune.journal import open_journal
 from ortserve.tools.tune.space import Changes
+from scarcity import files_of_at_most
 from virtual_lab import MEMORY, SPACE, VirtualLab, end, search
 
 BOTH = {"instances": 2, "max_rows": 2}
@@ -219,3 +220,24 @@ def test_files_that_are_no_journals_stay_as_they_are(tmp_path: Path, text: str) 
         with pytest.raises(ServeError), open_journal(file, {"model": "m"}, SPACE, resume=resume):
             pass
         assert file.read_text() == text
+
+
+def test_a_full_disk_leaves_no_journal_without_trials_and_keeps_one_with_trials(tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    for size in (10, 200):  # the first line does not fit, or the subject of the search
+        with (
+            files_of_at_most(size),
+            pytest.raises(OSError, match=r"File too large: '.*journal'"),
+            open_journal(file, {"model": "m"}, SPACE, resume=None),
+        ):
+            pass
+        assert not [*tmp_path.iterdir()]
+    search(VirtualLab(two_keys_help), minutes=3, journal=file)
+    with (
+        files_of_at_most(file.stat().st_size + 10),
+        pytest.raises(OSError, match="File too large"),
+        open_journal(file, {"model": "m"}, SPACE, resume=True),
+    ):
+        pass
+    with open_journal(file, {"model": "m"}, SPACE, resume=True) as journal:
+        assert len(journal.trials) > 1
