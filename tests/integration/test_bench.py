@@ -25,6 +25,7 @@ import pytest
 from certificates import Secret
 from models import builders, interfaces, sequences
 from ortserve.cli.main import main
+from ortserve.tools.bench import prepare
 from ortserve.tools.bench.comparison import read_result
 from pages import DOCS, Command, commands
 from servers import LOOK_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving
@@ -221,6 +222,23 @@ def test_failures_of_every_request_end_the_measurement() -> None:
     with small_server(behave=lambda number: "503") as rejecting:
         assert fails(rejecting.url, "--model", "m", *SHORT, "--allow-errors", "0.9")[0] == 1
     assert 100 < rejecting.requests < 200
+
+
+def test_slow_targets_are_prepared_with_fewer_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_REPEATED_S", 0.0)
+    with small_server() as server:
+        ran = bench(server.url, "--model", "m", "--rate", "100", *SHORT, "--warmup", "0", "--json")
+        assert server.requests == 3 + ran.point["requests"]
+    assert ran.failures == {}
+    assert ran.point["outputs"]["checked"] > 0
+
+
+def test_a_measurement_that_is_shorter_than_a_request_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_REPEATED_S", 0.0)
+    with small_server(service_s=0.5) as slow:
+        ran = bench(slow.url, "--model", "m", "--seconds", "0.2", "--warmup", "0.1", "--json")
+    (problem,) = ran.problems
+    assert "no request could be sent within 0.2 s, because earlier ones took longer: allow more --seconds" in problem
 
 
 def test_requests_without_an_answer_time_out() -> None:

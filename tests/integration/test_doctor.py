@@ -130,6 +130,17 @@ def test_model_is_followed_by_its_name_alone(example_server: ServerProcess) -> N
     assert (request["model"], request["requests"], request["bare_us"]) == ("text_stats", 5, None)
 
 
+def test_slow_model_is_followed_with_few_requests(tmp_path: Path) -> None:
+    """A run takes at least 0.1 s."""
+    add_model(tmp_path, "m", builders.slow, steps=20_000)
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        request = result_of(server.url, "--model", "m", "--requests", "1")["request"]
+        (stats,) = httpx.get(f"{server.url}/v2/models/m/stats").json()["model_stats"]
+
+    assert request["requests"] == 1
+    assert stats["inference_count"] < 12
+
+
 def test_certificate_and_keys_are_used(tmp_path: Path) -> None:
     secret, keys = Secret(tmp_path / "secret"), tmp_path / "keys"
     keys.write_text("# of the tests\n0123456789abcdef0\n")

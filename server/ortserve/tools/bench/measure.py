@@ -217,7 +217,10 @@ def result_problems(points: Sequence[Point], settings: Settings, *, is_search: b
         if is_search:
             continue
         failed = point.failed - wrong
-        if failed > settings.allow_errors * point.requests or not point.answers:
+        if not point.requests:
+            within = f"no request could be sent within {point.seconds:.2g} s"
+            problems.append(f"{what}: {within}, because earlier ones took longer: allow more --seconds")
+        elif failed > settings.allow_errors * point.requests or not point.answers:
             kinds = ", ".join(f"{one.count} {one.kind}" for one in point.failures)
             how = f"{failed} of {point.requests} requests failed: {kinds}" if kinds else "no request was answered"
             problems.append(f"{what}: {how}")

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from ortserve.clock import monotonic_ns
 from ortserve.codecs.binary_tensor import decode_binary_tensor
 from ortserve.core.batch import Arrays
 from ortserve.core.conversion import Reshape
@@ -48,6 +49,8 @@ _Answer = TypeVar("_Answer")
 
 _PREPARE_S: Final = 10.0
 """Least time limit of calls before the load."""
+_REPEATED_S: Final = 5.0
+"""Time after which no more inputs are run, so that slow targets are prepared with fewer different inputs."""
 _ALMOST_ALL: Final = 0.9
 """More allowed errors do not lead to more tries, which are 132 then."""
 
@@ -140,12 +143,19 @@ def repeated(
 ) -> tuple[Sequence[Outputs], Sequence[Outputs], str]:
     """Run each of the inputs twice, to find out whether equal inputs give equal outputs.
 
+    If runs are slow, only as many inputs as run within ``_REPEATED_S``, at least one.
+
     Returns:
-        The outputs; the expected outputs, which are the same, or none if equal inputs give different outputs; and the
-        source of the expected outputs, or why there are none.
+        The outputs of these inputs; the expected outputs, which are the same, or none if equal inputs give different
+        outputs; and the source of the expected outputs, or why there are none.
     """
-    outputs = [run(one) for one in arrays]
-    for first, one in zip(outputs, arrays, strict=True):
+    outputs: list[Outputs] = []
+    end_ns = monotonic_ns() + _REPEATED_S * 1e9
+    for one in arrays:
+        outputs.append(run(one))
+        if monotonic_ns() > end_ns:
+            break
+    for first, one in zip(outputs, arrays, strict=False):
         if problem := difference(first, run(one)):
             return outputs, (), f"nothing, because {source} differ for equal inputs: {problem}"
     return outputs, outputs, source
@@ -165,13 +175,14 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
         )
     model = open_model(subject, provider=settings.provider, threads=settings.threads)
     inputs, arrays = _inputs(model.signature, target, batch, settings, lambda one: bare_run(model, one))
-    _, expected, source = repeated(partial(bare_run, model), arrays, "bare runs")
+    outputs, expected, source = repeated(partial(bare_run, model), arrays, "bare runs")
+    arrays = arrays[: len(outputs)]
     signature = model.signature
     if way == "batcher":
         interface = resolve_interface(model.subject.options, signature)
         signature = interface.client
         arrays = tuple(as_clients_send(model, interface, one) for one in arrays)
-        expected = [as_clients_see(interface, outputs) for outputs in expected]
+        expected = [as_clients_see(interface, one) for one in expected]
     plan = ModelPlan(subject, way, settings.provider, settings.threads, arrays, batch)
     read = lambda _, outputs: _named(signature, outputs)  # noqa: E731
     return Prepared(target, way, "", batch, plan, inputs.origin, expected, source, read)
@@ -215,17 +226,19 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
         expected, source = (), "nothing, because answers depend on earlier requests of a sequence"
     if settings.compare_outputs:
         reference = open_model(find_model(settings.compare_outputs))
-        _, right, source = repeated(partial(bare_run, reference), arrays, settings.compare_outputs)
+        arrays = arrays[: len(answers)]
+        outputs, right, source = repeated(partial(bare_run, reference), arrays, settings.compare_outputs)
+        answers = answers[: len(outputs)]
         expected = [_common(*pair) for pair in zip(right, answers, strict=True)] if right else ()
         for wanted, came in zip(expected, answers, strict=False):
             if problem := difference(wanted, came):
                 raise ServeError(ErrorKind.INTERNAL, f"{address.url}: not the outputs of {source}: {problem}")
-    tensors = [tensors_of(signature, one) for one in arrays]
+    tensors = [tensors_of(signature, one) for one in arrays[: len(answers)]]
     with contextlib.ExitStack() as stack:
         reading: Callable[[int, Any], Outputs] = read
         if protocol == "shm":
-            outputs = [list(answer.values()) for answer in answers]
-            memory = stack.enter_context(_shared(control, tensors, outputs))
+            results = [list(answer.values()) for answer in answers]
+            memory = stack.enter_context(_shared(control, tensors, results))
             requests = [encode_shared(model, version, *pair, is_grpc=address.is_grpc) for pair in memory.places]
             reading = memory.read
         else:

@@ -18,7 +18,8 @@ from ortserve.tools.opening import OpenModel
 
 _BLOCK: Final = 20
 """Requests and bare runs alternate in blocks of this size, so that both meet the same conditions. The first blocks are
-not counted."""
+not counted. Blocks of slow models are smaller."""
+_BLOCK_S: Final = 1.0
 _MAX_S: Final = 30.0
 _OUTSIDE: Final = "network and HTTP"
 
@@ -47,15 +48,17 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
     inputs = choose_inputs(bare) if bare else make_inputs(signature, None, lambda one: _infer(client, prepare(one)))
     arrays = bare.for_model(inputs.take(1, 0)) if bare else list(inputs.take(1, 0))
     runner, request = bare.runner() if bare else None, prepare(arrays)
+    took_ns = _took_ns(lambda: _infer(client, request))
+    block = max(1, min(_BLOCK, int(_BLOCK_S * 1e9 / took_ns)))
     total_ns: list[int] = []
     bare_ns: list[int] = []
     phases: list[list[float]] = []
     end = time.monotonic() + _MAX_S
     with progress(f"following requests to {model}", requests) as step:
-        while len(phases) < _BLOCK + requests and (len(phases) <= _BLOCK or time.monotonic() < end):
+        while len(phases) < block + requests and (len(phases) <= block or time.monotonic() < end):
             step(len(phases), "")
-            if runner is not None and len(phases) % _BLOCK == 0:
-                bare_ns += [_took_ns(lambda: runner.run(arrays)) for _ in range(_BLOCK)]
+            if runner is not None and len(phases) % block == 0:
+                bare_ns += [_took_ns(lambda: runner.run(arrays)) for _ in range(block)]
             began = time.perf_counter_ns()
             answer = _infer(client, request)
             total_ns.append(time.perf_counter_ns() - began)
@@ -63,7 +66,7 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
     if not all(phases):
         url = client.address.url
         raise ServeError(ErrorKind.UNSUPPORTED, f"{url}: expected Server-Timing with each answer, got none")
-    return summarize(model, inputs.origin, total_ns[_BLOCK:], phases[_BLOCK:], bare_ns[_BLOCK:])
+    return summarize(model, inputs.origin, total_ns[block:], phases[block:], bare_ns[block:])
 
 
 def _infer(client: Client, request: bytes) -> Answer:

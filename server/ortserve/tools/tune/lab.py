@@ -84,7 +84,7 @@ def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests
     inputs = choose_inputs(model, file)
     rows = rows if model.signature.is_batched else 1
     arrays = take_inputs(inputs, rows)
-    _, right, source = repeated(partial(bare_run, model), arrays, "bare runs")
+    outputs, right, source = repeated(partial(bare_run, model), arrays, "bare runs")
     if not right:
         raise invalid_input(f"{subject.path}: trials cannot be compared with {source}; give random operators a seed")
     answers = [as_clients_see(interface, one) for one in right]
@@ -92,7 +92,7 @@ def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests
     names = [spec.name for spec in interface.client.outputs]
     names = list(dict.fromkeys(served)) if served else names
     return Requests(
-        tuple(as_clients_send(model, interface, one) for one in arrays),
+        tuple(as_clients_send(model, interface, one) for one in arrays[: len(outputs)]),
         tuple({name: answer[name].array for name in names} for answer in answers),
         {name: answers[0][name].datatype for name in names},
         inputs.origin,
