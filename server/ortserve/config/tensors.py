@@ -103,7 +103,8 @@ class WarmupInput(BaseModel):
     data: Literal["random", "zeros"] = "random"
     """``random``: floats from N(0, 1), integers 0 or 1, short texts. ``zeros``: all zero, or empty texts."""
     file: str | None = None
-    """A file in the folder ``warmup`` of the model with the raw tensor of all rows, instead of ``data``."""
+    """A file in the folder ``warmup`` of the model, instead of ``data``: the raw tensor of all rows, or of one row that
+    all rows repeat."""
 
 
 class WarmupSample(BaseModel):
@@ -118,4 +119,4 @@ class WarmupSample(BaseModel):
     count: int = Field(default=1, ge=1, le=10_000)
     """Number of runs."""
     inputs: Mapping[str, WarmupInput] = Field(default_factory=dict)
-    """Inputs by name. Inputs that are not listed get synthetic values."""
+    """Inputs by name. Inputs that are not listed get synthetic values, controls and states those of a first request."""

@@ -234,8 +234,10 @@ def _make_sample(
     rows = sample.rows if is_batched else 1
     if max_rows is not None and rows > max_rows:
         raise invalid_input(f"expected at most {max_rows} rows, got {rows}")
-    for unknown in sample.inputs.keys() - signature.inputs_by_name.keys():
-        raise invalid_input(f"unexpected input '{unknown}', allowed are: {', '.join(signature.inputs_by_name)}")
+    hidden = () if interface.sequences is None else interface.model.inputs[len(signature.inputs) :]
+    known = [spec.name for spec in (*signature.inputs, *hidden)]
+    for unknown in sample.inputs.keys() - set(known):
+        raise invalid_input(f"unexpected input '{unknown}', allowed are: {', '.join(known)}")
     generator = np.random.default_rng(0)
     arrays: list[np.ndarray] = []
     for spec in signature.inputs:
@@ -246,18 +248,50 @@ def _make_sample(
             raise invalid_input(
                 f"input '{spec.name}': expected the sample to omit it, because it is the same for all rows"
             )
-        declared = sample.inputs.get(spec.name, WarmupInput())
-        if declared.datatype is not None and declared.datatype is not spec.datatype:
-            raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype.value}")
-        dims, axis = _sample_dims(spec, declared), spec.batch_axis
-        shape = dims if axis is None else (*dims[:axis], rows, *dims[axis:])
-        arrays.append(_fill(generator, spec, declared, shape, folder))
+        arrays.append(_sample_array(generator, spec, sample.inputs.get(spec.name, WarmupInput()), rows, folder))
     inputs = tuple(arrays)
     if interface.conversions is not None:
         inputs = interface.conversions.to_model(inputs, rows)
     if interface.sequences is not None:
-        inputs = interface.sequences.first(inputs, rows)
+        filled = list(interface.sequences.first(inputs, rows))
+        for index, spec in enumerate(hidden, len(inputs)):
+            if spec.name in sample.inputs:
+                filled[index] = _sample_array(generator, spec, sample.inputs[spec.name], rows, folder)
+        inputs = tuple(filled)
     return Sample(name, inputs, rows, sample.count)
+
+
+def _sample_array(
+    generator: np.random.Generator, spec: TensorSpec, declared: WarmupInput, rows: int, folder: Path | None
+) -> np.ndarray:
+    if declared.datatype is not None and declared.datatype is not spec.datatype:
+        raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype.value}")
+    dims, axis = _sample_dims(spec, declared), spec.batch_axis
+    shape = dims if axis is None else (*dims[:axis], rows, *dims[axis:])
+    if declared.file is not None:
+        raw = read_model_file(folder, f"{SAMPLE_FOLDER}/{declared.file}", f"input '{spec.name}'")
+        return _decode_rows(memoryview(raw), spec, shape)
+    if spec.is_image:
+        return _black_image()
+    if declared.data == "random":
+        return _draw(generator, spec.datatype, shape)
+    return zeros(shape, spec.datatype)
+
+
+def _decode_rows(raw: memoryview, spec: TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor in a file. As in Triton, a file of one row stands for any number of equal rows."""
+    try:
+        return decode_binary_tensor(raw, spec.datatype, shape, spec.name, "warm-up")
+    except ServeError as error:
+        axis = spec.batch_axis
+        if axis is None:
+            raise
+        one_row = (*shape[:axis], 1, *shape[axis + 1 :])
+        try:
+            row = decode_binary_tensor(raw, spec.datatype, one_row, spec.name, "warm-up")
+        except ServeError:
+            raise error from None
+    return np.repeat(row, shape[axis], axis=axis)
 
 
 def _sample_dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
@@ -270,20 +304,3 @@ def _sample_dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
     ):
         raise invalid_input(f"input '{spec.name}': expected dims like {list(own)}, got {list(declared.dims)}")
     return declared.dims
-
-
-def _fill(
-    generator: np.random.Generator,
-    spec: TensorSpec,
-    declared: WarmupInput,
-    shape: tuple[int, ...],
-    folder: Path | None,
-) -> np.ndarray:
-    if declared.file is not None:
-        raw = read_model_file(folder, f"{SAMPLE_FOLDER}/{declared.file}", f"input '{spec.name}'")
-        return decode_binary_tensor(memoryview(raw), spec.datatype, shape, spec.name, "warm-up")
-    if spec.is_image:
-        return _black_image()
-    if declared.data == "random":
-        return _draw(generator, spec.datatype, shape)
-    return zeros(shape, spec.datatype)

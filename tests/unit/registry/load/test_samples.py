@@ -1,5 +1,6 @@
 """Configured warm-up requests."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,35 @@ def test_file_holds_the_raw_tensor_of_all_rows(tmp_path: Path) -> None:
     (sample,) = make(tmp_path, {"rows": 2, "inputs": inputs})
     np.testing.assert_array_equal(sample.inputs[1], ids)
     assert sample.inputs[2].tolist() == texts.tolist()
+
+
+def test_file_of_one_row_stands_for_equal_rows_as_in_triton(tmp_path: Path) -> None:
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "ids").write_bytes(np.arange(3, dtype=np.int64).tobytes())
+    (tmp_path / "warmup" / "text").write_bytes(b"\x03\x00\x00\x00" + b"233")
+    inputs = {"b": {"dims": (3,), "file": "ids"}, "t": {"file": "text", "dims": (1,)}}
+    (sample,) = make(tmp_path, {"rows": 4, "inputs": inputs})
+    assert sample.inputs[1].tolist() == [[0, 1, 2]] * 4
+    assert sample.inputs[2].tolist() == [["233"]] * 4
+
+
+def test_controls_and_states_may_be_listed_as_in_triton() -> None:
+    sequences = {
+        "controls": {"START": {"kind": "start"}, "READY": {"kind": "ready"}},
+        "states": [{"input": "STATE", "output": "NEXT"}],
+    }
+    flags = tuple(TensorSpec(name, DataType.INT32, (-1, 1), ("batch", "")) for name in ("START", "READY"))
+    state = TensorSpec("STATE", DataType.FP32, (-1, 2), ("batch", ""))
+    signature = replace(
+        SIGNATURE, inputs=(*flags, state, *SIGNATURE.inputs), outputs=(*SIGNATURE.outputs, replace(state, name="NEXT"))
+    )
+    listed = {"START": {"dims": (1,), "data": "zeros"}, "STATE": {"dims": (2,)}}
+    options = ModelOptions.model_validate({"sequences": sequences, "warmup_samples": [{"rows": 2, "inputs": listed}]})
+    (sample,) = make_samples(options, resolve_interface(options, signature), None, max_rows=None)
+    assert [array.shape for array in sample.inputs[3:]] == [(2, 1), (2, 1), (2, 2)]
+    start, ready, first_state = sample.inputs[3:]
+    assert (start.tolist(), ready.tolist()) == ([[0], [0]], [[1], [1]])
+    assert first_state.any()
 
 
 def test_samples_have_the_model_layout() -> None:
