@@ -147,14 +147,15 @@ def test_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        ("--model-repository=/models", "REPOSITORY"),
-        ("--http-address=0.0.0.0", "--host"),
-        ("--exit-timeout-secs=30", "--drain-timeout-s"),
+        ("--model-repository=/models", "--model-repository of tritonserver is REPOSITORY here"),
+        ("--http-address=0.0.0.0", "--http-address of tritonserver is --host here"),
+        ("--exit-timeout-secs=30", "--exit-timeout-secs of tritonserver is --drain-timeout-s here"),
+        ("--http-thread-count=8", "no flag replaces --http-thread-count of tritonserver"),
     ],
 )
 def test_flag_of_triton_names_the_one_in_its_place(capsys: pytest.CaptureFixture[str], flag: str, instead: str) -> None:
     assert main(["serve", "--example", flag]) == 2
-    expected = f"unrecognized arguments: {flag}; this option of tritonserver is {instead} here\n"
+    expected = f"unrecognized arguments: {flag}; {instead}\n"
     assert capsys.readouterr().err.endswith(expected)
 
 
@@ -167,7 +168,7 @@ def test_switch_with_a_value_is_rejected_with_what_is_expected(capsys: pytest.Ca
 def test_named_flags_exist_and_those_of_triton_do_not() -> None:
     flags = build_parser()._option_string_actions
     assert set(triton_names._FLAGS_OF_TRITON.values()) - {"REPOSITORY"} <= set(flags)
-    assert not set(triton_names._FLAGS_OF_TRITON) & set(flags)
+    assert not (set(triton_names._FLAGS_OF_TRITON) | triton_names._OTHER_FLAGS_OF_TRITON) & set(flags)
 
 
 def test_misspelt_flag_of_a_tool_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
