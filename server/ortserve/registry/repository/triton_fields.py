@@ -86,7 +86,7 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "instance_group.gpus": (Support.HONOURED, "gpus"),
     "instance_group.kind": (
         Support.HONOURED,
-        "execution_providers; KIND_GPU fails the load without a GPU; KIND_MODEL is refused",
+        "execution_providers; the same in all groups; KIND_GPU fails the load without a GPU; KIND_MODEL is refused",
     ),
     "instance_group.profile": (Support.REFUSED, "it is TensorRT's"),
     "instance_group.rate_limiter": (Support.REPORTED, "it is also off in Triton by default"),

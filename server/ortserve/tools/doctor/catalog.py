@@ -98,8 +98,8 @@ model_not_checked (warning): the check cannot tell whether the server can serve 
     → give it more memory, or more time by --seconds-per-model
 provider_passed_over (warning): the model runs on a later execution provider of its list, which may be much slower
     → see the execution providers of this report, or remove it from execution_providers
-option_without_effect (warning): the server does not serve the model as its configuration says
-    → remove the option, or the one that contradicts it
+option_without_effect (warning): the server serves the model as if the option were not set
+    → keep it if that is right, or remove it, or the option that contradicts it
 nodes_on_cpu (warning): each run copies tensors between the device and the host
     → ortserve inspect shows which nodes; the entry session.disable_cpu_ep_fallback makes them an error
 not_batched (warning): concurrent requests wait for each other
