@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ortserve.engine.empty_tensors.known import Known, Sizes
 from ortserve.model_file.editing import Rewired, first_output, write_constant, write_node
 from ortserve.model_file.graph import INT64, Dims, Node
+from ortserve.rows import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class Around:
         declared: The inputs of the model with their shapes.
         narrow: Constants, and the scales of DynamicQuantizeLinear, which are single numbers.
         makers: The nodes that make tensors.
-        sizes: From ``empty_tensors``.
+        tensors: What is known about the tensors that the graph reads or makes, from ``rows.find_sizes``.
     """
 
     declared: Mapping[str, Dims | None]
     narrow: Set[str]
     makers: Mapping[str, Node]
-    sizes: Mapping[str, Known]
+    tensors: Mapping[str, Value]
 
 
 class CheckedNode:
@@ -58,15 +58,20 @@ class CheckedNode:
         """The declared shape of an input of the model; empty if it is not known."""
         return self.around.declared.get(self.node.inputs[place]) or () if place < len(self.node.inputs) else ()
 
-    def sizes(self, place: int) -> Sizes | None:
-        """What is known about the sizes of an input; None if not even its number of axes is known."""
-        known = self.around.sizes.get(self.node.inputs[place]) if self.has(place) else None
-        return known.sizes if known is not None else None
+    def sizes(self, place: int) -> tuple[int | None, ...] | None:
+        """The known sizes of an input; None if not even its number of axes is known."""
+        value = self._value(place)
+        if value is None or value.dims is None:
+            return None
+        return tuple(size if isinstance(size, int) else None for size in value.dims)
 
     def may_be_empty(self, place: int) -> bool:
         """Whether an input may be empty although no input of the model is."""
-        known = self.around.sizes.get(self.node.inputs[place]) if self.has(place) else None
-        return known is not None and known.may_be_empty
+        value = self._value(place)
+        return self.has(place) and (value is None or not value.has_elements)
+
+    def _value(self, place: int) -> Value | None:
+        return self.around.tensors.get(self.node.inputs[place]) if self.has(place) else None
 
     def size(self, place: int, axis: int) -> str:
         """The name of the size of an axis of an input."""

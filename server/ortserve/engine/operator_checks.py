@@ -10,10 +10,10 @@ from typing import Final
 
 from ortserve.engine.checked_node import Around, CheckedNode
 from ortserve.engine.empty_checks import EMPTY_CHECKS
-from ortserve.engine.empty_tensors.analysis import find_sizes
 from ortserve.engine.least_axes import axes_needed_by
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
 from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes
+from ortserve.rows import find_sizes
 
 _MIN_OPSET: Final = 9
 """Before it there is no Where, and Less and Greater take no integers."""
@@ -32,12 +32,12 @@ def check_edits(model: Model) -> Edits:
     if not has_any_rank and not any((node.domain, node.op) in kinds for node in all_nodes(model)):
         return {}
     declared = {declared.name: declared.dims for declared in model.graph.inputs}
-    sizes = find_sizes(model)
+    tensors = find_sizes(model)
     edits: dict[tuple[int, str], bytes | Rewired] = {}
     for scope, graph in _graphs(model.graph):
         scales = {node.outputs[1] for node in graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}
         makers = {name: node for node in graph.nodes for name in node.outputs}
-        around = Around(declared, graph.constants.keys() | scales, makers, sizes.get(scope, {}))
+        around = Around(declared, graph.constants.keys() | scales, makers, tensors.get(id(graph), {}))
         for node in graph.nodes:
             if graph.constants.keys() >= set(node.inputs) - {""}:
                 continue

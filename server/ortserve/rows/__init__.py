@@ -12,6 +12,7 @@ a batch as a whole, because of one row or of a node that no output needs; then t
 """
 
 from ortserve.rows.number import DEPENDENT, N, Number, Product
+from ortserve.rows.sizes import find_sizes
 from ortserve.rows.values import Facts, Kind, Value
 from ortserve.rows.verdict import (
     Axes,
@@ -39,6 +40,7 @@ __all__ = [
     "TooMuchWorkError",
     "Value",
     "claims",
+    "find_sizes",
     "prove_axes",
     "prove_model",
     "real_inputs",

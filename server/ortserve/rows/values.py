@@ -84,6 +84,7 @@ class Value:
         dtype: The element type; 0 if it is unknown.
         elements: The elements of a small tensor without rows, in the order of memory.
         cause: The reason why a tensor is mixed or unknown.
+        has_elements: Whether the tensor is certainly not empty. Only ``sizes`` finds that out.
     """
 
     kind: Kind
@@ -95,6 +96,7 @@ class Value:
     elements: tuple[Number, ...] | None = None
     facts: Facts = NO_FACTS
     cause: Cause | None = None
+    has_elements: bool = False
 
     @property
     def is_rows(self) -> bool:

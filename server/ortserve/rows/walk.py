@@ -61,7 +61,9 @@ class Walk:
         graph = self._model.graph
         read = {name for node in graph.nodes for name in names_read(node)}
         declared = {output.name: output.dims or () for output in graph.outputs if output.name in read}
-        return scope.walk(graph.nodes, graph.constants, dict(inputs), {**graph.inner_dims, **declared})
+        names = scope.walk(graph.nodes, graph.constants, dict(inputs), {**graph.inner_dims, **declared})
+        self.finished(graph, names)
+        return names
 
     def next_order(self) -> int:
         self._order += 1
@@ -75,6 +77,31 @@ class Walk:
 
     def function(self, node: Node) -> Function | None:
         return self._model.functions.get((node.domain, node.op, node.overload))
+
+    def concluded(self, node: Node, operands: Sequence[Value | None], results: list[Value]) -> list[Value]:
+        """The claims about the outputs of a node after its rule; ``sizes`` adds to them."""
+        return results
+
+    def finished(self, graph: Graph, names: Mapping[str, Value]) -> None:
+        """Called with the claims about all tensors of a graph after its nodes."""
+
+    def wrong_size(self, name: str, declared: Dims, value: Value) -> str:
+        """A tensor and its declared fixed size that does not follow from the graph; empty if there is none.
+
+        Also records the names of its sizes. ONNX Runtime believes declared sizes and names, and computes shapes from
+        them when it loads a model. They are often those of an export with one row, whose inputs were given a free axis
+        later.
+        """
+        if value.dims is None or value.cause is not None or not any(size is not None for size in declared):
+            return ""
+        if len(declared) != len(value.dims):
+            return f"'{name}', which is declared with {len(declared)} axes, but has {len(value.dims)}"
+        for axis, (size, length) in enumerate(zip(declared, value.dims, strict=True)):
+            if isinstance(size, str):
+                self._symbols.declare(size, length)
+            elif size is not None and size != length:
+                return f"'{name}', whose declared size {size} on axis {axis} does not follow from the graph"
+        return ""
 
 
 class _Scope:
@@ -120,9 +147,10 @@ class _Scope:
             else:
                 results = self._results(node, operands, order, index)
                 for name, value in zip(node.outputs, results, strict=False):
-                    if name in declared and (wrong := self._wrong_size(name, declared[name], value)):
+                    if name in declared and (wrong := self._walk.wrong_size(name, declared[name], value)):
                         results = self._failed(node, Kind.UNKNOWN, order, index, f"gives {wrong}")
                         break
+            results = self._walk.concluded(node, operands, results)
             names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
         return names
 
@@ -137,12 +165,13 @@ class _Scope:
         for name in graph.constants:
             names.pop(name, None)
         for given, value in zip(graph.inputs, arguments, strict=True):
-            if wrong := self._wrong_size(given.name, given.dims or (), value):
+            if wrong := self._walk.wrong_size(given.name, given.dims or (), value):
                 raise NotKnownError(f"passes {wrong}")
             names[given.name] = value
         inner = _Scope(self._walk, self._opsets, self._attributes, names, self._depth + 1)
         declared = {output.name: output.dims or () for output in graph.outputs}
         inner.walk(graph.nodes, graph.constants, names, {**graph.inner_dims, **declared})
+        self._walk.finished(graph, names)
         return [_given(names, output.name) for output in graph.outputs]
 
     def _results(self, node: Node, operands: list[Value | None], order: int, index: int) -> list[Value]:
@@ -173,24 +202,6 @@ class _Scope:
         except Exception as error:  # noqa: BLE001 - an error in a rule must not fail the load of the model
             reason = f"does not have the form that its rule expects: {type(error).__name__}"
             return self._failed(node, Kind.UNKNOWN, order, index, reason)
-
-    def _wrong_size(self, name: str, declared: Dims, value: Value) -> str:
-        """A tensor and its declared fixed size that does not follow from the graph; empty if there is none.
-
-        Also records the names of its sizes. ONNX Runtime believes declared sizes and names, and computes shapes from
-        them when it loads a model. They are often those of an export with one row, whose inputs were given a free axis
-        later.
-        """
-        if value.dims is None or value.cause is not None or not any(size is not None for size in declared):
-            return ""
-        if len(declared) != len(value.dims):
-            return f"'{name}', which is declared with {len(declared)} axes, but has {len(value.dims)}"
-        for axis, (size, length) in enumerate(zip(declared, value.dims, strict=True)):
-            if isinstance(size, str):
-                self._walk.symbols.declare(size, length)
-            elif size is not None and size != length:
-                return f"'{name}', whose declared size {size} on axis {axis} does not follow from the graph"
-        return ""
 
     def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
         cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")
@@ -309,7 +320,8 @@ def _all_free(operands: Sequence[Value | None]) -> bool:
 
 
 def constant_value(tensor: Tensor) -> Value:
-    return Value(Kind.FREE, tensor.dims, dtype=tensor.dtype, elements=tensor.elements)
+    has_elements = tensor.dims is not None and 0 not in tensor.dims
+    return Value(Kind.FREE, tensor.dims, dtype=tensor.dtype, elements=tensor.elements, has_elements=has_elements)
 
 
 def _given(names: Mapping[str, Value], name: str) -> Value:

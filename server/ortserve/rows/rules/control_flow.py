@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, INT64, Graph
-from ortserve.rows.number import DEPENDENT, Number, atoms_of, contains_rows, is_nonnegative
+from ortserve.rows.number import DEPENDENT, Number, atoms_of, contains_rows, is_nonnegative, is_positive
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rule, Rules, normal_axis
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Facts, Kind, Value, free
@@ -47,8 +47,8 @@ def _joined(call: Call, one: Value, other: Value) -> Value:
     if not one.is_rows:
         kind = Kind.SIZE if Kind.SIZE in (one.kind, other.kind) else Kind.FREE
         if one.elements is not None and one.elements == other.elements and dims == one.dims == other.dims:
-            return Value(kind, dims, dtype=dtype, elements=one.elements)
-        return Value(kind, dims, dtype=dtype)
+            return Value(kind, dims, dtype=dtype, elements=one.elements, has_elements=one.has_elements)
+        return Value(kind, dims, dtype=dtype, has_elements=one.has_elements and other.has_elements)
     if dims is None or one.axis != other.axis or not one.carries_like(other):
         raise RowsMeetError("returns rows along different axes or in different orders in its two branches")
     if one.facts.stride != other.facts.stride or one.facts.padding != other.facts.padding:
@@ -97,10 +97,10 @@ def loop(call: Call) -> Output:
         if value is not None and value.kind is not Kind.FREE:
             raise RowsMeetError(f"takes its {what} from the rows or from their number")
     begins = call.optional(1)
-    condition = free((), BOOL, (1,) if begins is None else begins.elements)
+    condition = _scalar(BOOL, (1,) if begins is None else begins.elements)
     states = [call.operand(index) for index in range(2, len(call.operands))]
     claims = _States(call.symbols, [condition, *states])
-    iteration = free((), INT64, (call.symbols.fresh(0),))
+    iteration = _scalar(INT64, (call.symbols.fresh(0),))
 
     def run(current: list[Value]) -> list[Value]:
         outputs = call.scope.run_graph(body, [iteration, *current])
@@ -118,6 +118,10 @@ def loop(call: Call) -> Output:
     if condition.elements == (1,) and limit is not None and limit.elements:
         trips = limit.elements[0] if is_nonnegative(limit.elements[0]) else trips
     return [*after, *(claims.stacked(value, trips, 0) for value in outputs)]
+
+
+def _scalar(dtype: int, elements: tuple[Number, ...] | None) -> Value:
+    return replace(free((), dtype, elements), has_elements=True)
 
 
 def scan(call: Call) -> Output:
@@ -157,7 +161,7 @@ def _slice(call: Call, value: Value, axis: int) -> Value:
     facts = replace(value.facts, columns=())
     shifted = value.axis - 1 if value.axis > axis else value.axis
     one = call.result((*dims[:axis], *dims[axis + 1 :]), value, shifted, value.dtype, facts=facts)
-    return replace(one, kind=value.kind)
+    return replace(one, kind=value.kind, has_elements=value.has_elements)
 
 
 def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value], axes: list[int]) -> Output:
@@ -254,7 +258,9 @@ class _States:
         dims = outside.dims or ()
         position = normal_axis(axis, len(dims) + 1)
         shifted = outside.axis + 1 if outside.axis >= position else outside.axis
-        return replace(outside, dims=(*dims[:position], trips, *dims[position:]), axis=shifted)
+        has_elements = value.has_elements and is_positive(trips)
+        dims = (*dims[:position], trips, *dims[position:])
+        return replace(outside, dims=dims, axis=shifted, has_elements=has_elements)
 
     def _outside(self, value: Value) -> Value:
         """A claim without atoms of the loop, because their values differ between rounds."""
@@ -299,7 +305,9 @@ class _States:
                 for i, (one, two) in enumerate(zip(current.elements, new.elements, strict=True))
             )
         is_size = Kind.SIZE in (current.kind, new.kind) or (elements is not None and any(map(contains_rows, elements)))
-        return Value(Kind.SIZE if is_size else Kind.FREE, dims, dtype=dtype, elements=elements)
+        kind = Kind.SIZE if is_size else Kind.FREE
+        has_elements = current.has_elements and new.has_elements
+        return Value(kind, dims, dtype=dtype, elements=elements, has_elements=has_elements)
 
     def _weaker_dims(self, index: int, current: Value, new: Value) -> tuple[Number, ...] | None:
         if current.dims is None or new.dims is None or len(current.dims) != len(new.dims):

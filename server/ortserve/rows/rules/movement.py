@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative
+from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative, is_positive
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
 from ortserve.rows.values import MAX_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
@@ -101,7 +101,8 @@ def _part_sizes(call: Call, length: Number) -> list[Number]:
     if not isinstance(length, int):
         if contains_rows(length):
             raise RowsMeetError("splits the axis of the rows")
-        return [call.symbols.opaque("part", length, count, index, lowest=0) for index in range(count)]
+        least = int(is_positive(length))  # ONNX Runtime rejects a split whose last part would be empty
+        return [call.symbols.opaque("part", length, count, index, lowest=least) for index in range(count)]
     part = -(-length // count)
     return [*[part] * (count - 1), length - part * (count - 1)]
 
