@@ -22,13 +22,14 @@ def installed_apart(name: str, *requirements: str) -> Path:
     """A folder with these packages, for ``PYTHONPATH`` or for other files in it. The first caller installs them.
 
     Args:
-        name: Name of the folder; it includes the versions, so that another version uses another folder.
+        name: Name of the folder; it includes the versions, so that another version uses another folder. So does
+            another version of Python, for which packages have other binaries.
         requirements: Requirements and options of pip.
 
     Raises:
         UnavailableError: pip could not install them.
     """
-    folder = CACHE / name
+    folder = CACHE / f"{name}-{sys.implementation.cache_tag}"
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:

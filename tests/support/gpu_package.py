@@ -106,9 +106,7 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
 def _package() -> Path:
     """The folder to import the package from. It has no metadata that says that it is installed beside the CPU's."""
     whole = installed_apart(f"onnxruntime-gpu-{_VERSION}", *_PIP, f"onnxruntime-gpu=={_VERSION}")
-    return _made(
-        f"onnxruntime-gpu-{_VERSION}-alone", lambda folder: (folder / "onnxruntime").symlink_to(whole / "onnxruntime")
-    )
+    return _made(f"{whole.name}-alone", lambda folder: (folder / "onnxruntime").symlink_to(whole / "onnxruntime"))
 
 
 def _provider(name: str) -> Path:
