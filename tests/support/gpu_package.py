@@ -7,19 +7,21 @@ host memory (``host_cuda/runtime.cpp``), on which the CUDA provider opens sessio
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from apart import CACHE, UnavailableError, installed_apart, keep, run_tool
 
-_VERSION: Final = version("onnxruntime")
+_CONSTRAINTS: Final = Path(__file__).parents[2] / "constraints.txt"
+(GPU_VERSION,) = re.findall(r"^onnxruntime-gpu==(.+)$", _CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+"""The version of the package. It may be older than the installed CPU package, because it is released later."""
 _PIP: Final = ("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1")
 _NVML: Final = "nvidia-ml-py==13.595.45"
 _HEADERS: Final = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")
@@ -63,7 +65,7 @@ def environment_for_options(provider: str) -> dict[str, str]:
             source.write_text(_AN_OBJECT + "".join(f"long {name}(void) {{ return {answer}; }}\n" for name in functions))
             _link(home, [source], folder)
 
-    return _environment(_made(f"in-nvidias-place-{_VERSION}-{provider}", make))
+    return _environment(_made(f"in-nvidias-place-{GPU_VERSION}-{provider}", make))
 
 
 def environment_on_host_memory(**settings: str) -> dict[str, str]:
@@ -98,14 +100,14 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
             )
             _link(home, [*parts, rest], folder, with_runtime=home != "libcudart.so.13")
 
-    libraries = _made(f"host-cuda-{_VERSION}-{digest.hexdigest()[:12]}", make)
+    libraries = _made(f"host-cuda-{GPU_VERSION}-{digest.hexdigest()[:12]}", make)
     variables = {f"HOST_CUDA_{name.upper()}": value for name, value in settings.items()}
     return _environment(libraries, _HOST_CUDA, installed_apart(_NVML, *_PIP, _NVML)) | variables
 
 
 def _package() -> Path:
     """The folder to import the package from. It has no metadata that says that it is installed beside the CPU's."""
-    whole = installed_apart(f"onnxruntime-gpu-{_VERSION}", *_PIP, f"onnxruntime-gpu=={_VERSION}")
+    whole = installed_apart(f"onnxruntime-gpu-{GPU_VERSION}", *_PIP, f"onnxruntime-gpu=={GPU_VERSION}")
     return _made(f"{whole.name}-alone", lambda folder: (folder / "onnxruntime").symlink_to(whole / "onnxruntime"))
 
 

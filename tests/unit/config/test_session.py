@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 
 from apart import UnavailableError, installed_apart
+from gpu_package import GPU_VERSION
 from ortserve.config.session import FILE_ENTRIES, SESSION_ENTRIES, check_session_entry
 from plugin_provider import openvino_folder
 
@@ -18,13 +19,25 @@ OF_CUDA = {
     "ep.cuda.enable_gemm_auto_tune",
     "ep.cuda.fpa_intb_gemv_paired_k",
     "ep.cuda.fpa_intb_gemv_wave_aware",
-    "ep.cuda.matmul_nbits_m_chunk_size",
     "ep.cuda.qmoe_int_dequant_max_scratch_bytes",
     "ep.cuda.qmoe_row_tile_size",
 }
-OF_OPENVINO = {"ep.context_source_model_path", "ep.share_ep_contexts", "ep.stop_share_ep_contexts"}
+OF_OPENVINO = {"ep.share_ep_contexts", "ep.stop_share_ep_contexts"}
 OF_ARM = {"mlas.enable_gemm_fastmath_arm64_bfloat16"}
 """Entries only in the package for aarch64, in which they were searched as well."""
+SINCE_1_32 = {
+    "ep.context_source_model_path",
+    "ep.cpu.qmoe_deferred_scale",
+    "ep.cuda.fpa_intb_dequant_gemm_min_m",
+    "ep.cuda.matmul_nbits_m_chunk_size",
+    "ep.cuda.moe_packed_gpu_experts",
+    "ep.cuda.runtime_fusion.causal_conv_with_state",
+    "ep.cuda.runtime_fusion.unit_swish",
+    "ep.enable_weightless_ep_context_nodes",
+    "ep.enable_weightless_mode",
+    "session.kernel_dispatch_policy",
+} | {entry for entry in SESSION_ENTRIES if entry.startswith(("session.external_data_loader.", "session.moe.offload."))}
+"""Entries that the CPU package of ONNX Runtime 1.31 does not hold."""
 
 NO_ENTRIES = {
     # Entries of a run.
@@ -55,8 +68,14 @@ def installed() -> Path:
     return Path(onnxruntime.__file__).parent / "capi"
 
 
+def not_installed() -> set[str]:
+    """The entries that the CPU package lacks on this machine."""
+    is_old = onnxruntime.__version__.startswith("1.31.")
+    return (SINCE_1_32 if is_old else set()) | (set() if platform.machine() == "aarch64" else OF_ARM)
+
+
 def for_gpus() -> Path:
-    package = f"onnxruntime-gpu=={onnxruntime.__version__}"
+    package = f"onnxruntime-gpu=={GPU_VERSION}"
     pip = ("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1")
     try:
         return installed_apart(package.replace("==", "-"), *pip, package) / "onnxruntime" / "capi"
@@ -88,7 +107,7 @@ def test_entry_that_a_binary_holds_is_in_the_list(libraries: Callable[[], Path])
 @pytest.mark.parametrize(
     ("libraries", "entries"),
     [
-        (installed, SESSION_ENTRIES - OF_CUDA - OF_OPENVINO - (set() if platform.machine() == "aarch64" else OF_ARM)),
+        (installed, SESSION_ENTRIES - OF_CUDA - OF_OPENVINO - not_installed()),
         (for_gpus, OF_CUDA),
         (openvino, OF_OPENVINO),
     ],
