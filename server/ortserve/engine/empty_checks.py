@@ -1,16 +1,21 @@
 """Checks in front of operators that end the process on empty tensors, or do not write all of their output then.
 
 They are for tensors that become empty inside a model; ``registry.request_shapes`` rejects its empty
-inputs. ``tests/support/empty_operands.py`` finds such operators in ONNX Runtime 1.31.1 on the CPU. A check is added
-only where ``rows.find_sizes`` does not show that the tensor has elements.
+inputs. ``tests/support/empty_operands.py`` finds such operators in ONNX Runtime 1.31.1 and 1.32.0 on the CPU. A check
+is added only where ``rows.find_sizes`` does not show that the tensor has elements.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import onnxruntime as ort
+
 from ortserve.engine.checked_node import CheckedNode
 from ortserve.model_file.einsum import is_plain_product
 from ortserve.model_file.graph import INT64, Attribute
+
+_SINCE_1_32: Final = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
+"""Since 1.32, ONNX Runtime writes all products that it does not quantize, and quantizes blocks of empty tensors."""
 
 
 def _not_empty(*places: int) -> Callable[[CheckedNode], None]:
@@ -43,16 +48,20 @@ def _check_summed(product: CheckedNode) -> None:
 
 
 def _check_product(product: CheckedNode) -> None:
-    """Products of a vector are not written, nor those that ONNX Runtime quantizes or joins with a Transpose.
+    """Products that ONNX Runtime quantizes are not written.
 
-    A product with a Transpose that moves the rows divides by the number of rows.
+    Before 1.32, products of a vector are not written either, nor those that ONNX Runtime joins with a Transpose. If the
+    Transpose moves the rows, they are divided by the number of rows.
     """
     factors = product.node.inputs[:2]
     makers = [product.around.makers[name] for name in factors if name in product.around.makers]
-    is_fused = any(maker.op in ("DequantizeLinear", "Transpose") for maker in makers)
-    if any(maker.op == "Transpose" and _moves_rows(maker.attributes.get("perm")) for maker in makers):
+    is_quantized = any(maker.op == "DequantizeLinear" for maker in makers)
+    turned = [] if _SINCE_1_32 else [maker.attributes.get("perm") for maker in makers if maker.op == "Transpose"]
+    sizes = product.sizes(0), product.sizes(1)
+    may_have_vector = not _SINCE_1_32 and any(factor is None or len(factor) == 1 for factor in sizes)
+    if any(map(_moves_rows, turned)):
         _not_empty(0, 1)(product)
-    elif is_fused or any(sizes is None or len(sizes) == 1 for sizes in (product.sizes(0), product.sizes(1))):
+    elif is_quantized or turned or may_have_vector:
         _check_summed(product)
 
 
@@ -166,6 +175,10 @@ def _check_rows(unique: CheckedNode) -> None:
         _not_empty(0)(unique)
 
 
+_BEFORE_1_32: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
+    ("", "QuantizeLinear"): _check_blocks,
+    ("com.microsoft", "FusedMatMul"): _check_fused_product,
+}
 _SECOND_FACTOR: Final = {"QLinearMatMul": 3, "QGemm": 3}
 EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "Add"): _check_term,
@@ -185,7 +198,6 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "Mul"): _check_term,
     ("", "QLinearConv"): _not_empty(3),
     ("", "QLinearMatMul"): _check_summed,
-    ("", "QuantizeLinear"): _check_blocks,
     ("", "RoiAlign"): _check_pixels,
     ("", "Scan"): _check_slices,
     ("", "SequenceAt"): _not_empty(1),
@@ -196,7 +208,6 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("com.microsoft", "DynamicQuantizeLSTM"): _not_empty(0),
     ("com.microsoft", "DynamicQuantizeMatMul"): _check_summed,
     ("com.microsoft", "FusedConv"): _not_empty(1),
-    ("com.microsoft", "FusedMatMul"): _check_fused_product,
     ("com.microsoft", "GroupQueryAttention"): _not_empty(0),
     ("com.microsoft", "LinearAttention"): _check_heads,
     ("com.microsoft", "MatMulIntegerToFloat"): _check_summed,
@@ -211,4 +222,4 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("com.microsoft", "QMoE"): _check_hidden,
     ("com.microsoft", "SkipLayerNormalization"): _check_skipped,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _check_skipped,
-}
+} | ({} if _SINCE_1_32 else _BEFORE_1_32)

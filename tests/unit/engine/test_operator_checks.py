@@ -274,7 +274,10 @@ def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path
 
 @pytest.mark.parametrize("name", EMPTY_INSIDE)
 def test_tensor_that_becomes_empty_inside_the_model_gets_an_error(process: Executor, tmp_path: Path, name: str) -> None:
-    """Without the check, ONNX Runtime ends the process, does not return, or leaves earlier memory in the output."""
+    """Without the check, ONNX Runtime ends the process, does not return, or leaves earlier memory in the output.
+
+    If the installed version survives, its result stays as it is, and its error may have another text.
+    """
     text, shape = EMPTY_INSIDE[name]
     path = write(tmp_path, text, 23 if name == "Attention" else 21)
     model = onnx.load(path)
@@ -291,8 +294,12 @@ def test_tensor_that_becomes_empty_inside_the_model_gets_an_error(process: Execu
     )
     assert isinstance(whole, np.ndarray), whole
     empty = inputs | {"from": np.array([9])}
-    assert process.submit(outcome, path.read_bytes(), empty).result(), "the operator survives without the check"
     found = process.submit(run, path, empty, threads=4).result()
+    if not process.submit(outcome, path.read_bytes(), empty).result():
+        own = process.submit(run, path, empty, checked=False).result()
+        if not isinstance(own, str):
+            np.testing.assert_array_equal(found, own)
+            return
     assert isinstance(found, str), found
     assert f"{name.split()[0]} expects" in found
 
