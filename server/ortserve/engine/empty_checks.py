@@ -175,7 +175,7 @@ def _check_rows(unique: CheckedNode) -> None:
         _not_empty(0)(unique)
 
 
-_BEFORE_1_32: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
+_BEFORE_1_32: Final = {
     ("", "QuantizeLinear"): _check_blocks,
     ("com.microsoft", "FusedMatMul"): _check_fused_product,
 }
@@ -222,4 +222,5 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("com.microsoft", "QMoE"): _check_hidden,
     ("com.microsoft", "SkipLayerNormalization"): _check_skipped,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _check_skipped,
-} | ({} if _SINCE_1_32 else _BEFORE_1_32)
+    **({} if _SINCE_1_32 else _BEFORE_1_32),
+}
