@@ -6,7 +6,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
 
 from ortserve.tools.bench.points import NO_VERDICT, PERCENTS
-from ortserve.tools.bench.result import BenchComparison, BenchResult, Point
+from ortserve.tools.bench.result import BenchComparison, BenchResult, OutputCheck, Point
 from ortserve.tools.page import chart
 from ortserve.tools.report import (
     Block,
@@ -39,7 +39,8 @@ missed (problem): The exit status is not 0.
 overloaded (warning): More and more requests waited, so the latencies grow with the duration of the measurement.
     → Take percentiles at a lower rate; --find-capacity finds the highest rate that is sustained.
 outputs_not_compared (warning): Wrong answers are not detected.
-    → Give random operators a seed, or compare with a model without them: --compare-outputs MODEL.
+    → Give random operators a seed, or compare with a model without them: --compare-outputs MODEL. For a model with
+    sequences, compare the answers to whole sequences in a test of your own.
 """)
 _FULL: Final = 0.9
 _MUCH: Final = 0.1
@@ -52,7 +53,7 @@ def present(result: BenchResult, *, has_pictures: bool) -> Report:
     facts: dict[str, Cell] = {
         "target": ", ".join(dict.fromkeys(point.target for point in points)),
         "way": ", ".join(dict.fromkeys(point.way for point in points)),
-        "server": ", ".join(dict.fromkeys(point.server for point in points)) or None,
+        "server": ", ".join(dict.fromkeys(point.server for point in points if point.server)) or None,
         "began": result.began,
         "inputs": result.inputs,
         "machine of the generator": result.machine,
@@ -164,7 +165,7 @@ def _details(points: Sequence[Point], names: _Names) -> Iterator[Table]:
             "late p50 µs": point.generator.late_p50_us,
             "late p99 µs": point.generator.late_p99_us,
             "waited µs": point.generator.waited_us,
-            "compared": f"{point.outputs.checked:,} with {point.outputs.expected}" if point.outputs else "not compared",
+            "compared": _compared(point.outputs) if point.outputs else "not compared",
         }
         for point in points
     ]
@@ -190,6 +191,11 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
         "outputs_not_compared": random,
     }
     return [_CATALOG.finding(kind, "; ".join(found[:_MAX_SEEN]), *found) for kind, found in cases.items() if found]
+
+
+def _compared(outputs: OutputCheck) -> str:
+    """The number of compared answers and what they were compared with; or ``nothing`` and the reason."""
+    return f"{outputs.checked:,} with {outputs.expected}" if outputs.checked else outputs.expected
 
 
 def _beside(point: Point) -> str:

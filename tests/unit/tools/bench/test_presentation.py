@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ortserve.tools.bench.presentation import present
-from ortserve.tools.bench.result import BenchResult, Generator, Percentile, Point, ServerUsage
+from ortserve.tools.bench.result import BenchResult, Generator, OutputCheck, Percentile, Point, ServerUsage
 from ortserve.tools.bench.statistics import Estimate
-from ortserve.tools.report import Findings, Picture
+from ortserve.tools.report import Facts, Findings, Picture, Table
 
 POINT = Point(
     *("http://host", "rest", "s 1", "1 caller", 1, None, 1),
@@ -78,3 +78,14 @@ def test_loads_without_answers_are_not_drawn(answered: Sequence[bool], pictures:
     points = [replace(POINT if one else none, load=f"{number} callers") for number, one in enumerate(answered)]
     blocks = present(result(*points), has_pictures=True).blocks
     assert sum(isinstance(block, Picture) for block in blocks) == pictures
+
+
+def test_what_answers_and_servers_are_missing_leaves_sentences_complete() -> None:
+    reason = "nothing, because answers depend on earlier requests of a sequence"
+    here = replace(POINT, target="models/m", server="", outputs=OutputCheck(12, 0, "bare runs", ""))
+    points = (here, replace(POINT, outputs=OutputCheck(0, 0, reason, "")))
+    blocks = present(result(*points), has_pictures=False).blocks
+    (facts,) = [block.entries for block in blocks if isinstance(block, Facts)]
+    (own,) = [block for block in blocks if isinstance(block, Table) and block.title == "Generator"]
+    assert facts["server"] == "s 1"
+    assert [row[-1] for row in own.rows] == ["12 with bare runs", reason]
