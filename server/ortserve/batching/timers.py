@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Final, Protocol, TypeAlias
 
 
@@ -112,6 +113,7 @@ _CLOCK_MONOTONIC: Final = 1
 _TFD_TIMER_ABSTIME: Final = 1
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
