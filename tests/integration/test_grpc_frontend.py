@@ -113,7 +113,7 @@ class FailingService(FakeInferenceService):
             self._fail("hold")
             return self.gate.hold(size)
 
-        return BodyAdmission("grpc", hold, self.count_refused_body, max_body_bytes=2**31)
+        return BodyAdmission("grpc", hold, self.count_rejected_body, max_body_bytes=2**31)
 
     def start(self, *arguments: Any) -> None:
         self._fail("start")

@@ -118,7 +118,7 @@ class Frontends:
         self.metrics.set_streams_source(lambda: streams.open_count)
         inference = self.inference
         admission = BodyAdmission(
-            "grpc", inference.gate.hold, inference.count_refused_body, max_body_bytes=options.max_body_bytes
+            "grpc", inference.gate.hold, inference.count_rejected_body, max_body_bytes=options.max_body_bytes
         )
         infer = InferCalls(inference, admission, self.tracing, self.load_reports)
         router = Router(self._calls(infer, admission, streams), self.guards)

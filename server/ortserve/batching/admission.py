@@ -183,7 +183,7 @@ class Admission:
         verdict = judge(left_ns, backlog, shape_class.batch_latency.observations)
         if verdict is not None:
             self._decisions.refused_late += 1
-            raise _refusal(verdict, left_ns, backlog)
+            raise _rejection(verdict, left_ns, backlog)
 
     def _is_far(
         self,
@@ -296,7 +296,7 @@ def tensor_bytes(arrays: Arrays) -> int:
     return nbytes
 
 
-def _refusal(verdict: TooLate, left_ns: float, backlog: Backlog) -> ServeError:
+def _rejection(verdict: TooLate, left_ns: float, backlog: Backlog) -> ServeError:
     left_ms = max(0.0, left_ns) / 1e6
     if verdict.is_hopeless:
         return ServeError(

@@ -163,7 +163,7 @@ class InferenceService:
         finally:
             call.cancel()
 
-    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
+    def count_rejected_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         """Record a request whose body was rejected, for example as too large, or whose caller disconnected."""
         self._recorder.body_rejected(protocol, kind, received_ns, trace)
 

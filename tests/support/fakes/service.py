@@ -52,7 +52,7 @@ class FakeInferenceService:
     @property
     def admission(self) -> BodyAdmission:
         """Admission for gRPC; the transports enforce the limit of a message."""
-        return BodyAdmission("grpc", self.gate.hold, self.count_refused_body, max_body_bytes=2**31)
+        return BodyAdmission("grpc", self.gate.hold, self.count_rejected_body, max_body_bytes=2**31)
 
     def receive(
         self,
@@ -67,7 +67,7 @@ class FakeInferenceService:
         self.received.append(Call(protocol, timing, timeout_ns, trace, headers))
         return self.received[-1]
 
-    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
+    def count_rejected_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         self.refused.append(kind)
 
     def start(

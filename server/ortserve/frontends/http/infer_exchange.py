@@ -55,7 +55,7 @@ class InferEndpoint:
         """``guard`` checks the keys of callers; None if callers need no key."""
         self.service: Final = service
         self.admission: Final = BodyAdmission(
-            "http", service.gate.hold, service.count_refused_body, max_body_bytes=max_body_bytes, guard=guard
+            "http", service.gate.hold, service.count_rejected_body, max_body_bytes=max_body_bytes, guard=guard
         )
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
@@ -261,7 +261,7 @@ class InferExchange(Exchange):
         except Exception:  # noqa: BLE001 - the task would swallow it
             self._fail()
             return
-        endpoint.service.count_refused_body("http", kind, self._received_ns, self._trace)
+        endpoint.service.count_rejected_body("http", kind, self._received_ns, self._trace)
         hold.release()  # again after ``abandon``: the hold may have grown since
 
     def _submit(self, body: bytes | memoryview) -> None:
