@@ -3,7 +3,8 @@
 ``python tests/support/empty_operands.py [OPERATOR ...]`` runs the ONNX node tests of these or all operators with
 tensors that are empty along one axis, or along all axes of one size. Each tensor becomes empty in a Slice in front of
 the operator, because the memory of an empty tensor inside a model differs from that of an empty input. Child processes
-fill their heap with two patterns.
+fill their heap with two patterns; ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0`` turns off the cache that glibc leaves
+as it is.
 """
 
 import ctypes
