@@ -127,4 +127,7 @@ TRAPS: Final = [
     Case("weights with an odd number of entries that are rotated in pairs", "float[N,2,4,3] x", "r = com.microsoft.RotaryEmbedding(k, p, c, s) y = Add(x, r)", "float[1,2,4,3] k, int64[1] p = {0}, float[8,1] c, float[8,1] s"),
     Case("an odd number of entries that are rotated in pairs, of the standard", "float[N,2,4,3] x, int64[N,4] p", "y = RotaryEmbedding(x, c, s, p)", "float[8,1] c, float[8,1] s", opset=23),
     Case("a mask of queries that is a mask of rows", "float[N,2,1,4] q, float[N,6] x", "y = Attention(q, k, k, x)", "float[1,2,6,4] k", opset=23),
+    Case("a shape with slopes of which ONNX Runtime does not know", "float[N,1] x, float[N,3] z", "h = PRelu(w, x) s = Shape<start=0, end=1>(h) t = Concat<axis=0>(s, less) r = Reshape(z, t) p = Softmax<axis=1>(r) k = Shape(z) y = Reshape(p, k)", "float[3] w = {1, 2, 3}, int64[1] less = {-1}"),
+    Case("an axis that ONNX Runtime does not remove from a shape", "float[N,4] x, float[1] z", "q = Squeeze<axes=[-1]>(z) s = Shape(q) t = Concat<axis=0>(s, m) r = Reshape(x, t) p = Softmax<axis=1>(r) y = Reshape(p, m)", "int64[2] m = {-1, 4}", opset=10),
+    Case("an axis that ONNX Runtime does not add to a shape", "float[4,N] x, float[4] z", "q = Unsqueeze<axes=[-1]>(z) s = Shape(q) t = Concat<axis=0>(s, less) r = Reshape(x, t) p = ReduceSum<axes=[1]>(r) f = Reshape(p, m) y = Add(x, f)", "int64[2] m = {4, -1}, int64[1] less = {-1}", opset=10),
 ]

@@ -48,16 +48,25 @@ _UNARY: Final = """
     Reciprocal Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Swish Tan Tanh ThresholdedRelu Affine
     ParametricSoftplus ScaledTanh
 """
-_BINARY: Final = "BitShift BitwiseAnd BitwiseOr BitwiseXor Mean PRelu StringConcat Xor"
+_BINARY: Final = "BitShift BitwiseAnd BitwiseOr BitwiseXor Mean StringConcat Xor"
 _OF_EQUAL_SHAPES: Final = frozenset({"Max", "Mean", "Min", "Sum"})
 _TESTS: Final = "IsInf IsNaN RegexFullMatch"
 
 
-def plain(call: Call) -> Output:
+def plain(call: Call) -> Value:
     """Operators on any number of operands, all of them data."""
     check_broadcast_attribute(call)
     values = call.present()
     return broadcast(call, values, values[0].dtype if values else 0)
+
+
+def parametric(call: Call) -> Output:
+    """PRelu. ONNX Runtime takes the shape of the first operand for that of the result when it infers shapes."""
+    value = call.operand(0)
+    result = plain(call)
+    if result.dims != value.dims:
+        raise NotKnownError("has slopes for more entries than its operand certainly has")
+    return result
 
 
 def test(call: Call) -> Output:
@@ -326,6 +335,7 @@ def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
 
 RULES: Final[Rules] = {
     **{("", op): rule(plain) for op in (*_UNARY.split(), *_BINARY.split())},
+    ("", "PRelu"): rule(parametric),
     **{("", op): rule(test) for op in _TESTS.split()},
     ("", "Relu"): rule(relu),
     ("", "Clip"): rule(clip),

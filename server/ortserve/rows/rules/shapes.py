@@ -311,7 +311,18 @@ def transpose(call: Call) -> Output:
     return call.result([dims[axis] for axis in order], value, axis, value.dtype, elements, facts)
 
 
+def _check_signs(call: Call) -> None:
+    """Raise an error for negative axes before opset 11.
+
+    ONNX Runtime 1.31.1 counts them from the end, but disregards them in the shapes that it infers at the load, and the
+    result of Shape may be such a shape.
+    """
+    if call.opset < 11 and any(axis < 0 for axis in call.integers("axes") or ()):
+        raise NotKnownError("has negative axes, as they are allowed from opset 11 on")
+
+
 def squeeze(call: Call) -> Output:
+    _check_signs(call)
     value = call.operand(0)
     dims = call.dims(value)
     axes = call.axes(1, len(dims))
@@ -329,6 +340,7 @@ def squeeze(call: Call) -> Output:
 
 
 def unsqueeze(call: Call) -> Output:
+    _check_signs(call)
     value = call.operand(0)
     dims = call.dims(value)
     given = call.integers("axes")
