@@ -109,6 +109,22 @@ def is_whole(number: Number) -> bool:
     return False
 
 
+WINDOWS: Final = "windows"
+"""The expression of a size for which ONNX Runtime may infer another one when it loads the model."""
+
+
+def is_inferred(number: object) -> bool:
+    """Whether ONNX Runtime may infer another number than this size of a tensor when it loads the model.
+
+    The result of Shape is then the inferred size.
+    """
+    if isinstance(number, (frozenset, tuple)):
+        return any(map(is_inferred, number))
+    return isinstance(number, Product) and any(
+        atom.key[:1] == (WINDOWS,) or is_inferred(atom.key) for atom, _ in number.atoms
+    )
+
+
 def atoms_of(number: Number) -> Iterable[Atom]:
     """The atoms of a number, but not the atoms in the terms of a sum."""
     return (atom for atom, _ in number.atoms) if isinstance(number, Product) else ()

@@ -54,6 +54,8 @@ class Symbols:
         """Number of computed symbolic results, as a measure of the time of the analysis."""
         self.has_uncertain_size = False
         """Whether some tensor may have other sizes than its claim (``rules.call.check_sizes``)."""
+        self.has_lost_axes = False
+        """Whether ONNX Runtime may infer another number of axes for some tensor when it loads the model."""
         self.names: dict[Atom, str] = {}
         """The names of the atoms that are free sizes of inputs; empty for a size without a name."""
         self.fixed_sizes: dict[str, int] = {}

@@ -17,6 +17,7 @@ from ortserve.rows.number import (
     atoms_of,
     contains_rows,
     is_free,
+    is_inferred,
     is_nonnegative,
     is_positive,
     single_atom,
@@ -116,7 +117,7 @@ def shape(call: Call) -> Output:
     value = call.operand(0)
     if value.facts.padding is not None:
         raise RowsMeetError("returns the length of the longest row of the batch")
-    dims = call.dims(value)
+    dims = _read_sizes(call, value)
     rank = len(dims)
     start, end = (
         min(max(position + rank if position < 0 else position, 0), rank)
@@ -130,7 +131,17 @@ def size(call: Call) -> Output:
     value = call.operand(0)
     if value.facts.padding is not None:
         raise RowsMeetError("returns a number of elements that depends on the longest row of the batch")
-    return free((), INT64, (call.symbols.product(call.dims(value)),))
+    return free((), INT64, (call.symbols.product(_read_sizes(call, value)),))
+
+
+def _read_sizes(call: Call, value: Value) -> tuple[Number, ...]:
+    """The sizes of an operand as Shape returns them: ONNX Runtime may use those that it inferred at the load."""
+    if call.symbols.has_lost_axes:
+        raise NotKnownError("may return the shape that ONNX Runtime infers behind a ConvTranspose with an output_shape")
+    return tuple(
+        call.symbols.opaque("inferred size", length, lowest=0) if is_inferred(length) else length
+        for length in call.dims(value)
+    )
 
 
 def reshape(call: Call) -> Output:
@@ -326,7 +337,9 @@ def squeeze(call: Call) -> Output:
     value = call.operand(0)
     dims = call.dims(value)
     axes = call.axes(1, len(dims))
-    if not axes:
+    if axes == ():  # ONNX Runtime removes none in the shapes that it infers at the load
+        raise NotKnownError("has an empty list of axes")
+    if axes is None:
         if not all(isinstance(length, int) for length in dims):
             raise NotKnownError("removes every axis of size 1, which may be the axis of the rows")
         axes = tuple(position for position, length in enumerate(dims) if length == 1)

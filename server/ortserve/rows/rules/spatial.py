@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.model_file.graph import INT32, INT64
-from ortserve.rows.number import Number, contains_rows
+from ortserve.rows.number import WINDOWS, Number, contains_rows
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import length_of
@@ -75,6 +75,7 @@ def conv_transpose(call: Call) -> Output:
 def _transposed_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) -> list[Number]:
     rank = len(dims)
     if (given := call.integers("output_shape")) is not None:
+        call.symbols.has_lost_axes = True  # ONNX Runtime 1.31.1 infers a result without the axes of these sizes
         return list(given[-rank:])
     symbols = call.symbols
     strides = call.integers("strides") or (1,) * rank
@@ -82,11 +83,13 @@ def _transposed_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Numb
     extra = call.integers("output_padding") or (0,) * rank
     pads = call.integers("pads") or (0,) * (2 * rank)
     same = call.text("auto_pad", "NOTSET").startswith("SAME")
+    if same and any(extra):  # ONNX Runtime 1.31.1 adds it only to the shape that it infers at the load
+        raise NotKnownError("pads the output of auto_pad")
     lengths: list[Number] = []
     for i, length in enumerate(dims):
         reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
         if same:  # nothing is cut off a result that is shorter than length * stride
-            missing = symbols.minimum(symbols.sum((reach, 1 + extra[i] - strides[i])), 0)
+            missing = symbols.minimum(symbols.sum((reach, 1 - strides[i])), 0)
             lengths.append(symbols.add(symbols.multiply(length, strides[i]), missing))
             continue
         moved = symbols.multiply(symbols.subtract(length, 1), strides[i])
@@ -97,8 +100,9 @@ def _transposed_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Numb
 def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) -> list[Number]:
     """The number of windows along each axis.
 
-    In pooling, ONNX Runtime 1.31.1 rounds towards 0, so an axis that is shorter than its window may have a window; and
-    with ``auto_pad``, padding ignores dilations. A convolution rejects such an axis.
+    In pooling, ONNX Runtime 1.31.1 rounds towards 0, so an axis that is shorter than its window may have a window. A
+    convolution rejects such an axis. With ``auto_pad``, the padding of a pooling ignores dilations, but not in the
+    shapes that ONNX Runtime infers at the load.
     """
     symbols = call.symbols
     rank = len(dims)
@@ -115,9 +119,8 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
         stride = Fraction(1, strides[i])
         if kind.startswith("SAME"):
             if is_pool and dilations[i] != 1:
-                lengths.append(symbols.opaque("windows", length, sizes[i], strides[i], dilations[i], kind, lowest=0))
-            else:
-                lengths.append(symbols.ceil(symbols.multiply(length, stride)))
+                raise NotKnownError("pads for windows with gaps")
+            lengths.append(symbols.ceil(symbols.multiply(length, stride)))
             continue
         padding = 0 if kind == "VALID" else pads[i] + pads[i + rank]
         reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
@@ -125,7 +128,7 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
         moves = symbols.multiply(room, stride)
         whole = symbols.truncate(moves) if is_pool else symbols.floor(moves)
         if rounds_up and whole != moves:  # unknown: a last window that starts in the padding does not count
-            lengths.append(symbols.opaque("windows", length, sizes[i], strides[i], dilations[i], padding, lowest=0))
+            lengths.append(symbols.opaque(WINDOWS, length, sizes[i], strides[i], dilations[i], padding, lowest=0))
         else:
             lengths.append(length_of(call, symbols.add(whole, 1)))
     return lengths
