@@ -15,6 +15,7 @@ __all__ = [
     "queue",
     "response_cache",
     "row_checks",
+    "row_limit",
     "run_limits",
     "sequence_admission",
     "sequence_table",

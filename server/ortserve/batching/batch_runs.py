@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.groups import RequestGroup, divide, fail_group, form_batch, form_first_row, settle_batch
 from ortserve.batching.inline_runs import InlineRuns
 from ortserve.batching.instances import Instances
@@ -18,6 +17,7 @@ from ortserve.batching.latency import AnswerTime
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.row_checks import Difference, RowChecks
+from ortserve.batching.row_limit import RowLimit
 from ortserve.batching.run_limits import NO_CALLBACKS, RunEvents, RunLimits, RunWatch
 from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.shared_threads import SharedThreads
@@ -40,7 +40,7 @@ class BatchRuns:
     batch was formed (monotonic).
 
     Attributes:
-        policy: Current limits of batches: configured or found in warm-up, and lowered after failures.
+        policy: Current limits of batches: lowered after failures, and corrected by ``row_limit``.
         queue: The queued requests.
         instances: Lends instances to runs, and predicts when busy ones are idle.
         share: This model's share of the threads that all models use.
@@ -71,6 +71,7 @@ class BatchRuns:
         row_checks: RowChecks | None = None,
         on_difference: Callable[[Difference], object] | None = None,
         ragged: RaggedTensors | None = None,
+        row_limit: RowLimit | None = None,
     ) -> None:
         """Start without requests.
 
@@ -83,8 +84,7 @@ class BatchRuns:
             inline: See ``BatchRuns``.
             loop: The event loop, on whose thread everything but the runs happens.
             clock: Monotonic nanoseconds.
-            observe_batch: Called for each batch that ran, with its rows, the time at which it was formed, its result,
-                and the time at which the result reached the loop.
+            observe_batch: Called for each batch that ran: its rows, when it was formed, its result, when that was known.
             make_timer: Makes the timer of delayed batches; None for a timer of the event loop.
             depth: Number of batches that an instance takes at a time.
             name: Name of the model, for errors and the log.
@@ -93,6 +93,7 @@ class BatchRuns:
             row_checks: Runs requests that shared batches again alone; None for a model that is not checked.
             on_difference: Called with the first difference that row checks find. Requests run alone from then on.
             ragged: Divides the outputs of a model whose requests may differ in shape; None to divide by rows.
+            row_limit: Corrects ``policy.max_rows`` until memory is too small; None to keep it.
         """
         self.policy = policy
         self.queue: Final = queue
@@ -113,9 +114,9 @@ class BatchRuns:
         self._events = run_events
         self._name = name
         self._idle: asyncio.Event | None = None
-        self._row_checks = row_checks
-        self._on_difference = on_difference
+        self._row_checks, self._on_difference = row_checks, on_difference
         self._ragged = ragged
+        self._row_limit = row_limit
         self._scheduler = Scheduler(queue, self.decisions, loop, clock)
         self._withdraw = self._on_cancelled  # bound once, not for each request
         self._watch = RunWatch(
@@ -200,7 +201,8 @@ class BatchRuns:
         now_ns = self._clock()
         if not self.share.may_start():
             return  # the share wakes this batcher when its turn comes
-        group = self._scheduler.next_group(self.policy, now_ns)
+        limit, policy = self._row_limit, self.policy
+        group = self._scheduler.next_group(limit.next_policy(policy, self.queue.rows) if limit else policy, now_ns)
         if group is None and self._row_checks is not None:
             group = self._next_check(self._row_checks, now_ns)
         if not isinstance(group, RequestGroup):
@@ -241,7 +243,7 @@ class BatchRuns:
         difference = checks.judge(request)
         if difference is None:
             return
-        self._row_checks = None
+        self._row_checks = self._row_limit = None
         self.policy = run_requests_alone(self.policy)
         if self._on_difference is not None:
             self._on_difference(difference)
@@ -262,7 +264,7 @@ class BatchRuns:
         if isinstance(outcome, Exception):
             self._on_failed(group, bucket, now_ns, outcome)
         else:
-            group.shape_class.batch_latency.observe(bucket, elapsed_ns)
+            self._learn(group, bucket, elapsed_ns)
             self._on_computed(group, bucket, now_ns, outcome)
         self.share.charge(predicted_ns, wants_more=self._wake_if_needed())
         return True
@@ -317,12 +319,12 @@ class BatchRuns:
         else:
             if self.instances.lends_ahead:
                 self.instances.observe_staging(outcome.staged_ns - taken_ns)
-            group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
+            self._learn(group, bucket, now_ns - began_ns)
             if self.inline is not None:
                 self.inline.observe_on_worker(group.shape_class.run_latency, bucket, outcome.run_ns)
             if not group.is_check:  # no client waits for a check, and its outcome decides about the next batch
                 if self.policy.closed_loop_wait:
-                    self._note_answer(group.shape_class)
+                    group.shape_class.note_answer(self._clock())
                 if self.queue.rows >= self.policy.max_rows:
                     # A full batch waits. No new request could change it, so it starts before the answers are written.
                     self._start_batch()
@@ -330,12 +332,10 @@ class BatchRuns:
         # Otherwise answers come first: the next requests of their callers may arrive before the next batch is formed.
         self._wake_if_needed()
 
-    def _note_answer(self, shape_class: ShapeClass) -> None:
-        answered_ns, solo_ns = self._clock(), shape_class.batch_latency.predict_ns(1) or 0.0
-        if shape_class.closed_loop is None:
-            shape_class.closed_loop = ClosedLoopWait(answered_ns, solo_ns)
-        else:
-            shape_class.closed_loop.on_answer(answered_ns, solo_ns)
+    def _learn(self, group: RequestGroup, bucket: int, ns: int) -> None:
+        group.shape_class.batch_latency.observe(bucket, ns)
+        if self._row_limit is not None:
+            self.policy = self._row_limit.learn(group, ns, self.policy)
 
     def _on_computed(self, group: RequestGroup, bucket: int, taken_ns: int, result: BatchResult) -> None:
         """Settle the requests of a batch, or run all rows of one whose first row was tried."""
@@ -370,7 +370,7 @@ class BatchRuns:
         """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""
         if isinstance(error, OutOfMemoryError):
             self.decisions.out_of_memory += 1
-            self.policy = lower_cap(self.policy, bucket)
+            self.policy, self._row_limit = lower_cap(self.policy, bucket), None
         if group.tries_one_row and group.rows > 1:
             self._run_whole(group)
             return

@@ -66,7 +66,6 @@ class Batcher:
         clock: Clock,
         *,
         has_texts: bool = False,
-        has_long_pieces: bool = False,
     ) -> None:
         """Accept requests from now on.
 
@@ -75,15 +74,11 @@ class Batcher:
             limits: Limits of the queue.
             clock: Monotonic nanoseconds.
             has_texts: Whether inputs hold texts, whose amount per run is limited (``large_requests``).
-            has_long_pieces: Whether a piece of a large request may have more rows than a batch, until memory is too
-                small or rows turn out to depend on each other.
         """
         self._runs = runs
         self._queue = runs.queue
         self._clock = clock
         self._has_texts = has_texts
-        self._long_piece_policy = runs.policy if has_long_pieces else None
-        """The policy while pieces may have more rows than a batch: any change ends that."""
         self._arrivals = ArrivalRate()
         self._admission = Admission(runs.queue, limits, runs.decisions, runs.instances)
         self._divided = 0  # number of requests that run in pieces; some pieces may not be queued yet
@@ -131,7 +126,7 @@ class Batcher:
         if self._has_texts:
             request.text_units = text_units(request.inputs)
             piece_rows = most_rows(request.text_units, request.rows, piece_rows)
-        if request.rows > piece_rows and policy is self._long_piece_policy:
+        if request.rows > piece_rows and policy.has_long_pieces:
             piece_rows = long_piece_rows(piece_rows, request.nbytes / request.rows, known.batch_latency)
         if known.runs_alone or request.rows <= piece_rows:
             self._runs.enqueue(request, known, now_ns)

@@ -35,6 +35,8 @@ class BatchPolicy:
             an answer.
         lone_rows: Maximum rows of a batch if each holds a single request; None if requests share batches. If set,
             ``max_rows`` is 1, so that no request waits for others to join it, and queued work is counted row by row.
+        has_long_pieces: Whether a piece of a large request may have more rows than a batch, until memory is too small
+            or rows turn out to depend on each other.
     """
 
     max_rows: int
@@ -43,6 +45,7 @@ class BatchPolicy:
     buckets: tuple[int, ...] = ()
     closed_loop_wait: bool = False
     lone_rows: int | None = None
+    has_long_pieces: bool = False
 
     @property
     def request_rows(self) -> int:
@@ -72,7 +75,7 @@ def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
         rows = min(rows, buckets[-1])
     if policy.lone_rows is not None:
         return replace(policy, lone_rows=rows, buckets=buckets)
-    return replace(policy, max_rows=rows, buckets=buckets)
+    return replace(policy, max_rows=rows, buckets=buckets, has_long_pieces=False)
 
 
 def run_requests_alone(policy: BatchPolicy) -> BatchPolicy:
@@ -80,7 +83,13 @@ def run_requests_alone(policy: BatchPolicy) -> BatchPolicy:
     if policy.lone_rows is not None:
         return policy
     return replace(
-        policy, max_rows=1, queue_delay_ns=0, preferred_rows=(), closed_loop_wait=False, lone_rows=policy.max_rows
+        policy,
+        max_rows=1,
+        queue_delay_ns=0,
+        preferred_rows=(),
+        closed_loop_wait=False,
+        lone_rows=policy.max_rows,
+        has_long_pieces=False,
     )
 
 

@@ -94,6 +94,14 @@ class ShapeClass:
         # Never before an earlier request on the same terms, even if the predicted time has become shorter.
         return max(queued_ns + self._due_after_ns, self.last_due_ns if self.requests else 0.0)
 
+    def note_answer(self, now_ns: int) -> None:
+        """Note that a batch was answered, for the closed-loop wait."""
+        solo_ns = self.batch_latency.predict_ns(1) or 0.0
+        if self.closed_loop is None:
+            self.closed_loop = ClosedLoopWait(now_ns, solo_ns)
+        else:
+            self.closed_loop.on_answer(now_ns, solo_ns)
+
     def rows_ahead(self, order: tuple[int, float]) -> int:
         """Rows of the requests that precede a new request of this order."""
         requests = self.requests

@@ -121,7 +121,13 @@ def play(
         abandoned: list[bool] = []
         runs = BatchRuns(
             runners,
-            BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, closed_loop_wait=closed_loop_wait),
+            BatchPolicy(
+                max_rows,
+                queue_delay_ns,
+                buckets=buckets,
+                closed_loop_wait=closed_loop_wait,
+                has_long_pieces=has_long_pieces,
+            ),
             queue,
             shared=shared,
             threads=threads,
@@ -133,7 +139,7 @@ def play(
             run_limits=run_limits,
             run_events=replace(NO_CALLBACKS, on_abandoned=lambda runner, reason, is_last: abandoned.append(is_last)),
         )
-        batcher = Batcher(runs, QueueLimits(max_queue_rows, max_queue_bytes), clock, has_long_pieces=has_long_pieces)
+        batcher = Batcher(runs, QueueLimits(max_queue_rows, max_queue_bytes), clock)
         await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock(), abandoned))
         await batcher.close()
         assert not [violation for runner in runners for violation in runner.violations]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Final
 
@@ -14,7 +14,6 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.direct_sequences import DirectRuns
 from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.oldest_sequences import OldestRuns
-from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
@@ -36,13 +35,17 @@ from ortserve.device.accounting import read_runs
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS
 from ortserve.engine.instance import Instance
-from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import Plan
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.ensemble.turns import SequenceTurns
-from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
-from ortserve.registry.load.row_axes import Grounds
+from ortserve.registry.load.batch_policy import batch_policy, row_checks, row_limit
+from ortserve.registry.load.loaded_model import (
+    LoadedModel,
+    describe_batching,
+    describe_ended_sharing,
+    describe_properties,
+)
 from ortserve.registry.recording import Recording, Recordings
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
@@ -112,12 +115,12 @@ class Assembly:
             tries_one_row=loaded.signature.is_batched and not is_known,
             tried=_tried_shapes(loaded),
         )
-        checks = _row_checks(loaded, options, self._clock)
+        checks = row_checks(loaded, options, self._clock)
         depth = min(instance.depth for instance in loaded.instances)
         runs_on_host = all(instance.runs_on_host for instance in loaded.instances)
         runs = BatchRuns(
             loaded.instances,
-            _policy(loaded, options),
+            batch_policy(loaded, options),
             queue,
             # A run on a GPU holds no processors, and only the instance's worker uses the session.
             shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
@@ -134,16 +137,11 @@ class Assembly:
             row_checks=checks,
             on_difference=lambda difference: _end_sharing(served, difference),
             ragged=loaded.signature.ragged,
+            row_limit=row_limit(loaded, options, lambda max_rows: _report_rows(served, loaded, max_rows)),
         )
         limits = QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options))
         has_texts = any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs)
-        batcher = Batcher(
-            runs,
-            limits,
-            self._clock,
-            has_texts=has_texts,
-            has_long_pieces=runs_on_host and not has_texts and _may_exceed_batches(loaded, options),
-        )
+        batcher = Batcher(runs, limits, self._clock, has_texts=has_texts)
         sequences = self._sequence_runs(loaded, options, batcher, metrics)
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks, sequences))
         metrics.set_saturation_source(batcher.saturation)
@@ -282,29 +280,6 @@ def _shape_class(shapes: ShapeClasses | None, inputs: Arrays) -> Hashable:
     return None if shapes is None else shapes.find(inputs)
 
 
-def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
-    if not loaded.signature.is_batched:
-        return BatchPolicy(1)
-    max_rows, buckets = loaded.warm_up.max_rows, tuple(sorted(set(options.buckets))) or loaded.on_device.sizes
-    if options.sequences is not None and options.sequences.strategy == "direct":
-        return BatchPolicy(max_rows, buckets=buckets)  # the strategy forms batches before they are enqueued
-    preferred_rows = tuple(sorted(options.preferred_rows))
-    return BatchPolicy(max_rows, int(options.queue_delay_s * 1e9), preferred_rows, buckets, options.closed_loop_wait)
-
-
-def _may_exceed_batches(loaded: LoadedModel, options: ModelOptions) -> bool:
-    """Whether one request may run with more rows than a batch: nothing but warm-up limits the rows of a batch."""
-    return (
-        loaded.rows.grounds is Grounds.PROVEN
-        and options.max_rows is None
-        and not options.buckets
-        and options.sequences is None
-        and not loaded.warm_up.no_memory
-        and loaded.padding is None
-        and loaded.signature.ragged is None
-    )
-
-
 def _tried_shapes(loaded: LoadedModel) -> list[Hashable]:
     """The shape class of the row that ran in warm-up, if the model has several shape classes."""
     inputs = loaded.warm_up.inputs
@@ -316,21 +291,6 @@ def _tried_shapes(loaded: LoadedModel) -> list[Hashable]:
 def _run_limits(options: ModelOptions) -> RunLimits:
     timeout_s = options.run_timeout_s
     return RunLimits(None if timeout_s is None else round(timeout_s * 1e9), round(options.run_grace_s * 1e9))
-
-
-def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> RowChecks | None:
-    """The row checks of a model. None if they are off by configuration, or by default because rows are proven
-    independent; also if requests run alone or batches have one row.
-    """
-    is_checked = options.row_checks
-    if is_checked is None:
-        is_checked = loaded.rows.grounds is not Grounds.PROVEN
-    if not is_checked or not loaded.signature.is_batched or loaded.warm_up.max_rows == 1:
-        return None
-    signature, tensors = loaded.signature, loaded.interface.sequences
-    if tensors is not None and tensors.are_elsewhere:  # the other outputs are states, which cannot be compared
-        signature = replace(signature, outputs=signature.outputs[: tensors.shown_outputs])
-    return RowChecks(signature, clock, is_coarse=loaded.execution_provider in GPU_PROVIDERS)
 
 
 def _end_sharing(served: ServedModel, difference: Difference) -> None:
@@ -345,6 +305,13 @@ def _end_sharing(served: ServedModel, difference: Difference) -> None:
         neighbours=difference.neighbours,
     )
     served.properties = {**served.properties, "batching": describe_ended_sharing(difference, served.max_rows)}
+
+
+def _report_rows(served: ServedModel, loaded: LoadedModel, max_rows: int) -> None:
+    """Report a new maximum of rows in the log and in the properties."""
+    event = "maximum rows of a batch changed, because batches of this size serve rows faster"
+    log_event(logger, logging.INFO, event, model=served.name, version=served.version, max_rows=max_rows)
+    served.properties = {**served.properties, "batching": describe_batching(loaded, max_rows)}
 
 
 def _report_instances(loaded: LoadedModel, metrics: ModelMetrics) -> None:

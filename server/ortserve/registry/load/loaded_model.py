@@ -117,7 +117,7 @@ def describe_properties(loaded: LoadedModel, max_rows: int, sequences: SequenceO
         warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
     properties = {
         "execution_provider": loaded.execution_provider,
-        "batching": _describe_batching(loaded, max_rows),
+        "batching": describe_batching(loaded, max_rows),
         "intra_op_threads": str(loaded.intra_op_threads),
         "warm_up": warm_up,
         "event_loop": _describe_event_loop(loaded),
@@ -254,7 +254,8 @@ def threads_without_effect(options: ModelOptions, *, has_global_threads: bool) -
     return []
 
 
-def _describe_batching(loaded: LoadedModel, max_rows: int) -> str:
+def describe_batching(loaded: LoadedModel, max_rows: int) -> str:
+    """The property ``batching``. The arguments are those of ``describe_properties``."""
     if not loaded.signature.is_batched:
         return f"not batched because {loaded.signature.unbatched_because}"
     rows, found = loaded.rows, loaded.warm_up

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,4 +140,23 @@ async def test_rows_are_checked_if_unproven_or_configured(
     path = build(tmp_path / "model.onnx")
     served = serve(assembly, path, None, metrics, **{"max_rows": 4} | chosen)
     assert bool(metrics.model("model", "1").batching().row_checks) is is_checked
+    await served.close()
+
+
+async def test_a_maximum_of_rows_that_warm_up_underestimated_is_corrected(tmp_path: Path) -> None:
+    """As after a warm-up beside other work. A run of 64 rows of this model takes about as long as one of 2."""
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    options = ModelOptions(warmup_s=0.1, intra_op_threads=1)
+    loaded = load_model(builders.heavy(tmp_path / "heavy.onnx", steps=1), "heavy", options, time.monotonic_ns)
+    loaded = replace(loaded, warm_up=replace(loaded.warm_up, max_rows=1))
+    served = assembly.serve(loaded, Configuration(options), Metrics(CollectorRegistry()).model("heavy", "1"))
+    rows = np.random.default_rng(0).standard_normal((200, 1, 64)).astype(np.float32)
+    assert served.properties["batching"].startswith("up to 1 rows run together")
+    async with asyncio.timeout(60):
+        while served.max_rows < 4:
+            answers = await asyncio.gather(*(submit_to(served, (row,), 1) for row in rows))
+    for (answer,), (again,) in zip(answers, [await submit_to(served, (row,), 1) for row in rows], strict=True):
+        np.testing.assert_allclose(answer, again, rtol=1e-3, atol=1e-4)
+    assert served.properties["batching"].startswith(f"up to {served.max_rows} rows run together, proven")
+    assert served.learned().max_rows == served.max_rows
     await served.close()

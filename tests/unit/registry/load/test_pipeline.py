@@ -31,7 +31,7 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 from ortserve.model_file.graph import Model
 from ortserve.registry.load import providers as providers_module
-from ortserve.registry.load.assembly import _policy
+from ortserve.registry.load.batch_policy import batch_policy
 from ortserve.registry.load.coordination import LoadCancelledError, Progress
 from ortserve.registry.load.loaded_model import (
     LoadedModel,
@@ -671,7 +671,7 @@ def test_buckets_are_those_that_fit_in_warm_up(
     options = {"max_rows": 32, "buckets": (8, 32), "warmup_s": 60, "instances": instances}
     loaded = load_on(builders.mlp(tmp_path / "m.onnx"), ["cuda", "cpu"], **options)
     assert (loaded.warm_up.max_rows, loaded.on_device.sizes) == (8, (8,))
-    policy = _policy(loaded, ModelOptions.model_validate(options))
+    policy = batch_policy(loaded, ModelOptions.model_validate(options))
     assert {policy.bucket_for(rows) for rows in range(1, policy.max_rows + 1)} == {8}
 
 
