@@ -193,9 +193,12 @@ class Ring:
         for missed in range(max(self._next, sample - RING_SAMPLES), sample):
             self._rows[missed % RING_SAMPLES] = 0
         self._rows[sample % RING_SAMPLES] = [getattr(now, name) for name in COLUMNS]
-        self._next = sample + 1
-        if sample % _ERRORS_EVERY == 0:
+        # A late sample has a later number: errors since the sample before count from this one.
+        minutes = sample // _ERRORS_EVERY - (self._next - 1) // _ERRORS_EVERY
+        if minutes:
+            self._errors.extend([self._errors[-1]] * min(minutes - 1, RING_SAMPLES))
             self._errors.append(errors)
+        self._next = sample + 1
         if now != IDLE:
             self.last_active = sample
 

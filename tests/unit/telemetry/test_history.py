@@ -87,6 +87,17 @@ def test_recent_errors_are_those_of_the_last_15_minutes() -> None:
     assert ring.recent_errors({"deadline": 5 + 2 * RING_SAMPLES // 12}) == {"deadline": RING_SAMPLES // 12}
 
 
+def test_recent_errors_end_after_15_minutes_if_samples_are_missed() -> None:
+    """On a busy machine a sample comes late, and then has a later number. Here each first one of a minute is missed."""
+    ring = Ring(1, {})
+    for sample in range(1, 2 * RING_SAMPLES):
+        if sample % 12:
+            ring.add(sample, Rates(failed_per_s=1), {"deadline": sample // 12})
+    assert ring.recent_errors({"deadline": 29}) == {"deadline": 15 - 1}
+    ring.add(3 * RING_SAMPLES, IDLE, {"deadline": 30})
+    assert ring.recent_errors({"deadline": 31}) == {"deadline": 2}
+
+
 def test_recent_errors_include_those_before_and_after_a_reload() -> None:
     ring = Ring(0, {"deadline": 5})
     ring.add(0, Rates(failed_per_s=1), {"deadline": 9, "internal": 1})
