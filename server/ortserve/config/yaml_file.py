@@ -111,6 +111,8 @@ class _Check:
                 node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
             except UnicodeDecodeError:
                 raise _bad(node, "expected a text, got a lone surrogate (half of a character)") from None
+            if "\0" in node.value:  # the escape of a quoted text; no path or name of the system may hold it
+                raise _bad(node, "expected a text without the character NUL, got one")
             return
         plain: str = self._loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
         self._check_tag(node, plain)

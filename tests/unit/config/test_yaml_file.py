@@ -55,6 +55,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a: " + "9" * 6000, "expected a number of at most 64 characters, got 6000 in line 1"),
         ("a: 1" + ":0" * 200, "expected a number of at most 64 characters, got 401 in line 1"),
         (r'a: "\ud800"', "expected a text, got a lone surrogate (half of a character) in line 1"),
+        (r'{b: 1, c: "a\0b"}', "expected a text without the character NUL, got one in line 1"),
         (r'{b: 1, "\ud800": 1}', "expected a text, got a lone surrogate (half of a character) in line 1"),
         ("a: !!bool maybe", "expected no tag, got !!bool in line 1"),
         ("a: !!binary aGVsbG8=", "expected no tag, got !!binary in line 1"),
