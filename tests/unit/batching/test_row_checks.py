@@ -278,6 +278,23 @@ def test_checks_take_a_hundredth_of_the_time_of_runs() -> None:
     play(main, run_ns=lambda rows: 4 * MS if rows == 1 else MS)
 
 
+def test_wait_of_a_check_for_a_busy_machine_delays_no_further_check() -> None:
+    clock = FakeClock()
+    checks, known = RowChecks(SIGNATURE, clock), RequestQueue().shape_class(None)
+    request = inflight((rows_of(1),), 1, Timing(0))
+    for _ in range(EVERY_BATCHES + 1):
+        outputs = answer(rows_of(1, 1))
+        checks.observe(RequestGroup(known, [request, request], 2), BatchResult(outputs, 0, 0, MS))
+        group = checks.next_group()
+        if group is not None:
+            clock.advance(1000 * MS)
+            outputs = answer(rows_of(1))
+            checks.observe(group, BatchResult(outputs, 0, 0, MS))
+            group.requests[0].complete(outputs)
+            checks.judge(group.requests[0])
+    assert checks.counts["agreed"] == 2
+
+
 def test_request_of_one_row_is_preferred_and_rows_of_another_stay_together() -> None:
     async def main(stage: Stage) -> None:
         await stage.ask(rows_of(1, 2), rows_of(3), rows_of(4, 5))
