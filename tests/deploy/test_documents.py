@@ -99,6 +99,12 @@ def test_documented_overlay_serves_a_volume_with_its_image_and_options(tmp_path:
     assert {"tmp", "shm"} <= set(volumes)
 
 
+def test_documented_size_and_number_of_pods_take_effect(tmp_path: Path) -> None:
+    installed = rendered(own_overlay(tmp_path, {**yaml_block("newTag"), **yaml_block("replicas:")}))
+    assert installed.one("Deployment")["spec"]["replicas"] == 3
+    assert installed.server["resources"] == {key: {"cpu": "4", "memory": "8Gi"} for key in ("requests", "limits")}
+
+
 def test_openshift_chooses_the_ids_of_the_pod(tmp_path: Path) -> None:
     overlay = {"resources": ["../deploy/overlays/cpu"], "components": ["../deploy/components/openshift"]}
     context = rendered(own_overlay(tmp_path, overlay)).pod["spec"]["securityContext"]
