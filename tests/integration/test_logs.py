@@ -19,7 +19,17 @@ from models import builders
 from ortserve.core.dtypes import DataType
 from proxies import free_ports
 from raw_grpc import cancel_during_answer
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    json_input,
+    read_metrics,
+    rest_url,
+    serving,
+    triton_clients,
+)
 from transports import ON_BOTH_TRANSPORTS
 
 SECRET_TEXT: Final = "vErYsEcReT"
@@ -101,6 +111,22 @@ def test_text_lines_are_the_default_and_contain_no_tensor_values(tmp_path: Path)
         assert " operators=" not in line.partition(" batching=")[0]
         assert " batching=" in line
         assert len(line) < 400
+
+
+def test_line_and_count_of_a_body_that_cannot_be_decoded_name_the_model_in_the_path(tmp_path: Path) -> None:
+    _add_models(tmp_path)
+    with serving(tmp_path, "--warmup-s", "0", "--access-log") as server:
+        for path, body in (
+            ("models/numbers/infer", b"{"),
+            ("models/words/versions/1/infer", b'{"inputs": 1}'),
+            ("models/numbers/generate", b"[]"),
+            ("models/numbers/infer", b'{"id": "x", "inputs": ' + b" " * 100_000),  # decoded by another process
+        ):
+            assert httpx.post(f"http://{server.http}/v2/{path}", content=body, timeout=LONG_S).status_code == 400
+        rejected = read_metrics(server).by_labels("ortserve_rejected_requests_total", "model", "reason")
+    lines = [line for line in server.lines if "ortserve.access" in line]
+    assert [line.partition(" model=")[2].split()[0] for line in lines] == ["numbers", "words", "numbers", "numbers"]
+    assert rejected == {"numbers invalid_input": 3, "words invalid_input": 1}
 
 
 def test_line_of_a_request_with_long_texts_is_short(tmp_path: Path) -> None:

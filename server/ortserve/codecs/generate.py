@@ -95,7 +95,7 @@ class GenerateRequest:
     ) -> None:
         """The arguments are those of ``decode_generate_request``. ``read`` raises the errors of ``inputs``."""
         self._body = body
-        self._model_name = model_name
+        self.model_name = model_name
         self._model_version = model_version
         self._inputs = inputs
         self._is_stream = is_stream
@@ -116,12 +116,12 @@ class GenerateRequest:
     def read(self) -> InferRequest:
         """Decode the request, as ``decode_generate_request``."""
         return decode_generate_request(
-            self._body, self._model_name, self._model_version, self._inputs(), is_stream=self._is_stream
+            self._body, self.model_name, self._model_version, self._inputs(), is_stream=self._is_stream
         )
 
     def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
         inputs = [(spec.name, spec.datatype.value, spec.shape) for spec in self._inputs()]
-        return "generate", self._body, (self._model_name, self._model_version, inputs, self._is_stream)
+        return "generate", self._body, (self.model_name, self._model_version, inputs, self._is_stream)
 
 
 def encode_generate_response(response: InferResponse) -> bytes:

@@ -87,12 +87,13 @@ class _Head:
 class GrpcRequest:
     """A serialized ``ModelInferRequest``. An ``EncodedRequest``."""
 
-    __slots__ = ("_data", "_parts", "is_short")
+    __slots__ = ("_data", "_parts", "is_short", "model_name")
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = data
         self._parts: Parts | None = None
         self.is_short = len(data) <= _SHORT_BYTES
+        self.model_name = ""
 
     def reading(self) -> Reading:
         """Choose the place to decode: a thread for many parts, and for many elements that do not become views."""

@@ -50,7 +50,7 @@ class EncodedResponse:
 class RestRequest:
     """An infer request over REST: the body, and values from path and headers. An ``EncodedRequest``."""
 
-    __slots__ = ("_body", "_json_size", "_model_name", "_model_version", "is_short")
+    __slots__ = ("_body", "_json_size", "_model_version", "is_short", "model_name")
 
     def __init__(self, body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str) -> None:
         """Store the values, which ``read`` decodes.
@@ -64,7 +64,7 @@ class RestRequest:
         """
         self._body = body
         self._json_size = json_size
-        self._model_name = model_name
+        self.model_name = model_name
         self._model_version = model_version
         self.is_short = len(body) <= MIN_TEXT_BYTES * INLINE_TEXTS
 
@@ -97,7 +97,7 @@ class RestRequest:
             ServeError: invalid_input for a malformed request; too_large for too many texts.
         """
         body, json_size = self._body, self._json_size
-        model_name, model_version = self._model_name, self._model_version
+        model_name, model_version = self.model_name, self._model_version
         if json_size is None:
             document, tail = parse_json(body), _NO_BYTES
         elif json_size == 0:
@@ -136,7 +136,7 @@ class RestRequest:
         )
 
     def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
-        return "infer", self._body, (self._json_size, self._model_name, self._model_version)
+        return "infer", self._body, (self._json_size, self.model_name, self._model_version)
 
 
 class RestEncoder:

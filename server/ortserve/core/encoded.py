@@ -25,6 +25,8 @@ class EncodedRequest(Protocol):
 
     is_short: bool
     """Whether ``reading`` is INLINE because the body is small."""
+    model_name: str
+    """Name of the model in the path; empty if only the body names it."""
 
     def reading(self) -> Reading:
         """Where ``read`` must be called. Raises ServeError: invalid_input, for a malformed request."""

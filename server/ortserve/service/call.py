@@ -74,6 +74,7 @@ class Call(InflightRequest):
         served: The version that answers; None until it is found.
         response: The answer before it is encoded, if a task built it; otherwise None.
         headers: All headers of the call, for ``Rollout``.
+        named_model: Name of the model of a body that is not decoded; empty while it is unknown.
         place: The place of the call in its stream; None outside of streams.
         encoder: Encodes the answer.
         encoding: The encoded answer while a thread works on it; otherwise None.
@@ -85,6 +86,7 @@ class Call(InflightRequest):
         "encoder",
         "encoding",
         "headers",
+        "named_model",
         "on_answer",
         "on_error",
         "place",
@@ -109,6 +111,7 @@ class Call(InflightRequest):
         self.timeout_ns: Final = timeout_ns
         self.trace: Final = trace
         self.headers: Final = headers
+        self.named_model = ""
         self.place: StreamPlace | None = None
         self.request: InferRequest | None = None
         self.served: ServedVersion | None = None
@@ -122,6 +125,11 @@ class Call(InflightRequest):
     def would_overtake(self) -> bool:
         """Whether a previous call of the stream is still being decoded, or waits for its model or shared memory."""
         return self.place is not None and not self.place.is_reached
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model that the caller asked for, whether it exists or not; empty while it is unknown."""
+        return self.request.model_name if self.request is not None else self.named_model
 
     def report_answer(self, answer: Any) -> None:
         """Pass the encoded answer to the caller."""

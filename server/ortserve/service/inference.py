@@ -149,6 +149,7 @@ class InferenceService:
             else:
                 self._start_after_decoding(call, body, reading)
         except Exception as error:  # noqa: BLE001 - every error is reported to the caller
+            call.named_model = body.model_name
             self._fail(call, error)
             return
         if self._polling is not None:
@@ -195,6 +196,7 @@ class InferenceService:
                 f"max_json_bytes: expected at most {self.max_json_bytes} bytes of JSON, got {body.json_bytes}; "
                 "binary tensors may be larger",
             )
+        call.named_model = body.model_name
         hold = self.gate.hold(body.growth_bytes)
         is_json = reading is Reading.PROCESS
         try:
@@ -359,6 +361,7 @@ class InferenceService:
         call.state = FAILED
         call.on_settled = None
         if isinstance(error, ContentsError):  # the tensors could not be decoded; an unknown model takes precedence
+            call.named_model = error.model
             try:
                 call.served = self._registry.find(error.model, error.model_version)
             except ServeError as missing:

@@ -78,7 +78,7 @@ class Recorder:
                     is_answered=kind is not ErrorKind.CANCELLED,
                 )
         if timing.taken_ns == 0 and kind is not ErrorKind.CANCELLED:  # no run was started
-            self._metrics.rejected(request.model_name if request else "", kind.value)
+            self._metrics.rejected(call.model_name, kind.value)
         if self._access_log is not None:
             _log(self._access_log, call, kind.value, ended_ns)
         if call.trace is not None:
@@ -120,7 +120,7 @@ def log_fields(call: Call) -> dict[str, str]:
     """
     trace = call.trace
     return {
-        "model": _short(call.request.model_name) if call.request else "",
+        "model": _short(call.model_name),
         "version": call.served.version if call.served else "",
         "request_id": _short(call.request.id) if call.request else "",
         **({} if trace is None else {"trace_id": trace.trace_id, "span_id": trace.span_id}),
@@ -137,10 +137,7 @@ def _log(log: AccessLog, call: Call, outcome: str, ended_ns: int) -> None:
 
 
 def _end_trace(call: Call, trace: Trace, timing: Timing, ended_ns: int, kind: ErrorKind | None) -> None:
-    request = call.request
-    if request is None:
-        trace.end(EndedRequest(timing, ended_ns, kind))
-        return
     version = call.served.version if call.served else ""
+    request_id = call.request.id if call.request else ""
     rows = call.rows if kind is None else 0
-    trace.end(EndedRequest(timing, ended_ns, kind, request.model_name, version, request.id, rows))
+    trace.end(EndedRequest(timing, ended_ns, kind, call.model_name, version, request_id, rows))

@@ -20,6 +20,7 @@ class Given:
     json_bytes: int = 0
     growth_bytes: int = 0
     is_short: bool = False
+    model_name: str = ""
 
     def reading(self) -> Reading:
         return self.place
