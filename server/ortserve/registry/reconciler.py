@@ -117,7 +117,9 @@ class Reconciler:
             and isinstance(record.served, ServedEnsemble)
             and name in [member.name for member in record.served.members]
         )
-        return list(dict.fromkeys((*dependents_of(name, self._sources), *holding)))
+        dependents = dict.fromkeys((*dependents_of(name, self._sources), *holding))
+        # An ensemble that contains another one comes after it, so that both never use different loads of the model.
+        return sorted(dependents, key=lambda one: len(closure_of([one], self._sources)))
 
     def _serves(self, name: str, version: int) -> bool:
         """Whether a version of a model serves. LATEST stands for the one that answers requests without a version."""
@@ -191,7 +193,10 @@ class Reconciler:
             self._retries.forget(name)
             await self._reconnect(name)
             return [source.problem]
+        labels = self._catalog.labels(name)
         self._labels.follow(name)  # Before the first load of a model, so that no other version answers during the load.
+        if self._catalog.labels(name) != labels:
+            await self._follow(name, loads=False)
         if not is_forced and self.waits_for_request(source):
             self._versions.offer(source)
             self._retries.forget(name)
@@ -218,7 +223,7 @@ class Reconciler:
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         if ready := self._catalog.ready(name):
             self._served[name] = {record.version: record.source for record in ready if record.source}
-        if self._catalog.ready(name) != serving:
+        if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:
             await self._follow(name, applied)
         return failures
 
@@ -274,7 +279,8 @@ class Reconciler:
                 self._versions.forget([record])
 
     async def settle_labels(self, name: str) -> None:
-        """Drain the versions of a model that neither its policy nor a label needs any more."""
+        """Let the ensembles follow the labels of a model, and drain the versions that nothing needs any more."""
+        await self._follow(name, loads=False)  # A load may hold the lock for minutes.
         async with self.lock(name):
             source = self._sources.get(name)
             if source is None:
@@ -337,24 +343,23 @@ class Reconciler:
                 await self.drop_dependents(ensemble)  # Ensembles loaded in the meantime hold this one.
                 await self._draining.wait(ensemble)
 
-    async def _follow(self, name: str, applied: Collection[str] = ()) -> None:
-        """Reconnect the ensembles that contain a model after a change of the model. The caller holds the model's lock.
+    async def _follow(self, name: str, applied: Collection[str] = (), *, loads: bool = True) -> None:
+        """Reconnect the ensembles that contain a model after a change of the model or of its labels.
 
-        Ensembles that went out of service with the model are loaded again; those on demand are offered again. An
-        ensemble that no longer fits the model goes out of service, with the reason.
+        An ensemble that no longer fits the model goes out of service, with the reason.
 
         Args:
             name: Name of the model.
             applied: Ensembles that the caller loads after the model anyway.
+            loads: Whether ensembles that went out of service with the model are loaded, or offered on demand, again.
+                The caller then holds the model's lock. Without, they follow its labels even during a load of the model.
         """
-        # An ensemble that contains another one comes after it, so that both never use different loads of the model.
-        dependents = sorted(self.dependents_of(name), key=lambda one: len(closure_of([one], self._sources)))
-        for ensemble in dependents:
+        for ensemble in self.dependents_of(name):
             if ensemble in applied:
                 continue
             async with self.lock(ensemble):
                 source = self._sources.get(ensemble)
-                if source is not None and name in members_of(source):
+                if loads and source is not None and name in members_of(source):
                     if self.waits_for_request(source):
                         self._versions.offer(source)
                     else:
@@ -362,7 +367,7 @@ class Reconciler:
                             record = self._versions.announce(ensemble, number, source)
                             await self._versions.load(record, source.versions[number])
                 await self._reconnect(ensemble)
-                await self._follow(ensemble, applied)
+                await self._follow(ensemble, applied, loads=loads)
 
     async def _reconnect(self, name: str) -> None:
         """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.
