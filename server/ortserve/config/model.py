@@ -97,8 +97,9 @@ class LoadOptions(BaseModel):
     no warm-up. The execution provider is then untested, and requests run one at a time unless the model's graph proves
     that rows are independent or ``batched`` is ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
-    """Maximum number of rows of a batch. Unset: learned in warm-up. On a GPU, warm-up also limits batches to the sizes
-    that fit in memory, with a warning."""
+    """Maximum number of rows of a batch and of a request; larger requests are rejected. Unset: learned in warm-up, and
+    larger requests run in pieces. On a GPU, warm-up also limits batches to the sizes that fit in memory, with a
+    warning."""
     queue_delay_s: float = Field(default=0.0, ge=0, le=60)
     """Time for which the oldest row may wait for a larger batch although an instance is free. 0: no delay."""
     closed_loop_wait: bool = True
