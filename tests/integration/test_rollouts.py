@@ -385,6 +385,22 @@ def test_rollout_of_the_file_begins_once_and_its_end_survives_a_restart(tmp_path
         assert rollout_of(server, "m")["rollout"]["mode"] == "canary"
 
 
+@pytest.mark.parametrize("mode", ["shadow", "canary"])
+def test_rollout_of_the_file_begins_when_its_candidate_has_arrived(tmp_path: Path, mode: str) -> None:
+    repository = tmp_path / "repository"
+    folder = add_model(repository, "m", builders.identity)
+    rollout = f"{{candidate: 2, mode: {mode}, share: 1, rules: {{max_error_rate: 0}}}}"
+    (folder / "model.yaml").write_text(f"labels: {{stable: 1}}\nrollout: {rollout}\n")
+    polled = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
+    with serving(repository, *polled) as server, calling(server, "m") as caller:
+        assert caller.ask()[0] == "1"
+        assert "version 2 of model 'm', does not exist" in rollout_of(server, "m")["problem"]
+        (add_model(tmp_path, "m", builders.identity, version=2) / "2").rename(folder / "2")
+        server.wait_for_line("rollout began", "model=m candidate=2")
+        assert caller.ask()[0] == ("2" if mode == "canary" else "1")
+        assert rollout_of(server, "m")["ended"] is None
+
+
 def in_repository(server: ServerProcess, model: str, to: str) -> None:
     httpx.post(f"{server.url}/v2/repository/models/{model}/{to}", timeout=LONG_S).raise_for_status()
 

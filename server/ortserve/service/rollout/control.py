@@ -227,6 +227,8 @@ class RolloutService:
         stable = self._registry.labels(model).get(STABLE)
         if reason := why_without_effect(options, model, stable):
             return reason
+        if records and all(record.version != options.candidate for record in records):
+            return f"rollout: the candidate, version {options.candidate} of model '{model}', does not exist"
         for record in records:
             served = record.served
             if record.version in (stable, options.candidate) and served is not None:
