@@ -24,6 +24,7 @@ from models.members import add_ensemble
 from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting, triton_clients
 
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "m", *SHORT_WARMUP)
+POLLED = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
 ONES = {"x": np.ones((1, 4), np.float32)}
 BUILDERS: dict[int, Callable[..., Path]] = {1: builders.identity, 2: builders.unnamed_dims, 3: builders.identity}
 """Version 2 answers 2 to an input of 1; the others answer 1."""
@@ -318,8 +319,7 @@ def load_on(server: ServerProcess, per_s: float) -> Iterator[list[str]]:
 
 def test_first_stable_label_of_the_file_takes_no_request_from_a_version_that_serves(tmp_path: Path) -> None:
     folder = add_versions(tmp_path, "{}", 1, 2)
-    polled = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
-    with serving(tmp_path, *polled) as server, load_on(server, 200) as answered:
+    with serving(tmp_path, *POLLED) as server, load_on(server, 200) as answered:
         (folder / "model.yaml").write_text("labels: {stable: 9}")
         server.wait_for_line("labels name versions that do not exist", "stable=9")
         assert labels_of(server) == {}
@@ -359,6 +359,17 @@ def test_labels_of_the_file_end_with_an_unload_and_those_of_calls_stay(tmp_path:
             http.load_model("m")
         assert labels_of(server) == {"mine": "2", "stable": "2"}
         assert versions_that_answer(server, "") == {"2"}
+
+
+def test_calls_take_nothing_out_of_service_while_the_configuration_cannot_be_read(tmp_path: Path) -> None:
+    options = "version_policy: {all: true}\nlabels: {stable: 1}\nrollout: {candidate: 2, mode: canary, share: 1}\n"
+    folder = add_versions(tmp_path, options, 1, 2, 3)
+    with serving(tmp_path, *POLLED) as server:
+        (folder / "model.yaml").write_text(f"{options}nonsense: 1\n")
+        server.wait_for_line("the previous load keeps serving", "model=m")
+        asked(server, "PUT", "m/labels", labels={"mine": 1}).raise_for_status()
+        assert versions_that_answer(server, "") == {"2"}
+        assert versions_that_answer(server, "3") == {"3"}
 
 
 def test_ensembles_follow_labels_even_while_a_version_of_the_model_loads(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class Labels:
         self._state = state
         self._configured: dict[str, dict[str, int]] = {}
         """Configured labels that are in effect, by model."""
+        self._rollouts: dict[str, RolloutOptions] = {}
+        """Configured rollouts, by model. Like labels, they stay in effect while the configuration cannot be read."""
         self._missing: dict[str, dict[str, int]] = {}
         """Labels of versions that do not exist, by model, as logged last."""
         self._coming: dict[str, ModelState] = {}
@@ -50,11 +52,16 @@ class Labels:
         if ready and configured.get(STABLE) not in ready and STABLE not in self._catalog.labels(name):
             configured.pop(STABLE, None)  # The first one must not take the requests from the highest version either.
         self._configured[name] = configured
+        if source.rollout is None:
+            self._rollouts.pop(name, None)
+        else:
+            self._rollouts[name] = source.rollout
         self._show(name)
 
     def forget(self, name: str) -> None:
         """Forget the configured labels of a model that was unloaded. Those of calls stay."""
         self._configured.pop(name, None)
+        self._rollouts.pop(name, None)
         self._missing.pop(name, None)
         self._show(name)
 
@@ -73,10 +80,9 @@ class Labels:
 
     def rollout(self, name: str) -> RolloutOptions | None:
         """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""
-        state, source = self._state.of(name), self._sources.get(name)
+        state, given = self._state.of(name), self._rollouts.get(name)
         if state.rollout is not None:
             return state.rollout
-        given = None if source is None else source.rollout
         has_ended = given is not None and state.ended is not None and state.ended.candidate == given.candidate
         return None if has_ended else given
 

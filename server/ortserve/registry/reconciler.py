@@ -285,7 +285,8 @@ class Reconciler:
             source = self._sources.get(name)
             if source is None:
                 return
-            self._retire_unneeded(source)
+            if not source.problem:  # Otherwise the versions that it needs are not known.
+                self._retire_unneeded(source)
             await self._follow(name)
 
     def _retire(self, name: str, versions: Collection[int]) -> None:
