@@ -5,6 +5,7 @@
 # make docs    the documentation as a site, in site/; broken links fail
 # make wheel   the compiled wheel, in dist/, tested in a separate environment (needs a C compiler)
 # make test-compiled   the same tests with the compiled package (needs a C compiler)
+# make test-lowest   tests of the protocol and of real servers with the lowest versions that pyproject.toml allows
 # make fuzz    malformed input and random schedules, more cases than `make test`: CASES=1000000 of each kind, SEED=2 for others
 # make audit   known vulnerabilities of the pinned dependencies, if a vulnerability service can be reached
 # Each target first installs its requirements in .venv; only Python and make are required.
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CASES ?= 100000
 SEED ?= 1
 
-.PHONY: serve test test-quick docs wheel test-compiled fuzz check audit protos reference clean
+.PHONY: serve test test-quick docs wheel test-compiled test-lowest fuzz check audit protos reference clean
 
 serve: .venv/serve.done
 	@locale -a | grep -qix 'en_US\.utf-\?8' || echo 'The locale en_US.UTF-8 is missing, which models with a' \
@@ -67,6 +68,20 @@ test-compiled: .venv/dev.done
 		--target .venv/compiled .
 	rm -rf build
 	PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# The lowest versions with a wheel for this Python; requirements of requirements have their newest versions.
+LOWEST_EXTRAS := cpu,otel,stores,hub,extensions,tools,dev
+LOWEST_TESTS := tests/contract $(addprefix tests/integration/test_,batching.py ensembles.py grpc_clients.py infer.py logs.py \
+	metrics.py model_control.py optimize.py profile.py quantize.py repository.py stores.py tracing.py)
+
+test-lowest: .venv/made
+	rm -rf .venv/lowest
+	$(PYTHON) -m venv .venv/lowest
+	.venv/lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	.venv/lowest/bin/python tests/support/lowest_versions.py > .venv/lowest/constraints.txt
+	.venv/lowest/bin/uv pip install --quiet --python .venv/lowest --resolution lowest-direct --only-binary :all: \
+		--no-binary ortserve --constraint .venv/lowest/constraints.txt --editable '.[$(LOWEST_EXTRAS)]'
+	.venv/lowest/bin/python -m pytest $(PARALLEL) $(LOWEST_TESTS) $(PYTEST_ARGS)
 
 fuzz: .venv/dev.done
 	ORTSERVE_TEST_FUZZ_CASES=$(CASES) ORTSERVE_TEST_FUZZ_SEED=$(SEED) ORTSERVE_TEST_OPENAPI_EXAMPLES=30 \
