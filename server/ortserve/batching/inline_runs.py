@@ -61,7 +61,7 @@ class InlineRuns:
 
         Args:
             budget: Shared by all models of the loop.
-            name: Name of the model, for the log.
+            name: Name and version of the model, such as ``digits/1``, for the log.
             barred_because: Why no run may use the loop; empty if runs may.
             cpu_clock: CPU time of the calling thread in nanoseconds, if a run does all its work on that thread;
                 otherwise None. Elapsed time also includes other processes and threads.
@@ -107,9 +107,9 @@ class InlineRuns:
             f"a run took {taken_ns / 1e6:.1f} ms of the event loop, over the limit of {MAX_OVERRUN_NS / 1e6:.0f} ms; "
             f"{self._trials_left:,} short runs in a row on a worker lift this"
         )
-        log_event(
-            logger, logging.WARNING, "model is barred from the event loop", model=self._name, reason=self.barred_because
-        )
+        model, _, version = self._name.rpartition("/")
+        event = "model is barred from the event loop"
+        log_event(logger, logging.WARNING, event, model=model, version=version, reason=self.barred_because)
         return True
 
     def observe_on_worker(self, run_latency: LatencyModel, rows: int, elapsed_ns: float) -> None:
@@ -125,4 +125,5 @@ class InlineRuns:
         self._trials_left -= 1
         if not self._trials_left:
             self.barred_because = ""
-            log_event(logger, logging.INFO, "model may use the event loop again", model=self._name)
+            model, _, version = self._name.rpartition("/")
+            log_event(logger, logging.INFO, "model may use the event loop again", model=model, version=version)

@@ -49,7 +49,8 @@ class LineFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, the event's fields, ``exception``.
 
-    A field with one of these names is written as ``field_<name>``. Values that JSON cannot represent become text.
+    A field with one of these names is written as ``field_<name>``. Values that JSON cannot represent become text. So do
+    versions, which are empty where they are unknown: stores of logs give a field one type for all lines.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -71,7 +72,7 @@ def json_line(
     """A JSON line, as ``JsonFormatter`` describes it."""
     line: dict[str, object] = {"time": _moment(created), "level": level.lower(), "logger": logger, "message": message}
     for key, value in fields.items():
-        line[f"field_{key}" if key in _KEYS else key] = _json_value(value)
+        line[f"field_{key}" if key in _KEYS else key] = str(value) if key == "version" else _json_value(value)
     if exception:
         line["exception"] = exception
     return json.dumps(line, default=str)

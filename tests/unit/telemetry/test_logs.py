@@ -118,6 +118,13 @@ def test_json_line_is_one_object_with_time_level_logger_message_and_fields(capsy
     }
 
 
+def test_version_is_a_text_in_each_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", log_format="json")
+    log_event(LOGGER, logging.INFO, "model is ready", version=1)
+    log_event(LOGGER, logging.INFO, "request", version="")
+    assert [json.loads(line)["version"] for line in capsys.readouterr().err.splitlines()] == ["1", ""]
+
+
 def test_json_line_keeps_its_traceback_and_own_fields(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", log_format="json")
     try:

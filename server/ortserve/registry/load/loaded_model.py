@@ -183,7 +183,7 @@ def log_warnings(
             "nodes are left to the CPU",
             model=name,
             execution_provider=loaded.execution_provider,
-            nodes=sum(on_cpu.values()),
+            count=sum(on_cpu.values()),
             of=sum(loaded.nodes.values()),
             operators=describe_operators(on_cpu),
         )

@@ -67,7 +67,7 @@ class FetchProgress:
             message,
             repository=self._repository,
             megabytes=self._done // 10**6,
-            expected=self._expected // 10**6,
+            of_megabytes=self._expected // 10**6,
             seconds=round(passed_s),
             megabytes_per_s=round(self._done / passed_s / 1e6, 1),
         )

@@ -754,7 +754,7 @@ def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
     assert warned == {
         "model": "m/1",
         "execution_provider": CUDA,
-        "nodes": 2,
+        "count": 2,
         "of": 4,
         "operators": "1 Relu, 1 Softmax",
     }
