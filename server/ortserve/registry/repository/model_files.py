@@ -222,8 +222,12 @@ def _read_model(folder: Path) -> ModelFiles:
             problem += "; an ensemble needs an empty one, which Git does not store"
         if any(_has_versions(entry) for entry in entries):
             problem = f"expected the folder of a model, got a repository, a folder of models: it has {present}"
-        if version_of(name) and exists(folder / MODEL_FILE):
-            problem += f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
+        if exists(folder / MODEL_FILE):
+            problem += (
+                f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
+                if version_of(name)
+                else f"; move the file to {name}/1/{MODEL_FILE}"
+            )
     return ModelFiles(name, versions, options_files, problem, folder)
 
 

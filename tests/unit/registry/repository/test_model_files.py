@@ -82,7 +82,10 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
     ("files", "problem"),
     [
         (["m/"], "no version folder (1, 2, …) with a file model.onnx: it has nothing"),
-        (["m/model.onnx"], "no version folder (1, 2, …) with a file model.onnx: it has model.onnx"),
+        (
+            ["m/model.onnx"],
+            "no version folder (1, 2, …) with a file model.onnx: it has model.onnx; move the file to m/1/model.onnx",
+        ),
         (
             ["m/config.pbtxt"],
             (
