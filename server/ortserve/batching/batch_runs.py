@@ -84,7 +84,7 @@ class BatchRuns:
             inline: See ``BatchRuns``.
             loop: The event loop, on whose thread everything but the runs happens.
             clock: Monotonic nanoseconds.
-            observe_batch: Called for each batch that ran: its rows, when it was formed, its result, when that was known.
+            observe_batch: Called for each batch that ran: its rows, when it was formed, its result, when that came.
             make_timer: Makes the timer of delayed batches; None for a timer of the event loop.
             depth: Number of batches that an instance takes at a time.
             name: Name of the model, for errors and the log.

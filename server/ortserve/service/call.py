@@ -74,7 +74,7 @@ class Call(InflightRequest):
         served: The version that answers; None until it is found.
         response: The answer before it is encoded, if a task built it; otherwise None.
         headers: All headers of the call, for ``Rollout``.
-        named_model: Name of the model of a body that is not decoded; empty while it is unknown.
+        named_model: Name of the model in the path; empty if only the body names it, until that is decoded or fails.
         place: The place of the call in its stream; None outside of streams.
         encoder: Encodes the answer.
         encoding: The encoded answer while a thread works on it; otherwise None.

@@ -134,6 +134,7 @@ class InferenceService:
             on_answer: Called with the encoded answer after the call was recorded.
             on_error: Called with the error, whose text is for the caller, after the call was recorded.
         """
+        call.named_model = body.model_name
         call.encoder = encoder
         call.on_answer = on_answer
         call.on_error = on_error
@@ -149,7 +150,6 @@ class InferenceService:
             else:
                 self._start_after_decoding(call, body, reading)
         except Exception as error:  # noqa: BLE001 - every error is reported to the caller
-            call.named_model = body.model_name
             self._fail(call, error)
             return
         if self._polling is not None:
@@ -196,9 +196,7 @@ class InferenceService:
                 f"max_json_bytes: expected at most {self.max_json_bytes} bytes of JSON, got {body.json_bytes}; "
                 "binary tensors may be larger",
             )
-        call.named_model = body.model_name
-        hold = self.gate.hold(body.growth_bytes)
-        is_json = reading is Reading.PROCESS
+        hold, is_json = self.gate.hold(body.growth_bytes), reading is Reading.PROCESS
         try:
             decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.read(body)
         except Exception:  # such as a MemoryError
