@@ -20,8 +20,10 @@ _NODES: Final = 200
 profiler."""
 _MAX_SAMPLES: Final = 100
 _INTERRUPTED: Final = 10
-"""A call that takes so many times as long as half of the others was interrupted. The first calls of a chain also
-take longer, because the model's run has emptied the caches, but not as much."""
+"""A call that takes so many times as long as half of the others was interrupted."""
+_QUIET: Final = 0.25
+"""The quantile of runs that stands for an undisturbed one. Other work on the machine makes runs longer, and those
+without the profiler more so."""
 
 
 class CallOverhead:
@@ -49,26 +51,32 @@ class CallOverhead:
         self._plain_us: list[float] = []
 
     def sample(self) -> None:
-        """Run both sessions, in about 1 ms. No-op after the hundredth sample."""
+        """Run both sessions twice, in about 2 ms. No-op after the hundredth sample.
+
+        Only the second runs count: after a run of the model, the first ones wait for memory that it has displaced from
+        the caches, mostly outside of the times that the profiler records.
+        """
         if len(self._plain_us) == _MAX_SAMPLES:
             return
         feeds = {"t0": np.ones(1, np.float32)}
-        self._profiled.run(None, feeds)
+        for session in (self._profiled, self._profiled, self._plain):
+            session.run(None, feeds)
         began_ns = time.thread_time_ns()  # without interruptions
         self._plain.run(None, feeds)
         self._plain_us.append((time.thread_time_ns() - began_ns) / 1e3)
 
     def finish(self) -> float:
-        """End the measurement. Returns the profiler's part of a call in microseconds, from medians over the samples.
+        """End the measurement. Returns the profiler's part of a call in microseconds.
 
         Calls and runs that other work interrupted do not count: on a busy machine, each chain after a long run has one
         that takes longer than all other calls together.
         """
         events = json.loads(Path(self._profiled.end_profiling()).read_bytes())
-        recorded_us = [event["dur"] for event in events if event["cat"] == "Node"]
-        runs_us = [_uninterrupted(recorded_us[start : start + _NODES]) for start in range(0, len(recorded_us), _NODES)]
-        warm = min(1, len(runs_us) - 1)
-        return max(0.0, median(runs_us[warm:]) - median(self._plain_us[warm:]) / _NODES)
+        calls_us = [event["dur"] for event in events if event["cat"] == "Node"]
+        second_runs = range(_NODES, len(calls_us), 2 * _NODES)
+        runs_us = [_uninterrupted(calls_us[start : start + _NODES]) for start in second_runs]
+        recorded_us, plain_us = (float(np.quantile(times, _QUIET)) for times in (runs_us, self._plain_us))
+        return max(0.0, recorded_us - plain_us / _NODES)
 
 
 def _uninterrupted(times_us: Sequence[float]) -> float:
