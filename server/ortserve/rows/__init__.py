@@ -11,7 +11,7 @@ in ``fixed_sizes`` have the given value. No axis is empty. The model accepts eac
 a batch as a whole, because of one row or of a node that no output needs; then the requests run alone.
 """
 
-from ortserve.rows.number import DEPENDENT, N, Number, Product
+from ortserve.rows.number import DEPENDENT, Atom, N, Number, Product, atoms_of, has_atom
 from ortserve.rows.sizes import find_sizes
 from ortserve.rows.values import Facts, Kind, Value
 from ortserve.rows.verdict import (
@@ -29,6 +29,7 @@ from ortserve.rows.walk import TooMuchWorkError
 
 __all__ = [
     "DEPENDENT",
+    "Atom",
     "Axes",
     "Facts",
     "Kind",
@@ -39,8 +40,10 @@ __all__ = [
     "RowVerdict",
     "TooMuchWorkError",
     "Value",
+    "atoms_of",
     "claims",
     "find_sizes",
+    "has_atom",
     "prove_axes",
     "prove_model",
     "real_inputs",

@@ -5,7 +5,7 @@ a number that depends neither on N nor on the values of the rows, such as the le
 assumes only ``N >= 1``. ``symbols`` computes with numbers.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm, prod
@@ -118,10 +118,15 @@ def is_inferred(number: object) -> bool:
 
     The result of Shape is then the inferred size.
     """
+    return has_atom(number, lambda atom: atom.key[:1] == (WINDOWS,))
+
+
+def has_atom(number: object, is_wanted: Callable[[Atom], bool]) -> bool:
+    """Whether a number, or one of several in a collection, is computed from such an atom."""
     if isinstance(number, (frozenset, tuple)):
-        return any(map(is_inferred, number))
+        return any(has_atom(each, is_wanted) for each in number)
     return isinstance(number, Product) and any(
-        atom.key[:1] == (WINDOWS,) or is_inferred(atom.key) for atom, _ in number.atoms
+        is_wanted(atom) or has_atom(atom.key, is_wanted) for atom, _ in number.atoms
     )
 
 

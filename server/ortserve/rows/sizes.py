@@ -30,12 +30,14 @@ _CUTTING: Final = frozenset(_MAY_CUT.split())
 """Operators whose outputs may be empty although their operands are not. The others keep or join elements."""
 
 
-def find_sizes(model: Model) -> Mapping[int, Mapping[str, Value]]:
+def find_sizes(model: Model, *, keeps_targets: bool = False) -> Mapping[int, Mapping[str, Value]]:
     """What is known about the tensors of each graph if no input of a request is empty, by the ``id`` of the graph.
 
-    A graph that is not followed is left out. A graph knows the tensors of the graphs around it, too.
+    A graph that is not followed is left out. A graph knows the tensors of the graphs around it, too. With
+    ``keeps_targets``, the result of a Reshape has the sizes of the target shape, although ONNX Runtime may replace
+    computed ones.
     """
-    walk = _Sizes(model)
+    walk = _Sizes(model, keeps_targets=keeps_targets)
     try:
         walk.run({declared.name: walk.given(declared) for declared in model.graph.inputs})
     except TooMuchWorkError:
@@ -46,8 +48,9 @@ def find_sizes(model: Model) -> Mapping[int, Mapping[str, Value]]:
 class _Sizes(Walk):
     """The analysis without rows."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, keeps_targets: bool) -> None:
         super().__init__(model, Symbols(), Budget())
+        self._keeps_targets = keeps_targets
         self.found: dict[int, Mapping[str, Value]] = {}
 
     def given(self, declared: Declared) -> Value:
@@ -102,7 +105,7 @@ class _Sizes(Walk):
         dims = value.dims
         if node.op in _CUTTING:
             is_full = is_full and _are_positive(dims)
-        if node.op == "Reshape" and dims is not None:  # ONNX Runtime may replace computed sizes by others
+        if node.op == "Reshape" and dims is not None and not self._keeps_targets:
             least = int(is_full)
             dims = tuple(size if isinstance(size, int) else self.symbols.fresh(least) for size in dims)
         return replace(value, dims=dims, has_elements=is_full)

@@ -10,12 +10,13 @@ A Conv with an empty kernel does not return, and a ConvInteger does not write it
 elements crash on several threads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ortserve.model_file.einsum import is_plain_product
 from ortserve.model_file.graph import Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
+from ortserve.rows import Atom, Value, atoms_of, find_sizes, has_atom
 
 _JOINS: Final = frozenset({"Concat", "ConcatFromSequence", "QLinearConcat"})
 _QUANTIZED_PRODUCTS: Final = {
@@ -35,6 +36,10 @@ _OF_BOXES: Final = frozenset({"MaxRoiPool", "RoiAlign"})
 """Operators whose first input is images, with the height and width on axes 2 and 3."""
 _IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Slice", "Split"})
 """Operators whose output has the axes of their first input, and is empty if that input is empty."""
+_ENDING_TRANSPOSES: Final = (
+    _JOINS | _PRODUCTS.keys() | {"Conv", "Einsum", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Unsqueeze"}
+)
+"""Operators past which a Transpose is not joined with a product."""
 _WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
 """Operators that check the shape of their past before they append to it. The past follows their first three inputs."""
 
@@ -63,10 +68,7 @@ def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
     are not weights, or an operator that crashes. An input without a declared shape has no axes. A graph that is too
     large to be analysed is not followed.
     """
-    nodes = list(all_nodes(model))
-    special = {declared.name for declared in model.graph.inputs if len(declared.dims or ()) == 1}
-    special.update(name for node in nodes if node.op == "Transpose" for name in node.outputs)
-    if not any(_may_fail_on_empty(node, model.graph.constants, special) for node in nodes):
+    if not any(_may_fail_on_empty(node, model.graph.constants) for node in all_nodes(model)):
         return None
     paths = _Paths(model)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
@@ -83,12 +85,22 @@ class _Paths:
 
     def __init__(self, model: Model) -> None:
         self._functions = model.functions
+        self._tensors = find_sizes(model, keeps_targets=True)
+        self._known: Mapping[str, Value] = self._tensors.get(id(model.graph), {})
+        """What is known about the tensors of the graph that is followed, if no input is empty."""
+        self._names: dict[_Axis, str | _Axis] = {}
+        """The names of axes. Axes of one name are empty together."""
+        self._atoms: dict[str | _Axis, set[Atom]] = {}
+        """The symbols of the sizes of the axes with a name."""
         self._seeds: dict[str, _Seeds] = {}
         self._ranks: dict[str, int] = {}
         self._weights: set[str] = set()
         """Names of tensors that are computed from constants only."""
         self._dequantized: set[str] = set()
         self._transposed: set[str] = set()
+        """Names of tensors whose first or last axis was moved, which ONNX Runtime may do as late as in a product."""
+        self._moved: set[str] = set()
+        """Those of them whose rows were moved. Products of them divide by the number of rows."""
         self._joined: set[str] = set()
         """Names of tensors that depend on a join, and are empty only if several inputs are."""
         self.wrong: set[_Axis] = set()
@@ -96,6 +108,12 @@ class _Paths:
         for declared in model.graph.inputs:
             dims = declared.dims or ()
             self._ranks[declared.name] = len(dims)
+            value = self._known.get(declared.name)
+            for axis, size in enumerate(dims):
+                seed = _Axis(declared.name, axis)
+                self._names[seed] = size if isinstance(size, str) else seed
+                atoms = self._atoms.setdefault(self._names[seed], set())
+                atoms.update(atoms_of(value.dims[axis]) if value is not None and value.dims is not None else ())
             self._seeds[declared.name] = {
                 _Axis(declared.name, axis): axis for axis, size in enumerate(dims) if not isinstance(size, int)
             }
@@ -110,8 +128,14 @@ class _Paths:
                 self._weights.update(node.outputs)
             if node.op == "DequantizeLinear":
                 self._dequantized.add(node.outputs[0])
-            if node.op == "Transpose":
+            if node.op == "Transpose" and _moves_ends(node):
                 self._transposed.update(node.outputs)
+            if node.op == "Transpose" and _moves_rows(node):
+                self._moved.update(node.outputs)
+            if node.op not in _ENDING_TRANSPOSES:
+                given = {name for name in node.inputs if name not in constants and name not in self._weights}
+                for moved in (self._transposed, self._moved):
+                    moved.update(node.outputs if given and moved.issuperset(given) else ())
             read = self._all_of(names_read(node))
             if not read:
                 continue
@@ -119,7 +143,11 @@ class _Paths:
                 self.wrong |= read.keys()
                 continue
             for name, axis in self._crashing_axes(node):
-                self.wrong |= {seed for seed, at in self._all_of([name]).items() if at == axis}
+                self.wrong |= {
+                    seed
+                    for seed, at in self._all_of([name]).items()
+                    if axis is None or (at == axis if at is not None else self._may_be_along(name, axis, seed))
+                }
             if kernel := _kernel_of(node):
                 self.wrong |= self._all_of([kernel]).keys()
             graphs = list(graphs_of([node]))
@@ -138,15 +166,29 @@ class _Paths:
         at = _PRODUCTS.get(node.op)
         if at is None or len(node.inputs) <= at or node.inputs[at] in self._weights or node.inputs[at] in constants:
             return False
-        has_vector = node.op == "MatMul" and any(self._ranks.get(name) == 1 for name in node.inputs)
-        return has_vector or _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
+        has_vector = node.op == "MatMul" and any(self._rank(name) in (1, None) for name in node.inputs)
+        has_moved = node.op == "MatMul" and not self._moved.isdisjoint(node.inputs)
+        return has_vector or has_moved or _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
 
     def _is_term(self, node: Node) -> bool:
         """Whether a node is a sum or product of quantized elements."""
         return node.op in _TERMS and self._dequantized.issuperset(node.inputs)
 
-    def _crashing_axes(self, node: Node) -> Iterator[tuple[str, int]]:
-        """Inputs of a node, each with an axis along which it must not be empty."""
+    def _rank(self, name: str) -> int | None:
+        value = self._known.get(name)
+        return self._ranks.get(name, len(value.dims) if value is not None and value.dims is not None else None)
+
+    def _may_be_along(self, name: str, axis: int, seed: _Axis) -> bool:
+        """Whether a tensor may be empty along an axis if an input is: if its size follows from that of the input."""
+        value = self._known.get(name)
+        if value is None or value.dims is None:
+            return True
+        atoms = self._atoms[self._names[seed]]
+        places = [at for at, size in enumerate(value.dims) if has_atom(size, atoms.__contains__)]
+        return axis in places or not places
+
+    def _crashing_axes(self, node: Node) -> Iterator[tuple[str, int | None]]:
+        """Inputs of a node, each with an axis along which it must not be empty, or None if that axis is unknown."""
         equation = node.attributes.get("equation")
         if isinstance(equation, str) and "->" in equation and "." not in equation:
             terms, _, kept = equation.replace(" ", "").partition("->")
@@ -156,20 +198,24 @@ class _Paths:
         if node.op == "FusedMatMul" or (node.op == "MatMul" and not self._transposed.isdisjoint(node.inputs)):
             for name, turned, last in zip(node.inputs, ("transA", "transB"), (1, 2), strict=False):
                 summed = 3 - last if node.attributes.get(turned) else last  # counted from the end
-                yield name, self._ranks.get(name, 0) - summed
+                rank = self._rank(name)
+                yield name, None if rank is None else rank - summed
         for name in node.inputs[:3] if node.op in _WITH_PAST else ():
-            yield name, _HEADS.get(self._ranks.get(name, 0), -1)
+            rank = self._rank(name)
+            yield name, None if rank is None else _HEADS.get(rank, -1)
         if node.op in _OF_BOXES:
             yield from ((node.inputs[0], axis) for axis in (2, 3))
         for name in node.inputs[: _LAST_AXIS.get(node.op, 0)]:
-            yield name, self._ranks.get(name, 0) - 1
+            rank = self._rank(name)
+            yield name, None if rank is None else rank - 1
 
     def _follow_branch(self, node: Node, graph: Graph, constants: dict[str, Tensor]) -> None:
-        outer = self._seeds, self._ranks
+        outer = self._seeds, self._ranks, self._known
         self._seeds, self._ranks = dict(self._seeds), dict(self._ranks)  # the other branch may use the same names
+        self._known = self._tensors.get(id(graph), {})
         self.follow(graph.nodes, constants | dict(graph.constants))
         outputs = [self._all_of([output.name]) for output in graph.outputs]
-        self._seeds, self._ranks = outer
+        self._seeds, self._ranks, self._known = outer
         for name, seeds in zip(node.outputs, outputs, strict=False):
             self._seeds[name] = self._seeds.get(name, {}) | dict.fromkeys(seeds)
 
@@ -249,12 +295,12 @@ class _Paths:
                     self._ranks[name] = rank
 
 
-def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor], special: Set[str]) -> bool:
-    """Whether a node has a problem with empty tensors; ``special`` are vectors and outputs of Transpose."""
+def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor]) -> bool:
+    """Whether a node may have a problem with empty tensors."""
     if kernel := _kernel_of(node):
         return kernel not in constants
     if node.op == "MatMul":
-        return not special.isdisjoint(node.inputs) and constants.keys().isdisjoint(node.inputs)
+        return constants.keys().isdisjoint(node.inputs)
     failing = {"FusedMatMul"} | _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
     return node.op in failing or _is_quantized(node) or _crashes_anywhere(node)
 
@@ -263,6 +309,16 @@ def _kernel_of(node: Node) -> str:
     """The kernel of a convolution that must not have an empty one; empty for other nodes."""
     at = _KERNELS.get(node.op, len(node.inputs))
     return node.inputs[at] if at < len(node.inputs) else ""
+
+
+def _moves_ends(transpose: Node) -> bool:
+    order = transpose.attributes.get("perm")
+    return not isinstance(order, tuple) or (len(order) > 0 and (order[0] != 0 or order[-1] != len(order) - 1))
+
+
+def _moves_rows(transpose: Node) -> bool:
+    order = transpose.attributes.get("perm")
+    return not isinstance(order, tuple) or (len(order) > 2 and order[0] != 0)
 
 
 def _crashes_anywhere(node: Node) -> bool:

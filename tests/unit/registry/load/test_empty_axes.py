@@ -123,7 +123,29 @@ def test_quantized_products_of_two_computed_matrices_take_no_empty_ones(
         ("float[n,2,h,w] x, float[o,2,kh,kw] k", "y = ConvInteger (x, k)", {"x": {0, 2, 3}, "k": set()}),
         ("float[n,2,h,w] x, float[r,4] b, int64[r] at", "y = RoiAlign (x, b, at)", {"x": {0}, "b": {0}, "at": {0}}),
         ("float[k] x, float[n,k,m] z", "y = MatMul (x, z)", {"x": set(), "z": set()}),
-        ("float[n,k] x, float[k,m] z", "y = MatMul (x, z)", None),
+        ("float[n,k] x, float[k,m] z", "y = MatMul (x, z)", {"x": {0, 1}, "z": {0, 1}}),
+        ("float[k] x, float[n,k,m] z", "v = Neg (x) y = MatMul (v, z)", {"x": set(), "z": set()}),
+        (
+            "float[m,n,k] x, float[k,n,j] z",
+            "t = Transpose <perm = [1, 0, 2]> (x) u = Transpose <perm = [1, 0, 2]> (z) y = MatMul (t, u)",
+            {"x": set(), "z": set()},
+        ),
+        (
+            "float[b,h,s,k] x, float[b,k,h,4] z",
+            "t = Transpose <perm = [0, 2, 1, 3]> (z) y = MatMul (x, t)",
+            {"x": {0, 1, 2, 3}, "z": {0, 1, 2}},
+        ),
+        ("float[batch,heads,length,4] x", "v = Neg (x) y = Attention (v, v, v)", {"x": {0, 2}}),
+        (
+            "float[n,m,k] x, float[n,j,k] z",
+            "t = Transpose <perm = [0, 2, 1]> (z) u = Neg (t) v = Neg (x) y = MatMul (v, u)",
+            {"x": {0, 1}, "z": {0, 1}},
+        ),
+        (
+            "float[n,2,h,w] x, float[r,4] b, int64[r] at",
+            "v = Neg (x) y = RoiAlign (v, b, at)",
+            {"x": {0}, "b": {0}, "at": {0}},
+        ),
         (
             "float[n,m,k] x, float[n,j,k] z",
             "t = Transpose <perm = [0, 2, 1]> (z) y = MatMul (x, t)",
