@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from queue import Queue
+from threading import Event
 from typing import Any
 from uuid import uuid4
 
@@ -271,17 +272,26 @@ def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(se
 
 
 def test_a_rejected_request_can_be_sent_again_by_a_client_that_awaits_each_answer(server: ServerProcess) -> None:
-    name = next(IDS)
-    assert total(ask(server, "full", 1, sequence_id=name, sequence_start=True)) == 1
-    with ThreadPoolExecutor(2) as pool:
-        with starting_batch(server, "full"):
-            calls = [pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True)]
-        calls.append(pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True))
-        wait_for_queue(server, "full", 1)
-        assert ask(server, "full", 10, sequence_id=name).status_code == 429
-        assert [total(call.result()) for call in calls] == [1, 1]
-    assert total(ask(server, "full", 10, sequence_id=name)) == 11
-    assert total(ask(server, "full", 100, sequence_id=name)) == 111
+    name, sent, is_over = next(IDS), 1, Event()
+
+    def keep_full(other: int) -> None:
+        """Send requests of another sequence, one after the other: of all, one runs, one waits."""
+        while not is_over.is_set():
+            ask(server, "full", 1, sequence_id=other, sequence_start=True, sequence_end=True)
+
+    assert total(ask(server, "full", sent, sequence_id=name, sequence_start=True)) == sent
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(keep_full, next(IDS)) for _ in range(4)]
+        try:
+            while (answer := ask(server, "full", 10, sequence_id=name)).status_code != 429:
+                sent += 10
+                assert total(answer) == sent
+        finally:
+            is_over.set()
+        for other in others:
+            other.result()
+    assert total(ask(server, "full", 10, sequence_id=name)) == sent + 10
+    assert total(ask(server, "full", 100, sequence_id=name)) == sent + 110
 
 
 def test_no_request_runs_without_a_rejected_one_that_was_sent_ahead_of_an_answer(server: ServerProcess) -> None:
