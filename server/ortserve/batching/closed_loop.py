@@ -22,6 +22,9 @@ _SURE: Final = 1.05
 """Minimum ratio of the predicted throughput with a wait to that of starting at once."""
 _TRIAL: Final = 1000
 """After this many waits, their measured gain decides whether the class continues to wait."""
+_PAUSE: Final = 10_000
+"""Number of answers after which a class waits again whose waits cost more than they gained, because other work on the
+machine may have delayed them. It doubles with each such decision."""
 
 
 class ClosedLoopWait:
@@ -30,7 +33,7 @@ class ClosedLoopWait:
     Times are monotonic nanoseconds. Loop thread only.
 
     Attributes:
-        is_on: False after waiting has cost more than it gained.
+        is_on: False while the class pauses, because waiting has cost more than it gained.
     """
 
     def __init__(self, answered_ns: int, solo_ns: float) -> None:
@@ -50,6 +53,8 @@ class ClosedLoopWait:
         self._wait: tuple[int, int] | None = None
         self._waits = 0
         self._gain_ns = 0.0
+        self._pauses = 0
+        self._answers_left = 0
 
     def is_pending(self, now_ns: int) -> bool:
         """Whether rows may still follow the last answer, or a wait for them has not ended."""
@@ -65,6 +70,9 @@ class ClosedLoopWait:
         self._seen = [0.0] * _BINS
         self._sum = 0.0
         self._answered_ns = now_ns
+        if not self.is_on:
+            self._answers_left -= 1
+            self.is_on = self._answers_left <= 0
 
     def on_arrival(self, rows: int, now_ns: int) -> None:
         """Note ``rows`` that arrive now."""
@@ -120,6 +128,9 @@ class ClosedLoopWait:
         self._waits += 1
         if self._waits == _TRIAL:
             self.is_on = self._gain_ns >= 0
+            if not self.is_on:
+                self._answers_left = _PAUSE << self._pauses
+                self._pauses += 1
             self._waits = 0
             self._gain_ns = 0.0
 

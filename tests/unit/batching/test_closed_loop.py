@@ -90,6 +90,19 @@ def test_class_that_gains_nothing_by_waiting_stops(more_rows: int, stays_on: boo
     assert (echo.wait_until(1, 64, GPU_LIKE, 0) is not None) == stays_on
 
 
+def test_class_whose_waits_were_delayed_by_other_work_waits_again_later() -> None:
+    echo = taught(lambda draw: [100, 200, 300, 400])
+    for pause in (10_000, 20_000, 40_000):
+        for _ in range(1000):
+            assert echo.begin_wait(1, 0)
+            echo.end_wait(4, GPU_LIKE, 20 * MS)  # the loop was busy
+        assert not echo.is_on
+        for _ in range(pause):
+            assert not echo.is_on
+            echo.on_answer(0, SOLO_NS)
+        assert echo.is_on
+
+
 def test_batches_without_a_wait_and_vain_waits_teach_nothing() -> None:
     echo = ClosedLoopWait(0, SOLO_NS)
     for _ in range(2000):
