@@ -606,6 +606,23 @@ def test_outputs_of_another_model_are_refused(server: ServerProcess, tmp_path: P
     assert "outputs" in line
 
 
+def test_inputs_of_the_reference_may_have_another_order_but_no_other_names(tmp_path: Path) -> None:
+    folder = add_model(tmp_path / "models", "products", builders.diagonal_products)
+    swapped = onnx.load(folder / "1" / "model.onnx")
+    inputs = [*swapped.graph.input]
+    swapped.graph.ClearField("input")
+    swapped.graph.input.extend(reversed(inputs))
+    onnx.save(swapped, tmp_path / "swapped.onnx")
+    other = builders.mlp(tmp_path / "other.onnx")
+    with serving(tmp_path / "models", *SHORT_WARMUP) as server:
+        target = (server.url, "--model", "products", *SHORT, "--compare-outputs")
+        ran = bench(*target, tmp_path / "swapped.onnx", "--json")
+        status, line = fails(*target, other)
+    assert (ran.failures, ran.point["outputs"]["different"]) == ({}, 0)
+    assert ran.point["outputs"]["checked"] > 0
+    assert (status, line) == (2, f"--compare-outputs {other}: expected a model with the inputs x, z, got x")
+
+
 def test_random_outputs_are_not_compared(tmp_path: Path) -> None:
     models = tmp_path / "models"
     model = add_model(models, "random", builders.random_outputs)

@@ -70,6 +70,10 @@ class ToolParser(argparse.ArgumentParser):
         """Exit with the message, and with suggestions for unknown flags."""
         super().error(with_suggestions(message, self._option_string_actions))
 
+    def flags_besides(self, *names: str) -> list[str]:
+        """All flags, without ``--help`` and these ones."""
+        return [flag for one in self._actions for flag in one.option_strings[-1:] if flag not in ("--help", *names)]
+
     def refuse(self, given: argparse.Namespace, flags: Iterable[str], expected: str) -> None:
         """Exit if one of these flags, which would have no effect, has a value other than its default."""
         for flag in flags:

@@ -192,6 +192,7 @@ def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.Cap
             "bench digits --key-file key",
             "--key-file: expected the URL of a server, which begins with http:// or grpc://, got a model",
         ),
+        ("bench --compare a.json b.json --slo 5", "--slo: expected a target, got --compare"),
         ("bench http://host --model m --threads 2", "--threads: expected a model in this process, got a URL"),
         (
             "bench http://host --model m --find-capacity --rounds 3",

@@ -45,7 +45,7 @@ def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, s
         problems += [f"{one.way} {one.load}: {which}: {why[0]}" for which, why in slow.items() if why]
     if len(unmatched) == len(first.points):
         problems.append("the results have no load in common")
-    only = ["{} {} batch {}".format(*_key(one)) for one in (*unmatched, *left)]
+    only = [f"{one.target} {one.way} {one.load} batch {one.batch}" for one in (*unmatched, *left)]
     return BenchComparison("ortserve.bench.comparison/1", *names, tuple(changes), tuple(only), tuple(problems))
 
 

@@ -225,9 +225,13 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
     if settings.sequences:
         expected, source = (), "nothing, because answers depend on earlier requests of a sequence"
     if settings.compare_outputs:
-        reference = open_model(find_model(settings.compare_outputs))
-        arrays = arrays[: len(answers)]
-        outputs, right, source = repeated(partial(bare_run, reference), arrays, settings.compare_outputs)
+        arrays, reference = arrays[: len(answers)], open_model(find_model(settings.compare_outputs))
+        names, expects = ([spec.name for spec in one.inputs] for one in (signature, reference.signature))
+        if sorted(names) != sorted(expects):
+            problem = f"expected a model with the inputs {', '.join(names)}, got {', '.join(expects)}"
+            raise invalid_input(f"--compare-outputs {settings.compare_outputs}: {problem}")
+        ordered = [tuple(one[names.index(name)] for name in expects) for one in arrays]
+        outputs, right, source = repeated(partial(bare_run, reference), ordered, settings.compare_outputs)
         answers = answers[: len(outputs)]
         expected = [_common(*pair) for pair in zip(right, answers, strict=True)] if right else ()
         for wanted, came in zip(expected, answers, strict=False):
