@@ -326,7 +326,7 @@ def test_absent_server_is_reported() -> None:
     for scheme in ("http", "grpc"):
         status, line = fails(f"{scheme}://127.0.0.1:{free_port()}", "--model", "m", "--timeout", "2")
         assert status == 1
-        assert "cannot reach the server" in line
+        assert line.endswith("cannot reach the server: Connection refused")
 
 
 def test_server_of_another_kind_is_reported(server: ServerProcess) -> None:
@@ -335,6 +335,13 @@ def test_server_of_another_kind_is_reported(server: ServerProcess) -> None:
     assert (status, "expected a server of the Open Inference Protocol v2" in line) == (1, True)
     status, line = fails(f"http://{server.grpc}", "--model", "digits")
     assert (status, line.endswith("got an answer that is not HTTP; is this a gRPC port?")) == (1, True)
+    for url, says in (
+        (f"grpc://{server.http}", "got no HTTP/2; is this an HTTP port, or one for grpcs://?"),
+        (f"https://{server.http}", "got an answer without TLS; is this a port for http://?"),
+        (f"grpcs://{server.grpc}", "got an answer without TLS; is this a port for grpc://?"),
+    ):
+        status, line = fails(url, "--model", "digits")
+        assert (status, says in line) == (1, True), line
 
 
 def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
@@ -548,8 +555,9 @@ def test_server_with_a_private_authority_is_measured_over_tls(tmp_path: Path) ->
         ran = bench(*urls, "--model", "digits", "--ca", secret.ca, "--header", "x-tenant: a", *SHORT, "--json")
         for url in urls:
             status, line = fails(url, "--model", "digits", *SHORT)
-            expected = "certificate is not trusted" if url.startswith("https") else "cannot reach the server"
-            assert (status, expected in line) == (1, True)
+            assert (status, line.endswith("(--ca names a file with certificates to trust)")) == (1, True), line
+            status, line = fails(url.replace("127.0.0.1", "localhost"), "--model", "digits", "--ca", secret.ca, *SHORT)
+            assert (status, line.endswith("certificate is not valid for 'localhost'.")) == (1, True), line
 
     assert ran.problems == []
     assert [one["way"] for one in ran.result["points"]] == ["rest", "grpc"]

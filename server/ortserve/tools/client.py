@@ -26,6 +26,10 @@ _KINDS: Final = {
     429: ErrorKind.OVERLOADED,
 }
 
+_UNKNOWN_ISSUER: Final = (18, 19, 20, 21)
+"""OpenSSL's codes for certificates whose issuer is not trusted, ``X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT`` and the
+following ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -67,18 +71,7 @@ class Client:
     def connect(self) -> socket.socket:
         """The socket, connected if necessary. Also raises ssl.SSLCertVerificationError."""
         if self._socket is None:
-            address, context = self.address, self.address.tls()
-            made: socket.socket | None = None
-            try:
-                made = socket.create_connection((address.host, address.port), self._timeout_s)
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._socket = context.wrap_socket(made, server_hostname=address.host) if context else made
-            except OSError as error:
-                if made is not None:
-                    made.close()
-                if isinstance(error, ssl.SSLCertVerificationError):
-                    raise
-                raise self._unreachable(error) from None
+            self._socket = connect(self.address, self._timeout_s)
         return self._socket
 
     def prepare(
@@ -122,15 +115,11 @@ class Client:
                 if len(body) > _MAX_BYTES:
                     raise another_kind(self.address, f"got an answer of more than {_MAX_BYTES:,} bytes")
         except ssl.SSLCertVerificationError as error:
-            problem = (
-                f"the server's certificate is not trusted: {error.verify_message} (--ca names a file with certificates "
-                "to trust)"
-            )
-            raise ServeError(ErrorKind.NOT_READY, f"{self.address.url}: {problem}") from None
+            raise untrusted(self.address, error) from None
         except httptools.HttpParserError:
             raise another_kind(self.address, "got an answer that is not HTTP; is this a gRPC port?") from None
         except OSError as error:
-            raise self._unreachable(error) from None
+            raise _failed(self.address, error, self._timeout_s) from None
         finally:
             if kept != [True]:
                 self.close()
@@ -165,9 +154,40 @@ class Client:
             self._socket.close()
             self._socket = None
 
-    def _unreachable(self, error: OSError) -> ServeError:
-        waited = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else None
-        return unreachable(self.address, waited or error.strerror or str(error))
+
+def connect(address: Address, timeout_s: float) -> socket.socket:
+    """A connection to a server, with TLS if its address says so. ``timeout_s`` limits each wait, also later ones.
+
+    Raises:
+        ServeError: No server listens, or its port has no TLS.
+        ssl.SSLCertVerificationError: The certificate is not trusted.
+    """
+    context, made = address.tls(), None
+    try:
+        made = socket.create_connection((address.host, address.port), timeout_s)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return context.wrap_socket(made, server_hostname=address.host) if context else made
+    except OSError as error:
+        if made is not None:
+            made.close()
+        if isinstance(error, ssl.SSLCertVerificationError):
+            raise
+        raise _failed(address, error, timeout_s) from None
+
+
+def _failed(address: Address, error: OSError, timeout_s: float) -> ServeError:
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        usual = "grpc" if address.is_grpc else "http"
+        return another_kind(address, f"got an answer without TLS; is this a port for {usual}://?")
+    waited = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else None
+    return unreachable(address, waited or error.strerror or str(error))
+
+
+def untrusted(address: Address, error: ssl.SSLCertVerificationError) -> ServeError:
+    """The error for a server whose certificate is not trusted, is for another name, or has expired."""
+    hint = " (--ca names a file with certificates to trust)" if error.verify_code in _UNKNOWN_ISSUER else ""
+    problem = f"the server's certificate is not trusted: {error.verify_message}{hint}"
+    return ServeError(ErrorKind.NOT_READY, f"{address.url}: {problem}")
 
 
 def path_of(model: str, version: str = "") -> str:

@@ -3,6 +3,7 @@
 It uses calls that all servers of the protocol have, and the extensions for statistics and shared memory.
 """
 
+import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Final
@@ -18,7 +19,7 @@ from ortserve.core.dtypes import DATATYPES
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
-from ortserve.tools.client import Client, another_kind, path_of, unreachable
+from ortserve.tools.client import Client, another_kind, connect, path_of, unreachable, untrusted
 
 _GRPC_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -49,6 +50,11 @@ class Control:
 
     def describe(self) -> tuple[str, ModelSignature]:
         """The name and version of the server, and the signature of the model. Raises not_found for an unknown model."""
+        if self.address.is_grpc:  # a connection without the library finds better reasons why there is none
+            try:
+                connect(self.address, self._timeout_s).close()
+            except ssl.SSLCertVerificationError as error:
+                raise untrusted(self.address, error) from None
         try:
             about = self._ask("GET", "/v2", pb, "ServerMetadata")
             server = f"{about['name']} {about.get('version', '')}".strip()
@@ -148,6 +154,9 @@ class Control:
                 return answer
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or ""
+        if rpc == "ServerMetadata" and details.startswith("failed to connect"):  # although ``describe`` could connect
+            reason = f"gRPC says: {details.rpartition('last error: ')[2]}"
+            raise another_kind(address, f"got no HTTP/2; is this an HTTP port, or one for grpcs://? {reason}")
         if code in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
             raise unreachable(address, details)
         # All servers of the protocol have this call, and may lack extensions.

@@ -44,8 +44,10 @@ def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -
     expires = x509.load_der_x509_certificate(certificate).not_valid_after_utc.timestamp() if certificate else None
     metadata = client.ask("/v2")
     known = metadata.json()
-    if metadata.status not in (200, 401, 403) or (metadata.status == 200 and not isinstance(known, dict)):
+    if metadata.status == 404 or (metadata.status == 200 and not isinstance(known, dict)):
         raise another_kind(client.address, f"got status {metadata.status} for /v2")
+    if metadata.status not in (401, 403):
+        client.checked(metadata)
     index = client.ask("/v2/repository/index", b"{}").json()
     control = client.ask("/v2/trace/setting").status
     return ServerFacts(
