@@ -130,15 +130,19 @@ def test_model_is_followed_by_its_name_alone(example_server: ServerProcess) -> N
     assert (request["model"], request["requests"], request["bare_us"]) == ("text_stats", 5, None)
 
 
-def test_slow_model_is_followed_with_few_requests(tmp_path: Path) -> None:
-    """A run takes at least 0.1 s."""
-    add_model(tmp_path, "m", builders.slow, steps=20_000)
+def test_slow_model_is_followed_with_few_requests_and_a_picky_one_named(tmp_path: Path) -> None:
+    """A run takes at least 0.2 s."""
+    add_model(tmp_path, "m", builders.slow, steps=40_000)
+    add_model(tmp_path, "picky", builders.refuses_synthetic)
     with serving(tmp_path, *SHORT_WARMUP) as server:
         request = result_of(server.url, "--model", "m", "--requests", "1")["request"]
         (stats,) = httpx.get(f"{server.url}/v2/models/m/stats").json()["model_stats"]
+        picky = doctor(server.url, "--model", "picky")
 
     assert request["requests"] == 1
     assert stats["inference_count"] < 12
+    assert picky.returncode == 2
+    assert "rejects synthetic inputs; ortserve bench measures it with real samples, by --inputs: " in picky.stderr
 
 
 def test_certificate_and_keys_are_used(tmp_path: Path) -> None:
@@ -149,8 +153,13 @@ def test_certificate_and_keys_are_used(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "m", builders.mlp)
     with serving(tmp_path / "models", *flags, *SHORT_WARMUP, client=context) as server:
         without_key = result_of(server.url)
+        refused = doctor(server.url, "--key-file", keys)
+        plain = doctor(server.url.replace("https", "http"))
         with_key = result_of(server.url, "--key-file", keys, env={"SSL_CERT_FILE": str(secret.ca)})
 
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "the server's certificate is not trusted" in refused.stderr, "the key is for the server only"
+    assert plain.stderr.endswith("this port uses TLS: expected https:// in the address, got a plain HTTP request\n")
     assert [each["kind"] for each in without_key["findings"]] == ["untrusted_certificate"]
     assert (without_key["server"]["models"], without_key["server"]["control_is_open"]) == (None, False)
     assert with_key["findings"] == []

@@ -142,13 +142,19 @@ def choose_inputs(model: Opened, file: Path | None = None) -> Inputs:
     return make_inputs(model.signature, file, lambda arrays: model.runner().run(model.for_model(arrays)))
 
 
-def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arrays], Any] | None) -> Inputs:
+def make_inputs(
+    signature: ModelSignature,
+    file: Path | None,
+    run: Callable[[Arrays], Any] | None,
+    remedy: str = "pass real samples with --inputs",
+) -> Inputs:
     """As ``choose_inputs``, for a signature.
 
     Args:
         signature: The signature of the model.
         file: Samples, or a folder of them; None for synthetic inputs.
         run: Runs inputs, and raises the error if the model rejects them; None to skip the trial.
+        remedy: What the error advises if the model accepts no synthetic inputs.
     """
     if file is not None:
         return read_inputs(file, signature)
@@ -167,7 +173,7 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
             problem = problem or without_paths(str(error))
         else:
             return SyntheticInputs(variant)
-    raise invalid_input(f"the model rejects synthetic inputs; pass real samples with --inputs: {problem}")
+    raise invalid_input(f"the model rejects synthetic inputs; {remedy}: {problem}")
 
 
 def take_inputs(inputs: Inputs, rows: int, most: int = 16, max_nbytes: int = 64 * 2**20) -> tuple[Arrays, ...]:

@@ -201,7 +201,7 @@ def bytes_text(nbytes: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """A duration in a suitable unit: ``12.3 ms``."""
-    for factor, unit in ((1, "s"), (1e3, "ms")):
+    for factor, unit in ((1 / 86_400, "days"), (1, "s"), (1e3, "ms")):
         if abs(seconds) * factor >= 1:
             return f"{number_text(seconds * factor)} {unit}"
     return f"{number_text(seconds * 1e6)} µs"

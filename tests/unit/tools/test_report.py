@@ -206,6 +206,8 @@ def test_bytes_are_shown_in_the_largest_unit(nbytes: int, text: str) -> None:
     assert bytes_text(nbytes) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.2e-6, "4.20 µs")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.6e6, "30.1 days"), (2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.2e-6, "4.20 µs")]
+)
 def test_durations_are_shown_in_a_suitable_unit(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text

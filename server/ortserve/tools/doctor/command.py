@@ -9,7 +9,7 @@ from pathlib import Path
 from ortserve.errors import invalid_input
 from ortserve.paths import is_model_file
 from ortserve.tools.address import address_of, is_url
-from ortserve.tools.client import Client
+from ortserve.tools.client import Client, untrusted
 from ortserve.tools.command import Outcome, run_tool, status_of
 from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.loading import check_models
@@ -79,15 +79,17 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
     name: str = arguments.model or ""
     bare = open_model(find_model(name)) if "/" in name or name.endswith(".onnx") else None
-    untrusted, request = "", None
+    problem, request = "", None
     client = Client(address_of(url, arguments, needs_http=True))
     try:
         try:
             client.connect()
         except ssl.SSLCertVerificationError as error:
-            untrusted = error.verify_message
+            if client.address.headers:  # they may hold a key, which no other server may get
+                raise untrusted(client.address, error) from None
+            problem = error.verify_message
             client = Client(replace(client.address, is_verified=False))
-        facts = look_at(client, arguments.metrics, untrusted)
+        facts = look_at(client, arguments.metrics, problem)
         if name:
             name = bare.subject.name if bare else name
             request = follow_requests(client, name, bare, arguments.requests)

@@ -13,7 +13,7 @@ from ortserve.tools.client import Answer, Client, read_timing
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.doctor.result import RequestPath, Stage
-from ortserve.tools.inputs import choose_inputs, make_inputs
+from ortserve.tools.inputs import make_inputs
 from ortserve.tools.opening import OpenModel
 
 _BLOCK: Final = 20
@@ -21,6 +21,7 @@ _BLOCK: Final = 20
 not counted. Blocks of slow models are smaller."""
 _BLOCK_S: Final = 1.0
 _MAX_S: Final = 30.0
+_REMEDY: Final = "ortserve bench measures it with real samples, by --inputs"
 _OUTSIDE: Final = "network and HTTP"
 
 
@@ -45,7 +46,7 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
         request = encode_rest(tensors_of(signature, arrays), is_binary=True)
         return client.prepare(f"{control.path}/infer", request.body, request.headers)
 
-    inputs = choose_inputs(bare) if bare else make_inputs(signature, None, lambda one: _infer(client, prepare(one)))
+    inputs = make_inputs(signature, None, lambda one: _infer(client, prepare(one)), _REMEDY)
     arrays = bare.for_model(inputs.take(1, 0)) if bare else list(inputs.take(1, 0))
     runner, request = bare.runner() if bare else None, prepare(arrays)
     took_ns = _took_ns(lambda: _infer(client, request))
