@@ -1,7 +1,8 @@
 """Random graphs: every claim of the proof about every tensor, against ONNX Runtime run row by row and in batches.
 
-Then random models with a proof, opened as the server opens them: the answers to the requests of a batch, against ONNX
-Runtime's answer to each request alone.
+Then the claims about the shape of every tensor, which ONNX Runtime may infer when it loads the model. Then random
+models with a proof, opened as the server opens them: the answers to the requests of a batch, against ONNX Runtime's
+answer to each request alone.
 
 A normal run has about 1,200 graphs; ``make fuzz CASES=100000`` generates that many of each kind. A failure prints the
 graph and its seed.
@@ -20,7 +21,7 @@ from fuzz.bounds import CASES, LONG_ENOUGH, SEED
 from ortserve.engine.bounded_time import why_unbounded
 from rows.brute_force import differ
 from rows.claims import check_model
-from rows.growing import GrowingGraph, with_shapes
+from rows.growing import GrowingGraph, observe_outputs, with_shape_nodes, with_shapes
 from rows.random_graphs import grow, grow_widely
 from rows.served import NotServed, Outputs, Request, Served, make_requests, served, with_proven_outputs
 
@@ -59,6 +60,26 @@ def _check_claims(make: Callable[[int], GrowingGraph], indices: Sequence[int]) -
         rows += check.with_rows
     assert checked > 4 * len(indices), "too little was claimed for this to show anything"
     assert rows > 2 * len(indices), "too little was claimed of rows"
+
+
+@LONG_ENOUGH
+@pytest.mark.parametrize("block", range(_BLOCKS))
+def test_no_claim_about_a_shape_that_onnx_runtime_infers_is_false(block: int) -> None:
+    """ONNX Runtime replaces Shape by the shape that it infers at the load. The kernel may make another one."""
+    graphs = 0
+    for index in range(block, WIDE_GRAPHS, _BLOCKS):
+        seed = SEED * 10_000_000 + index
+        graph = grow_widely(seed)
+        model, shapes = with_shape_nodes(graph)
+        observed = observe_outputs(model, graph, shapes)
+        if observed is None:
+            continue
+        graphs += 1
+        axes = {name: one.axis for name, one in graph.inputs.items()}
+        seen = {name: graph.observation(name) for name in graph.values} | observed
+        findings = check_model(model, axes, seen, node_by_node=True).findings
+        assert not findings, f"seed {seed}: {findings}\n{with_shapes(onnx.printer.to_text(model), graph.values)}"
+    assert graphs > WIDE_GRAPHS // _BLOCKS // 4, "too few graphs ran for this to show anything"
 
 
 @LONG_ENOUGH

@@ -201,6 +201,46 @@ def with_shapes(text: str, values: Mapping[str, Runs]) -> str:
     return "\n".join(lines)
 
 
+def with_shape_nodes(graph: GrowingGraph) -> tuple[onnx.ModelProto, list[str]]:
+    """The model of a graph with a Shape node behind each tensor, and the names of their outputs."""
+    model, shapes = graph.model(), []
+    for name in graph.made():
+        if isinstance(graph.values[name][0], np.ndarray):  # sequences have no shape
+            shapes.append(f"shape_of_{name}")
+            model.graph.node.append(helper.make_node("Shape", [name], shapes[-1:]))
+            model.graph.output.append(helper.make_tensor_value_info(shapes[-1], TensorProto.INT64, [None]))
+    return model, shapes
+
+
+def observe_outputs(model: onnx.ModelProto, graph: GrowingGraph, names: list[str]) -> dict[str, Observation] | None:
+    """The outputs ``names`` of a model with the inputs of a graph, run as a whole and optimized.
+
+    Batches that ONNX Runtime rejects are left out. None if it rejects the model or a single row.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception:
+        return None
+    results: dict[int, list[np.ndarray]] = {}
+    for index in range(len(RUNS)):
+        feeds = {name: graph.values[name][index] for name in graph.inputs}
+        try:
+            results[index] = session.run(names, feeds)
+        except Exception:
+            if index < ROWS:
+                return None
+    return {
+        name: Observation(
+            [results[row][place] for row in range(ROWS)],
+            {RUNS[index]: result[place] for index, result in results.items() if index >= ROWS},
+        )
+        for place, name in enumerate(names)
+    }
+
+
 _sessions: Final[dict[bytes, Any]] = {}
 
 
