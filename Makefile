@@ -69,7 +69,7 @@ test-compiled: .venv/dev.done
 	rm -rf build
 	PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-# The lowest versions with a wheel for this Python; requirements of requirements have their newest versions.
+# Direct requirements get the lowest version with a wheel for this Python, indirect ones the newest.
 LOWEST_EXTRAS := cpu,otel,stores,hub,extensions,tools,dev
 LOWEST_TESTS := tests/contract $(addprefix tests/integration/test_,batching.py ensembles.py grpc_clients.py infer.py logs.py \
 	metrics.py model_control.py optimize.py profile.py quantize.py repository.py stores.py tracing.py)

@@ -130,17 +130,22 @@ def test_model_is_followed_by_its_name_alone(example_server: ServerProcess) -> N
     assert (request["model"], request["requests"], request["bare_us"]) == ("text_stats", 5, None)
 
 
-def test_slow_model_is_followed_with_few_requests_and_a_picky_one_named(tmp_path: Path) -> None:
-    """A run takes at least 0.2 s."""
-    add_model(tmp_path, "m", builders.slow, steps=40_000)
-    add_model(tmp_path, "picky", builders.refuses_synthetic)
+def test_slow_model_is_followed_with_few_requests(tmp_path: Path) -> None:
+    """A quick model gets at least 20 requests before those that are followed."""
+    add_model(tmp_path, "m", builders.slow, steps=100_000)
     with serving(tmp_path, *SHORT_WARMUP) as server:
         request = result_of(server.url, "--model", "m", "--requests", "1")["request"]
         (stats,) = httpx.get(f"{server.url}/v2/models/m/stats").json()["model_stats"]
-        picky = doctor(server.url, "--model", "picky")
 
     assert request["requests"] == 1
     assert stats["inference_count"] < 12
+
+
+def test_model_that_rejects_synthetic_inputs_gets_advice(tmp_path: Path) -> None:
+    add_model(tmp_path, "picky", builders.refuses_synthetic)
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        picky = doctor(server.url, "--model", "picky")
+
     assert picky.returncode == 2
     assert "rejects synthetic inputs; ortserve bench measures it with real samples, by --inputs: " in picky.stderr
 

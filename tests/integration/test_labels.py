@@ -389,7 +389,7 @@ def test_ensembles_follow_labels_even_while_a_version_of_the_model_loads(tmp_pat
         http.load_model("m")
         assert answer() == 2
         (folder / "model.yaml").write_text(f"{every}labels: {{stable: 1}}")
-        add_model(tmp_path, "m", builders.slow, version=3, steps=300_000)
+        add_model(tmp_path, "m", builders.slow, version=3, steps=1_000_000)
         loading = threads.submit(grpc.load_model, "m")
         wait_until(lambda: answer() == 1)
         asked(server, "PUT", "m/labels", labels={"stable": 2}).raise_for_status()

@@ -85,7 +85,7 @@ _OTHER_FLAGS_OF_TRITON: Final = frozenset(
         "--strict-model-config",
     }
 )
-"""Flags of ``tritonserver`` that no flag of ``ortserve serve`` replaces; ``docs/migrate.md`` explains them."""
+"""Flags of ``tritonserver`` that no flag of ``ortserve serve`` replaces; ``docs/migrate.md`` explains most of them."""
 
 
 def hint_for(key: str) -> str:

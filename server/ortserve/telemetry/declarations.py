@@ -217,7 +217,7 @@ REJECTED: Final = Declaration(
     "counter",
     ("model", "reason"),
     "Requests rejected before any work was done for them, by kind of error. model is empty if the request named no "
-    "served model.",
+    "served model, or if it was rejected before its body was complete.",
 )
 UNAUTHORIZED: Final = Declaration(
     "ortserve_unauthorized_requests_total",

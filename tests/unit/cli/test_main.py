@@ -153,7 +153,9 @@ def test_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> 
         ("--http-thread-count=8", "no flag replaces --http-thread-count of tritonserver"),
     ],
 )
-def test_flag_of_triton_names_the_one_in_its_place(capsys: pytest.CaptureFixture[str], flag: str, instead: str) -> None:
+def test_flag_of_triton_names_its_replacement_or_says_that_there_is_none(
+    capsys: pytest.CaptureFixture[str], flag: str, instead: str
+) -> None:
     assert main(["serve", "--example", flag]) == 2
     expected = f"unrecognized arguments: {flag}; {instead}\n"
     assert capsys.readouterr().err.endswith(expected)

@@ -277,7 +277,7 @@ def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path
 def test_tensor_that_becomes_empty_inside_the_model_gets_an_error(process: Executor, tmp_path: Path, name: str) -> None:
     """Without the check, ONNX Runtime ends the process, does not return, or leaves earlier memory in the output.
 
-    If the installed version survives, its result stays as it is, and its error may have another text.
+    Versions that survive keep their result; the text of an error is then that of ONNX Runtime or of the check.
     """
     text, shape = EMPTY_INSIDE[name]
     path = write(tmp_path, text, 23 if name == "Attention" else 21)

@@ -80,7 +80,7 @@ def test_loads_without_answers_are_not_drawn(answered: Sequence[bool], pictures:
     assert sum(isinstance(block, Picture) for block in blocks) == pictures
 
 
-def test_what_answers_and_servers_are_missing_leaves_sentences_complete() -> None:
+def test_missing_answers_and_server_names_leave_sentences_complete() -> None:
     reason = "nothing, because answers depend on earlier requests of a sequence"
     here = replace(POINT, target="models/m", server="", outputs=OutputCheck(12, 0, "bare runs", ""))
     points = (here, replace(POINT, outputs=OutputCheck(0, 0, reason, "")))
