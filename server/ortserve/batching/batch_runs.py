@@ -106,8 +106,7 @@ class BatchRuns:
         self.closed_because = ""
         self.tap: BatchTap | None = None
         """Observes batches while a profile is recorded; otherwise None."""
-        self._loop = loop
-        self._clock = clock
+        self._loop, self._clock = loop, clock
         self._observe_batch = observe_batch
         self._is_woken = False
         self._timer = make_timer(self._wake) if make_timer else LoopTimer(loop, self._wake)
@@ -115,8 +114,7 @@ class BatchRuns:
         self._name = name
         self._idle: asyncio.Event | None = None
         self._row_checks, self._on_difference = row_checks, on_difference
-        self._ragged = ragged
-        self._row_limit = row_limit
+        self._ragged, self._row_limit = ragged, row_limit
         self._scheduler = Scheduler(queue, self.decisions, loop, clock)
         self._withdraw = self._on_cancelled  # bound once, not for each request
         self._watch = RunWatch(
@@ -201,8 +199,10 @@ class BatchRuns:
         now_ns = self._clock()
         if not self.share.may_start():
             return  # the share wakes this batcher when its turn comes
-        limit, policy = self._row_limit, self.policy
-        group = self._scheduler.next_group(limit.next_policy(policy, self.queue.rows) if limit else policy, now_ns)
+        if (limit := self._row_limit) is None:
+            group = self._scheduler.next_group(self.policy, now_ns)
+        else:
+            group = limit.next_group(self._scheduler, self.queue, self.policy, now_ns)
         if group is None and self._row_checks is not None:
             group = self._next_check(self._row_checks, now_ns)
         if not isinstance(group, RequestGroup):

@@ -4,14 +4,17 @@ Warm-up finds the maximum in a few runs of synthetic inputs, perhaps beside othe
 is one, a model would serve one row at a time for as long as it is loaded.
 """
 
+import math
 import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ortserve.batching.groups import RequestGroup
-from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import ShapeClass
+from ortserve.batching.planner import BatchPolicy, WaitUntil
+from ortserve.batching.queue import RequestQueue, ShapeClass
+from ortserve.batching.scheduler import Scheduler
 
 _TRIALS: Final = 8
 """Number of batches of another size that decide about it, by the median, so that interrupted ones do not matter."""
@@ -22,10 +25,22 @@ _WORTHWHILE: Final = 0.95
 """A size is worth having if its time per row is below this share of that of half the size."""
 _LONG_NS: Final = 10_000_000
 """Smaller batches are tried only if full ones take longer, and so delay requests that arrive meanwhile."""
+_RECENT: Final = 16
+"""A batch of another size is compared with a full batch of its shape class among so many last ones."""
+_LOST: Final = 64
+"""Number of batches after which one of another size counts as failed if its result is not known."""
 
 
-class _Trials:
-    """Batches of one other size, compared with full batches."""
+class _Full(NamedTuple):
+    """A full batch that ran."""
+
+    shape_class: ShapeClass
+    ns: int
+    row_ns: float
+
+
+class _Size:
+    """The batches of twice or half the maximum, compared with full batches."""
 
     __slots__ = ("_full", "_interval", "_ratios")
 
@@ -41,69 +56,117 @@ class _Trials:
     def count_full(self) -> None:
         self._full += 1
 
+    def begin(self) -> None:
+        self._full = 0
+
     def add(self, ratio: float) -> float | None:
         """Add the time per row of a batch, divided by that of a full one. Returns the median of enough of them."""
-        self._full = 0
         self._ratios.append(ratio)
-        if len(self._ratios) < _TRIALS:
-            return None
-        median = statistics.median(self._ratios)
+        return statistics.median(self._ratios) if len(self._ratios) == _TRIALS else None
+
+    def decide(self, *, is_rarer: bool) -> None:
+        """Forget the ratios, and possibly double the interval."""
         self._ratios = []
-        self._interval = min(2 * self._interval, _MAX_INTERVAL)
-        return median
+        if is_rarer:
+            self._interval = min(2 * self._interval, _MAX_INTERVAL)
 
 
 class RowLimit:
-    """Compares each batch of another size with the full batch of the same shape class that ran before it.
+    """Compares batches of another size with full batches of the same shape class that ran shortly before.
 
-    Other work on the machine affects both. Loop thread only.
+    Other work on the machine affects both. One batch at a time has another size. Loop thread only.
     """
 
     def __init__(self, most_rows: int, on_change: Callable[[int], object]) -> None:
         """The maximum never exceeds ``most_rows``. ``on_change`` is called with each new one."""
         self._most_rows = most_rows
         self._on_change = on_change
-        self._last: ShapeClass | None = None
-        """The class of the last batch if it was full; otherwise None."""
-        self._last_ns = 0
-        self._last_row_ns = 0.0
-        self._larger = _Trials()
-        self._smaller = _Trials()
+        self._recent: deque[_Full] = deque(maxlen=_RECENT)
+        self._larger = _Size()
+        self._smaller = _Size()
+        self._trial: RequestGroup | None = None
+        """The batch of another size that runs; otherwise None."""
+        self._tried = self._larger
+        """Its size."""
+        self._since_trial = 0
+        """Number of batches that ended after it began."""
 
-    def next_policy(self, policy: BatchPolicy, queued_rows: int) -> BatchPolicy:
-        """The policy of the next batch: at times with twice or half of the maximum, if enough rows are queued."""
+    def next_group(
+        self, scheduler: Scheduler, queue: RequestQueue, policy: BatchPolicy, now_ns: int
+    ) -> RequestGroup | WaitUntil | None:
+        """The next group of the scheduler: at times with twice or half of the maximum, if enough rows are queued."""
         max_rows = policy.max_rows
-        if self._last is None or queued_rows < max_rows:
-            return policy
-        if 2 * max_rows <= min(queued_rows, self._most_rows) and self._larger.is_due:
-            return replace(policy, max_rows=2 * max_rows)
-        if max_rows > 1 and self._last_ns >= _LONG_NS and self._smaller.is_due:
-            return replace(policy, max_rows=max_rows // 2)
-        return policy
+        if self._trial is not None or not self._recent or queue.rows < max_rows:
+            return scheduler.next_group(policy, now_ns)
+        if 2 * max_rows <= min(queue.rows, self._most_rows) and self._larger.is_due:
+            rows, self._tried = 2 * max_rows, self._larger
+        elif max_rows > 1 and self._recent[-1].ns >= _LONG_NS and self._smaller.is_due:
+            rows, self._tried = max_rows // 2, self._smaller
+        else:
+            return scheduler.next_group(policy, now_ns)
+        self._tried.begin()
+        if not _has_time(queue, rows, now_ns):
+            return scheduler.next_group(policy, now_ns)
+        group = scheduler.next_group(replace(policy, max_rows=rows), now_ns)
+        if isinstance(group, RequestGroup) and group.search is None:
+            self._trial, self._since_trial = group, 0
+        return group
 
     def learn(self, group: RequestGroup, ns: int, policy: BatchPolicy) -> BatchPolicy:
         """Learn from a batch that took ``ns``. Returns the policy from now on."""
         max_rows, rows = policy.max_rows, group.rows
-        last, self._last = self._last, None
-        if group.is_check or group.tries_one_row or group.shape_class.runs_alone:
-            return policy
-        row_ns = ns / rows
-        if max_rows < 2 * rows <= 2 * max_rows:
-            self._last, self._last_ns, self._last_row_ns = group.shape_class, ns, row_ns
+        if self._trial is not None:
+            if group is self._trial:
+                self._trial = None
+                return self._judge(self._ratio(group, ns, max_rows), policy)
+            self._since_trial += 1
+            if self._since_trial == _LOST:  # Its run failed or was terminated.
+                self._trial = None
+                return self._judge(math.inf, policy)
+        if rows <= max_rows < 2 * rows and not (group.is_check or group.tries_one_row or group.shape_class.runs_alone):
+            self._recent.append(_Full(group.shape_class, ns, ns / rows))
             self._larger.count_full()
             self._smaller.count_full()
-            return policy
-        if last is not group.shape_class or not max_rows < 4 * rows <= 8 * max_rows or not self._last_row_ns:
-            return policy
-        ratio = row_ns / self._last_row_ns
-        if rows > max_rows:
-            median = self._larger.add(ratio)
-            is_better, better_rows = median is not None and median < _WORTHWHILE, 2 * max_rows
+        return policy
+
+    def _ratio(self, group: RequestGroup, ns: int, max_rows: int) -> float | None:
+        """The time per row of a batch, divided by that of a full one. None if they cannot be compared."""
+        rows = group.rows
+        if self._tried is self._larger:
+            is_of_size = max_rows < rows <= 2 * max_rows
         else:
-            median = self._smaller.add(ratio)
-            is_better, better_rows = median is not None and median <= 1, max_rows // 2
+            is_of_size = rows <= max_rows // 2 < 2 * rows
+        if not is_of_size or group.tries_one_row or group.shape_class.runs_alone:
+            return None
+        full = next((full for full in reversed(self._recent) if full.shape_class is group.shape_class), None)
+        return ns / rows / full.row_ns if full is not None and full.row_ns else None
+
+    def _judge(self, ratio: float | None, policy: BatchPolicy) -> BatchPolicy:
+        """Add a ratio, and decide if there are enough of them. Returns the policy from now on."""
+        tried = self._tried
+        median = None if ratio is None else tried.add(ratio)
+        if median is None:
+            return policy
+        is_larger = tried is self._larger
+        is_better = median < _WORTHWHILE if is_larger else median <= 1
+        tried.decide(is_rarer=not is_better)
         if not is_better:
             return policy
-        self._larger, self._smaller = _Trials(), _Trials()
-        self._on_change(better_rows)
-        return replace(policy, max_rows=better_rows)
+        # The way back is tried more rarely with each change, because between two nearly equal sizes noise decides.
+        (self._smaller if is_larger else self._larger).decide(is_rarer=True)
+        self._recent.clear()
+        max_rows = 2 * policy.max_rows if is_larger else policy.max_rows // 2
+        self._on_change(max_rows)
+        return replace(policy, max_rows=max_rows)
+
+
+def _has_time(queue: RequestQueue, rows: int, now_ns: int) -> bool:
+    """Whether all requests that are queued keep their deadlines if the next two batches have this many rows."""
+    for shape_class in queue.waiting():
+        if not shape_class.has_limits:
+            continue
+        expiries = [request.expires_ns for request in shape_class.requests]
+        first_ns = min((expiry for expiry in expiries if expiry is not None), default=None)
+        if first_ns is not None and first_ns < now_ns + 2 * (shape_class.batch_latency.predict_ns(rows) or math.inf):
+            return False
+    return True
