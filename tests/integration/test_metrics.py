@@ -104,9 +104,8 @@ def test_rejections_are_counted_by_model_and_reason_without_failed_runs(samples:
     assert of_broken == 1
     # A missing version counts for its model; a missing model counts for none.
     assert refusals == {
-        "identity invalid_input": 2,
+        "identity invalid_input": 3,
         "identity not_found": 1,
-        " invalid_input": 1,
         " not_found": 3,
         " unsupported": 1,
     }

@@ -85,11 +85,17 @@ class _Check:
     def _check_mapping(self, node: yaml.MappingNode, depth: int) -> None:
         self._check_tag(node, self._loader.DEFAULT_MAPPING_TAG)
         seen: set[str] = set()
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         pairs: list[tuple[yaml.Node, yaml.Node]] = []
         for key, value in node.value:
             self.check(value, depth + 1)
             if key.tag == _MERGE:
-                pairs.append((key, value))
+                sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                if not all(isinstance(source, yaml.MappingNode) for source in sources):
+                    raise _bad(value, f"expected a mapping or a list of mappings to merge, got a {_kind(value)}")
+                # Not by PyYAML: in its version 6.0.4, keys that a source merged itself win over the source's own.
+                for pair in (pair for source in sources for pair in source.value):
+                    merged.setdefault(pair[0].value, pair)
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 raise _bad(key, f"expected a text as a key, got a {_kind(key)}")
@@ -100,7 +106,7 @@ class _Check:
                 raise _bad(key, f"expected each key once, got '{name.value}' again")
             seen.add(name.value)
             pairs.append((name, value))
-        node.value = pairs
+        node.value = [pair for name, pair in merged.items() if name not in seen] + pairs
 
     def _check_scalar(self, node: yaml.ScalarNode) -> None:
         if node.tag == _TIMESTAMP:

@@ -33,9 +33,9 @@ _CUTTING: Final = frozenset(_MAY_CUT.split())
 def find_sizes(model: Model, *, keeps_targets: bool = False) -> Mapping[int, Mapping[str, Value]]:
     """What is known about the tensors of each graph if no input of a request is empty, by the ``id`` of the graph.
 
-    A graph that is not followed is left out. A graph knows the tensors of the graphs around it, too. With
-    ``keeps_targets``, the result of a Reshape has the sizes of the target shape, although ONNX Runtime may replace
-    computed ones.
+    A graph that is not followed is left out. A graph knows the tensors that its nodes read and make, also those of
+    graphs around it. With ``keeps_targets``, the result of a Reshape has the sizes of the target shape, although ONNX
+    Runtime may replace computed ones.
     """
     walk = _Sizes(model, keeps_targets=keeps_targets)
     try:
@@ -50,6 +50,7 @@ class _Sizes(Walk):
 
     def __init__(self, model: Model, *, keeps_targets: bool) -> None:
         super().__init__(model, Symbols(), Budget())
+        self._main = model.graph
         self._keeps_targets = keeps_targets
         self.found: dict[int, Mapping[str, Value]] = {}
 
@@ -61,6 +62,9 @@ class _Sizes(Walk):
         return replace(free(dims, declared.dtype), has_elements=0 not in dims)
 
     def finished(self, graph: Graph, names: Mapping[str, Value]) -> None:
+        if graph is not self._main:  # The names of all graphs around it would take much memory in a large model.
+            own = {name for node in graph.nodes for name in (*node.inputs, *node.outputs)}
+            names = {name: names[name] for name in own & names.keys()}
         self.found[id(graph)] = names
 
     def wrong_size(self, name: str, declared: Dims, value: Value) -> str:
@@ -98,7 +102,9 @@ class _Sizes(Walk):
         given = node.attributes.get("axes")
         known = axes.elements if axes is not None else given if isinstance(given, tuple) else None
         rank = len(value.dims)
-        cut = {axis % rank for axis in known if isinstance(axis, int)} if known and rank else range(rank)
+        axes_cut = [axis for axis in known or () if isinstance(axis, int)]
+        is_known = rank > 0 and known is not None and len(axes_cut) == len(known) > 0
+        cut = {axis % rank for axis in axes_cut} if is_known else range(rank)
         return tuple(self.symbols.fresh(0) if axis in cut else size for axis, size in enumerate(value.dims))
 
     def _with_elements(self, node: Node, value: Value, *, is_full: bool) -> Value:

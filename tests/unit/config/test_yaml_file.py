@@ -23,6 +23,8 @@ def file(tmp_path: Path) -> Path:
         ("a: &x 5\nb: *x\nc: {*x : 6}", {"a": 5, "b": 5, "c": {"5": 6}}),
         ("a: &x {k: 1, l: 2}\nb: {<<: *x, k: 3}\nc: &y {<<: *x, l: 4}\nd: {<<: *y}",
          {"a": {"k": 1, "l": 2}, "b": {"k": 3, "l": 2}, "c": {"k": 1, "l": 4}, "d": {"k": 1, "l": 4}}),
+        ("a: &x {k: 1}\nb: &y {k: 2, l: 3}\nc: {<<: [*x, *y]}",
+         {"a": {"k": 1}, "b": {"k": 2, "l": 3}, "c": {"k": 1, "l": 3}}),
         (r'a: "\ud83d\ude00"', {"a": "😀"}),
         ("a: !!str 5", {"a": "5"}),
         ("a: " + "9" * 64, {"a": int("9" * 64)}),
@@ -45,6 +47,8 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     [
         ("a: 1\nb: 2\na: 3", "expected each key once, got 'a' again in line 3"),
         ("x:\n  a: {}\n  'a': {}", "expected each key once, got 'a' again in line 3"),
+        ("a:\n  <<: 5", "expected a mapping or a list of mappings to merge, got a single value in line 2"),
+        ("a: {<<: [{}, []]}", "expected a mapping or a list of mappings to merge, got a list in line 1"),
         ("1: x\n'1': y", "expected each key once, got '1' again in line 2"),
         ("\na: &a\n  b: *a", "nested too deep: expected at most 64 levels, got more in line 2"),
         ("a: &a [*a]", "nested too deep: expected at most 64 levels, got more in line 1"),

@@ -65,8 +65,9 @@ def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
     """The axes along which each input may be empty. None if no node has a problem with empty tensors.
 
     An axis is left out if an empty tensor may reach a Concat along another axis, a quantized product of matrices that
-    are not weights, or an operator that crashes. An input without a declared shape has no axes. A graph that is too
-    large to be analysed is not followed.
+    are not weights, or an operator that crashes. An input without a declared shape has no axes. In a graph that is too
+    large for ``find_sizes``, axes that reach a product of computed matrices are left out, too. Operators that fail in
+    ONNX Runtime 1.31.1 count for later versions, which compute some of them.
     """
     if not any(_may_fail_on_empty(node, model.graph.constants) for node in all_nodes(model)):
         return None
