@@ -18,9 +18,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
-from http_wire import wait_until
 from models import builders
-from models.members import add_ensemble
 from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting, triton_clients
 
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "m", *SHORT_WARMUP)
@@ -370,31 +368,3 @@ def test_calls_take_nothing_out_of_service_while_the_configuration_cannot_be_rea
         asked(server, "PUT", "m/labels", labels={"mine": 1}).raise_for_status()
         assert versions_that_answer(server, "") == {"2"}
         assert versions_that_answer(server, "3") == {"3"}
-
-
-def test_ensembles_follow_labels_even_while_a_version_of_the_model_loads(tmp_path: Path) -> None:
-    every = "version_policy: {all: true}\n"
-    folder = add_versions(tmp_path, f"{every}labels: {{stable: 1}}", 1, 2)
-    add_ensemble(tmp_path, "e", ["x"], ["y"], [("m", {"x": "x"}, {"y": "y"})])
-    with (
-        serving(tmp_path, *EXPLICIT, "--load-model", "e") as server,
-        triton_clients(server) as (http, grpc),
-        ThreadPoolExecutor(1) as threads,
-    ):
-
-        def answer() -> float:
-            return float(http.infer("e", triton_inputs(triton_http, ONES)).as_numpy("y")[0, 0])
-
-        (folder / "model.yaml").write_text(f"{every}labels: {{stable: 2}}")
-        http.load_model("m")
-        assert answer() == 2
-        (folder / "model.yaml").write_text(f"{every}labels: {{stable: 1}}")
-        add_model(tmp_path, "m", builders.slow, version=3, steps=1_000_000)
-        loading = threads.submit(grpc.load_model, "m")
-        wait_until(lambda: answer() == 1)
-        asked(server, "PUT", "m/labels", labels={"stable": 2}).raise_for_status()
-        wait_until(lambda: answer() == 2)
-        assert not loading.done()
-        http.unload_model("m")
-        with pytest.raises(InferenceServerException, match="unload"):
-            loading.result()

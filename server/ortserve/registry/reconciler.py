@@ -196,7 +196,7 @@ class Reconciler:
         labels = self._catalog.labels(name)
         self._labels.follow(name)  # Before the first load of a model, so that no other version answers during the load.
         if self._catalog.labels(name) != labels:
-            await self._follow(name, loads=False)
+            await self._follow(name, applied, loads=False)
         if not is_forced and self.waits_for_request(source):
             self._versions.offer(source)
             self._retries.forget(name)
