@@ -87,9 +87,9 @@ class RowLimit:
         self._trial: RequestGroup | None = None
         """The batch of another size that runs; otherwise None."""
         self._tried = self._larger
-        """Its size."""
+        """Which size it has, or the last one had."""
         self._since_trial = 0
-        """Number of batches that ended after it began."""
+        """Number of batches that ended since it began."""
 
     def next_group(
         self, scheduler: Scheduler, queue: RequestQueue, policy: BatchPolicy, now_ns: int
