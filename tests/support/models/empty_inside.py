@@ -380,3 +380,16 @@ EMPTY_INSIDE: Final = {
         (2, 2, 4),
     ),
 }
+
+COMPUTED_SINCE_1_32: Final = frozenset(
+    {
+        "FusedMatMul",
+        "MatMul",
+        "MatMul of transposed rows",
+        "MatMul with a transposed factor",
+        "QuantizeLinear",
+    }
+)
+"""Those that ONNX Runtime computes without a check since 1.32."""
+REJECTED_SINCE_1_32: Final = frozenset({"Attention", "LinearAttention", "MoE", "QMoE"})
+"""Those that it rejects by itself since 1.32."""
