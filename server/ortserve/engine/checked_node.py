@@ -1,11 +1,11 @@
 """A node of a model with the nodes that check its inputs, for ``operator_checks`` and ``empty_checks``."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ortserve.model_file.editing import Rewired, first_output, write_constant, write_node
-from ortserve.model_file.graph import INT64, Dims, Node
-from ortserve.rows import Value
+from ortserve.model_file.graph import INT64, Dims, Graph, Node
+from ortserve.rows import Value, constant_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,16 +13,26 @@ class Around:
     """What is known about the graph around a node.
 
     Attributes:
+        graph: The graph.
         declared: The inputs of the model with their shapes.
         narrow: Constants, and the scales of DynamicQuantizeLinear, which are single numbers.
         makers: The nodes that make tensors.
-        tensors: What is known about the tensors that the graph reads or makes, from ``rows.find_sizes``.
+        find_sizes: What is known about the computed tensors, from ``rows.find_sizes``. It is called only if a check
+            asks for one, because the analysis takes as long as the proof of independent rows.
     """
 
+    graph: Graph
     declared: Mapping[str, Dims | None]
     narrow: Set[str]
     makers: Mapping[str, Node]
-    tensors: Mapping[str, Value]
+    find_sizes: Callable[[], Mapping[int, Mapping[str, Value]]]
+
+    def value(self, name: str) -> Value | None:
+        """What is known about a tensor that the graph reads or makes; None if nothing is."""
+        constant = self.graph.constants.get(name)
+        if constant is not None and name not in self.declared:
+            return constant_value(constant)
+        return self.find_sizes().get(id(self.graph), {}).get(name)
 
 
 class CheckedNode:
@@ -67,11 +77,13 @@ class CheckedNode:
 
     def may_be_empty(self, place: int) -> bool:
         """Whether an input may be empty although no input of the model is."""
+        if not self.has(place):
+            return False
         value = self._value(place)
-        return self.has(place) and (value is None or not value.has_elements)
+        return value is None or not value.has_elements
 
     def _value(self, place: int) -> Value | None:
-        return self.around.tensors.get(self.node.inputs[place]) if self.has(place) else None
+        return self.around.value(self.node.inputs[place]) if self.has(place) else None
 
     def size(self, place: int, axis: int) -> str:
         """The name of the size of an axis of an input."""

@@ -57,12 +57,15 @@ def _check_product(product: CheckedNode) -> None:
     makers = [product.around.makers[name] for name in factors if name in product.around.makers]
     is_quantized = any(maker.op == "DequantizeLinear" for maker in makers)
     turned = [] if _SINCE_1_32 else [maker.attributes.get("perm") for maker in makers if maker.op == "Transpose"]
-    sizes = product.sizes(0), product.sizes(1)
-    may_have_vector = not _SINCE_1_32 and any(factor is None or len(factor) == 1 for factor in sizes)
     if any(map(_moves_rows, turned)):
         _not_empty(0, 1)(product)
-    elif is_quantized or turned or may_have_vector:
+    elif is_quantized or turned or (not _SINCE_1_32 and (_may_be_vector(product, 0) or _may_be_vector(product, 1))):
         _check_summed(product)
+
+
+def _may_be_vector(product: CheckedNode, place: int) -> bool:
+    sizes = product.sizes(place)
+    return sizes is None or len(sizes) == 1
 
 
 def _check_term(term: CheckedNode) -> None:

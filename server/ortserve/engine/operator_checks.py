@@ -6,6 +6,7 @@ wrong, so that the request fails with an error of ONNX Runtime. All other result
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from functools import cache, partial
 from typing import Final
 
 from ortserve.engine.checked_node import Around, CheckedNode
@@ -32,12 +33,12 @@ def check_edits(model: Model) -> Edits:
     if not has_any_rank and not any((node.domain, node.op) in kinds for node in all_nodes(model)):
         return {}
     declared = {declared.name: declared.dims for declared in model.graph.inputs}
-    tensors = find_sizes(model)
+    sizes = cache(partial(find_sizes, model))
     edits: dict[tuple[int, str], bytes | Rewired] = {}
     for scope, graph in _graphs(model.graph):
         scales = {node.outputs[1] for node in graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}
         makers = {name: node for node in graph.nodes for name in node.outputs}
-        around = Around(declared, graph.constants.keys() | scales, makers, tensors.get(id(graph), {}))
+        around = Around(graph, declared, graph.constants.keys() | scales, makers, sizes)
         for node in graph.nodes:
             if graph.constants.keys() >= set(node.inputs) - {""}:
                 continue

@@ -25,7 +25,7 @@ from ortserve.rows.verdict import (
     sum_terms,
     why_not_analysed,
 )
-from ortserve.rows.walk import TooMuchWorkError
+from ortserve.rows.walk import TooMuchWorkError, constant_value
 
 __all__ = [
     "DEPENDENT",
@@ -42,6 +42,7 @@ __all__ = [
     "Value",
     "atoms_of",
     "claims",
+    "constant_value",
     "find_sizes",
     "has_atom",
     "prove_axes",
