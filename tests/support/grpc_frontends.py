@@ -59,10 +59,12 @@ class Frontend:
         chosen = GrpcOptions(**options)
         self.streams = Streams(chosen.grpc_max_streams)
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
+        service: Any = inference
+        infer = InferCalls(service, inference.admission)
         calls: list[Calls] = [
-            InferCalls(inference, inference.admission),
+            infer,
             InferStreamCalls(
-                inference,
+                service,
                 inference.admission,
                 self.streams,
                 max_requests=chosen.grpc_stream_requests,
@@ -83,7 +85,7 @@ class Frontend:
         else:
             dispatcher = CallDispatcher(
                 router.find,
-                {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, inference.admission).begin},
+                {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
                 inference.gate.hold,
                 max_message_bytes=partial(max_message_bytes, max_body_bytes=max_body_bytes),
                 encoding=RESPONSE_ENCODINGS[chosen.grpc_response_compression],

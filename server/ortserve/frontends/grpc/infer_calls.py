@@ -3,14 +3,13 @@
 The native transport calls ``InferCalls.begin``, which needs no task; grpcio calls the handler.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.load_report import LoadFormat, read_load_format
-from ortserve.core.encoded import AnswerEncoder, EncodedRequest
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
@@ -29,42 +28,10 @@ from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call
 from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.inference import InferenceService
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _MODEL_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelInfer")
-
-T = TypeVar("T")
-
-
-class Inference(Protocol):
-    """The parts of the inference service that this frontend uses."""
-
-    def receive(
-        self,
-        protocol: str,
-        timeout_ns: int | None = None,
-        trace: Trace | None = None,
-        begun_ns: int = 0,
-        headers: Iterable[tuple[Any, Any]] = (),
-    ) -> Call:
-        """Start the timing of a call whose message is complete."""
-        ...
-
-    async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
-        """Answer a call, and count and time it. Raises ServeError only."""
-        ...
-
-    def start(
-        self,
-        call: Call,
-        body: EncodedRequest,
-        encoder: AnswerEncoder[T],
-        on_answer: Callable[[T], object],
-        on_error: Callable[[ServeError], object],
-    ) -> None:
-        """Start a call. One of the callbacks receives the outcome, unless the call is cancelled before."""
-        ...
-
 
 _ENCODER: Final = GrpcEncoder()
 
@@ -76,7 +43,7 @@ class InferCalls:
 
     def __init__(
         self,
-        inference: Inference,
+        inference: InferenceService,
         admission: BodyAdmission,
         tracing: Tracing | None = None,
         load_reports: LoadReports | None = None,

@@ -23,12 +23,13 @@ from ortserve.frontends.grpc.calls import (
     streaming,
     write,
 )
-from ortserve.frontends.grpc.infer_calls import Inference, requested_load_format, time_left_ns
+from ortserve.frontends.grpc.infer_calls import requested_load_format, time_left_ns
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import StreamPlace
 from ortserve.service.gate import BodyAdmission
+from ortserve.service.inference import InferenceService
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _ENCODER: Final = StreamEncoder()
@@ -82,7 +83,7 @@ class InferStreamCalls:
 
     def __init__(
         self,
-        inference: Inference,
+        inference: InferenceService,
         admission: BodyAdmission,
         streams: Streams,
         *,
@@ -130,7 +131,7 @@ class InferStream:
 
     def __init__(
         self,
-        inference: Inference,
+        inference: InferenceService,
         admission: BodyAdmission,
         streams: Streams,
         context: Context,

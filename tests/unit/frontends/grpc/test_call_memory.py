@@ -100,13 +100,13 @@ def watch() -> Handler:
 
 
 def infer_stream() -> Handler:
-    inference = FakeInferenceService()
+    inference: Any = FakeInferenceService()
     calls = InferStreamCalls(inference, inference.admission, Streams(5), max_requests=5, max_bytes=10**6)
     return of(calls.handlers())
 
 
 def model_infer() -> Handler:
-    inference = FakeInferenceService()
+    inference: Any = FakeInferenceService()
     return of(InferCalls(inference, inference.admission).handlers())
 
 

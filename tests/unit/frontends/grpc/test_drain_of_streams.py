@@ -49,7 +49,7 @@ class SlowCaller:
 @pytest.mark.parametrize("name", ["Watch", "ServerReflectionInfo", "ModelStreamInfer"])
 async def test_drain_finishes_the_current_write_before_the_stream_ends(name: str) -> None:
     streams = Streams(1)
-    inference = FakeInferenceService()
+    inference: Any = FakeInferenceService()
     calls: dict[str, tuple[Calls, bytes]] = {
         "Watch": (HealthCalls(FakeModelService(), streams, ()), b""),
         "ServerReflectionInfo": (

@@ -92,7 +92,8 @@ class HastyCaller:
 
 async def test_other_callers_are_served_between_the_requests_of_a_stream() -> None:
     count, most = 200, 20
-    inference, caller = FakeInferenceService(), HastyCaller(count)
+    inference: Any = FakeInferenceService()
+    caller = HastyCaller(count)
     calls: Any = InferStreamCalls(inference, inference.admission, Streams(1), max_requests=256, max_bytes=2**30)
     serving = asyncio.ensure_future(calls.handlers()["ModelStreamInfer"].stream_stream(None, caller))
     while not serving.done():
