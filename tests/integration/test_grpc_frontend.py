@@ -17,7 +17,7 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.gate import BodyAdmission, BodyGate, Hold
 from transports import ON_BOTH_TRANSPORTS
 
 pytestmark = ON_BOTH_TRANSPORTS
@@ -109,11 +109,14 @@ class FailingService(FakeInferenceService):
 
     @property
     def admission(self) -> BodyAdmission:
-        def hold(size: int) -> Hold:
-            self._fail("hold")
-            return self.gate.hold(size)
+        service = self
 
-        return BodyAdmission("grpc", hold, self.count_rejected_body, max_body_bytes=2**31)
+        class FailingGate(BodyGate):
+            def hold(self, size: int) -> Hold:
+                service._fail("hold")
+                return service.gate.hold(size)
+
+        return BodyAdmission("grpc", FailingGate(0), self.count_rejected_body, max_body_bytes=2**31)
 
     def start(self, *arguments: Any) -> None:
         self._fail("start")

@@ -86,7 +86,7 @@ class Frontend:
             dispatcher = CallDispatcher(
                 router.find,
                 {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
-                inference.gate.hold,
+                inference.gate,
                 max_message_bytes=partial(max_message_bytes, max_body_bytes=max_body_bytes),
                 encoding=RESPONSE_ENCODINGS[chosen.grpc_response_compression],
             )

@@ -95,7 +95,7 @@ class Wire:
         quick = {ECHO: self._answering(self._complete_soon), FAIL: _fail, HOLD: self._answering(self._keep)}
         max_message_bytes = limits.max_message_bytes
         self.work = CallDispatcher(
-            self._find, quick, self.gate.hold, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
+            self._find, quick, self.gate, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
         )
         self.budget = budget or UnsentBudget(limits.max_unsent_bytes)
         self.errors = errors or ConnectionErrors(clock, self.connection_errors.append)

@@ -118,7 +118,7 @@ class Frontends:
         self.metrics.set_streams_source(lambda: streams.open_count)
         inference = self.inference
         admission = BodyAdmission(
-            "grpc", inference.gate.hold, inference.count_rejected_body, max_body_bytes=options.max_body_bytes
+            "grpc", inference.gate, inference.count_rejected_body, max_body_bytes=options.max_body_bytes
         )
         infer = InferCalls(inference, admission, self.tracing, self.load_reports)
         router = Router(self._calls(infer, admission, streams), self.guards)
@@ -137,7 +137,7 @@ class Frontends:
         dispatcher = CallDispatcher(
             router.find,
             {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
-            inference.gate.hold,
+            inference.gate,
             max_message_bytes=partial(max_message_bytes, max_body_bytes=options.max_body_bytes),
             encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
             guards=router.guards,
@@ -170,7 +170,7 @@ class Frontends:
 
     def _load_admission(self, protocol: str) -> BodyAdmission:
         """The admission of bodies that load models. They are no requests of a model: rejected ones are not counted."""
-        return BodyAdmission(protocol, self.inference.gate.hold, None, max_body_bytes=self.options.max_body_bytes)
+        return BodyAdmission(protocol, self.inference.gate, None, max_body_bytes=self.options.max_body_bytes)
 
     def _calls(self, infer: InferCalls, admission: BodyAdmission, streams: Streams) -> list[Calls]:
         """The handlers of all RPCs."""

@@ -28,7 +28,7 @@ class BodyAdmission:
     def __init__(
         self,
         protocol: str,
-        hold: Callable[[int], "Hold"],
+        gate: "BodyGate",
         count_rejected: Callable[[str, ErrorKind, int, Trace | None], None] | None,
         *,
         max_body_bytes: int,
@@ -38,7 +38,7 @@ class BodyAdmission:
 
         Args:
             protocol: Protocol for ``count_rejected``.
-            hold: Reserves memory for a body, such as ``BodyGate.hold``.
+            gate: Reserves the memory of bodies.
             count_rejected: Counts a rejected request by protocol and kind, with the time when its head was complete and
                 its trace. None if such requests are not counted.
             max_body_bytes: Maximum size of one body.
@@ -46,7 +46,7 @@ class BodyAdmission:
         """
         self.max_body_bytes: Final = max_body_bytes
         self._protocol: Final = protocol
-        self._hold: Final = hold
+        self._gate: Final = gate
         self._count_rejected: Final = count_rejected
         self._guard: Final = guard
 
@@ -78,7 +78,7 @@ class BodyAdmission:
             assert size is not None, "without a head the size is given"
             if size > self.max_body_bytes:
                 raise body_too_large(size, self.max_body_bytes)
-            return self._hold(size)
+            return self._gate.hold(size)
         except ServeError as error:
             self.count(error, received_ns, trace)
             raise

@@ -52,7 +52,7 @@ class FakeInferenceService:
     @property
     def admission(self) -> BodyAdmission:
         """Admission for gRPC; the transports enforce the limit of a message."""
-        return BodyAdmission("grpc", self.gate.hold, self.count_rejected_body, max_body_bytes=2**31)
+        return BodyAdmission("grpc", self.gate, self.count_rejected_body, max_body_bytes=2**31)
 
     def receive(
         self,

@@ -110,7 +110,7 @@ class Generation:
         self._inference = inference
         self._models = models
         self._admission = BodyAdmission(
-            "http", inference.gate.hold, inference.count_rejected_body, max_body_bytes=max_body_bytes
+            "http", inference.gate, inference.count_rejected_body, max_body_bytes=max_body_bytes
         )
         self._clock = clock
         self._traces = traces

@@ -55,7 +55,7 @@ class InferEndpoint:
         """``guard`` checks the keys of callers; None if callers need no key."""
         self.service: Final = service
         self.admission: Final = BodyAdmission(
-            "http", service.gate.hold, service.count_rejected_body, max_body_bytes=max_body_bytes, guard=guard
+            "http", service.gate, service.count_rejected_body, max_body_bytes=max_body_bytes, guard=guard
         )
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock

@@ -25,7 +25,7 @@ from ortserve.frontends.grpc.native.messages import RejectedMessageError, compre
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
 from ortserve.service.access import Guard
-from ortserve.service.gate import Hold
+from ortserve.service.gate import BodyGate
 
 logger: Final = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class CallDispatcher:
     """Starts the handlers for the calls of all connections. Loop thread only.
 
     Attributes:
-        memory: Provides the memory of large messages.
+        gate: Reserves the memory of requests.
     """
 
     def __init__(
         self,
         find: Callable[[str], Handler],
         quick: Mapping[str, QuickCall],
-        hold: Callable[[int], Hold],
+        gate: BodyGate,
         *,
         max_message_bytes: Callable[[str], int],
         encoding: bytes = b"",
@@ -52,7 +52,7 @@ class CallDispatcher:
         Args:
             find: Returns the handler of a path; every path has a handler.
             quick: Unary calls that need no task, by path.
-            hold: Reserves a number of bytes for a request. Raises ServeError: overloaded.
+            gate: Reserves the memory of requests.
             max_message_bytes: Returns the limit of a message by path, before and after decompression. Quick calls use
                 the limit of the connection.
             encoding: Compression of answers to callers that accept it; empty for uncompressed answers.
@@ -61,16 +61,11 @@ class CallDispatcher:
         self._guards = guards or None
         self._find = find
         self._quick = quick
-        self._hold = hold
-        self.memory = hold(0).memory
+        self.gate: Final = gate
         self._max_message_bytes = max_message_bytes
         self._encoding = encoding
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def open_hold(self) -> Hold:
-        """Return an empty reservation for a request."""
-        return self._hold(0)
 
     def begin(self, stream: Stream, sending: Sending) -> None:
         """Start a call whose headers have arrived."""
@@ -132,7 +127,7 @@ class CallDispatcher:
             metadata: Metadata = (("server-timing", server_timing.decode()),)
             if further is not None:
                 metadata += (further,)
-            self._start(stream, _answer_compressed(stream, sending, answer, metadata, self.memory))
+            self._start(stream, _answer_compressed(stream, sending, answer, metadata, self.gate.memory))
 
     async def until_done(self) -> None:
         """Wait for the tasks that still run after the end of their stream."""
@@ -141,7 +136,7 @@ class CallDispatcher:
 
     def _start_handler(self, stream: Stream, sending: Sending) -> None:
         stream.takes_messages = True
-        context = NativeContext(stream, sending, self.open_hold)
+        context = NativeContext(stream, sending, self.gate)
         self._start(stream, _run(self._find(stream.head.path), stream, sending, context))
 
     def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
@@ -158,11 +153,11 @@ class NativeContext:
         trailing: Trailing metadata of the answer.
     """
 
-    def __init__(self, stream: Stream, sending: Sending, open_hold: Callable[[], Hold]) -> None:
-        """``open_hold`` returns a reservation for the decompressed form of a message."""
+    def __init__(self, stream: Stream, sending: Sending, gate: BodyGate) -> None:
+        """``gate`` reserves memory for the decompressed form of a message."""
         self._stream = stream
         self._sending = sending
-        self._open_hold = open_hold
+        self._gate = gate
         self.trailing: Metadata = ()
 
     def time_remaining(self) -> float | None:
@@ -194,7 +189,7 @@ class NativeContext:
             return message
         try:
             # The handler makes its own reservation for the message, in the turn in which this one ends.
-            with self._open_hold() as hold:
+            with self._gate.hold(0) as hold:
                 hold.count(len(message))
                 return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
         except RejectedMessageError as rejection:
@@ -216,7 +211,7 @@ class NativeContext:
         stream = self._stream
         is_compressed = False
         if stream.encoding:
-            message, is_compressed = await compress(message, stream.encoding, self._open_hold().memory)
+            message, is_compressed = await compress(message, stream.encoding, self._gate.memory)
         self._sending.send_message(stream, message, is_compressed=is_compressed)
 
     async def abort(

@@ -161,7 +161,7 @@ class Receiving:
         """
         hold = stream.hold
         if hold is None:
-            hold = stream.hold = self._dispatcher.open_hold()
+            hold = stream.hold = self._dispatcher.gate.hold(0)
         if announced > 0:
             stream.since_ns, stream.since_bytes = self._life.heard_ns, 0
         kept = stream.kept_bytes
@@ -215,7 +215,7 @@ class Receiving:
             heard_ns,
             max_message_bytes=self._limits.max_message_bytes,
             send_window=sending.initial_window,
-            memory=self._dispatcher.memory,
+            memory=self._dispatcher.gate.memory,
         )
         self._streams[stream_id] = stream
         sending.window_credit += PART_CREDIT  # some peers enlarge the window of each new stream
