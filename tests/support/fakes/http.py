@@ -98,7 +98,7 @@ class HttpSide:
     def connect(self, written: bytearray) -> tuple[HttpProtocol, FakeSocket]:
         """Create a connection with a transport that appends its writes to ``written``."""
         transport = FakeSocket(written.extend)
-        protocol = HttpProtocol(self.context, self.endpoint, self.asgi, self.state, {})
+        protocol = HttpProtocol(self.context, self.endpoint, self.asgi, self.state)
         protocol.connection_made(transport)
         return protocol, transport
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
@@ -70,7 +70,6 @@ class AsgiExchange(Exchange):
         self,
         connection: Connection,
         endpoint: AsgiEndpoint,
-        app_state: dict[str, Any],
         *,
         method: str,
         raw_path: bytes,
@@ -88,7 +87,6 @@ class AsgiExchange(Exchange):
         self._query: Final = query
         self._version: Final = version
         self._headers: Final = headers
-        self._app_state: Final = app_state
         self._awaits_continue = expects_continue
         self._body = bytearray()
         self._is_disconnected = False
@@ -228,7 +226,6 @@ class AsgiExchange(Exchange):
             "raw_path": self._raw_path,
             "query_string": self._query if len(self._query) <= _MAX_QUERY_BYTES else b"",
             "headers": self._headers,
-            "state": self._app_state.copy(),
             _EXCHANGE: self,
         }
 

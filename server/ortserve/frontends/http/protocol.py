@@ -70,15 +70,13 @@ class HttpProtocol(asyncio.Protocol):
         infer: InferEndpoint,
         asgi: AsgiEndpoint,
         server_state: ServerState,
-        app_state: dict[str, Any],
     ) -> None:
-        """Create the protocol of one connection. The last two arguments come from uvicorn."""
+        """Create the protocol of one connection. ``server_state`` comes from uvicorn."""
         self._context = context
         self._limits = context.limits
         self._infer = infer
         self._asgi = asgi
         self._server_state = server_state
-        self._app_state = app_state
         self.stage: Stage = _REQUEST
         self._url = b""
         self.headers: list[Header] = []
@@ -296,7 +294,6 @@ class HttpProtocol(asyncio.Protocol):
                 return AsgiExchange(
                     self.connection,
                     self._asgi,
-                    self._app_state,
                     method=method.decode("ascii"),
                     raw_path=raw_path,
                     query=query,

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -93,9 +93,9 @@ class HttpServer:
         await self._server.is_up.wait()
         return int(listener.getsockname()[1])
 
-    def _make_protocol(self, *, server_state: ServerState, app_state: dict[str, Any], **_: object) -> HttpProtocol:
-        """Create the protocol of a connection. uvicorn passes these arguments by name, and others that are not used."""
-        return HttpProtocol(self._context, self._infer, self._asgi, server_state, app_state)
+    def _make_protocol(self, *, server_state: ServerState, **_: object) -> HttpProtocol:
+        """Create the protocol of a connection. uvicorn passes its state by name, and further arguments."""
+        return HttpProtocol(self._context, self._infer, self._asgi, server_state)
 
     def begin_drain(self) -> None:
         """Continue to answer, but close each connection with its next response."""
@@ -162,7 +162,7 @@ class _Server(uvicorn.Server):
 
     async def _connect(self, connected: socket.socket) -> None:
         """Serve an accepted connection with the protocol that uvicorn would create."""
-        make = partial(self._make_protocol, server_state=self.server_state, app_state=self.lifespan.state)
+        make = partial(self._make_protocol, server_state=self.server_state)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(make, connected)
         except OSError:  # the client has left

@@ -242,7 +242,7 @@ async def test_no_request_is_read_while_many_wait_for_their_answers() -> None:
     """Otherwise a caller that sends faster than it is answered fills the memory with waiting requests."""
     count = 5_000
     side = HttpSide()
-    protocol = HttpProtocol(side.context, side.endpoint, side.asgi, side.state, {})
+    protocol = HttpProtocol(side.context, side.endpoint, side.asgi, side.state)
     transport = FakeTransport(asyncio.get_running_loop(), protocol)
     protocol.connection_made(transport)
     transport.receive(get("/x") * count)
