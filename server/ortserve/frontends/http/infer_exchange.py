@@ -270,7 +270,7 @@ class InferExchange(Exchange):
         self._endpoint.service.start(self._call, encoded, _ENCODER, self._on_answer, self._on_error)
 
     def _respond_compressed(self, response: HttpResponse, encoding: Encoding) -> None:
-        if not should_compress(response, encoding, min_bytes=self._endpoint.compression_min_bytes):
+        if not should_compress(response, min_bytes=self._endpoint.compression_min_bytes):
             self.respond(response)
         elif compresses_inline(response):
             self.respond(compressed(response, encoding))

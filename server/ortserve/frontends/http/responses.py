@@ -102,14 +102,9 @@ def _document(message: str) -> bytes:
         return json.dumps({"error": message}).encode()
 
 
-def should_compress(response: HttpResponse, encoding: Encoding | None, *, min_bytes: int) -> bool:
-    """Whether to compress a response: it is successful, requested in ``encoding``, large enough, and would shrink."""
-    return (
-        response.status == 200
-        and encoding is not None
-        and len(response.body) >= min_bytes
-        and is_worth_compressing(response.body)
-    )
+def should_compress(response: HttpResponse, *, min_bytes: int) -> bool:
+    """Whether the body of a response is large enough to compress, and would shrink."""
+    return len(response.body) >= min_bytes and is_worth_compressing(response.body)
 
 
 def compressed(response: HttpResponse, encoding: Encoding, memory: LargeMemory | None = None) -> HttpResponse:
