@@ -93,24 +93,19 @@ class Calls(Protocol):
     def handlers(self) -> Handlers: ...
 
 
-def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+def answering(answer: Callable[[bytes], Message]) -> Handler:
     """Create a unary handler from a function that returns within 1 ms.
 
     ``answer`` receives the serialized request and raises ServeError for any failure.
     """
 
-    async def call(data: bytes | memoryview, context: Context) -> bytes:
-        try:
-            return answer(bytes(data)).SerializeToString()
-        except Exception as error:  # noqa: BLE001 - every failure becomes a status
-            status = status_of(visible_error(error))
-        del data
-        return await abort(context, status)
+    async def answer_at_once(data: bytes) -> Message:
+        return answer(data)
 
-    return unary(call)
+    return awaiting(answer_at_once)
 
 
-def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> Handler:
     """Create a unary handler from a coroutine function; otherwise as ``answering``."""
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
@@ -132,14 +127,12 @@ def visible_error(error: Exception) -> ServeError:
     return INTERNAL_ERROR
 
 
-def unary(
-    call: Callable[[bytes | memoryview, Context], Awaitable[bytes | memoryview]],
-) -> "grpc.RpcMethodHandler[bytes, bytes]":
+def unary(call: Callable[[bytes | memoryview, Context], Awaitable[bytes | memoryview]]) -> Handler:
     """Create a unary handler from a coroutine function with a context. ``call`` ends failed calls with ``abort``."""
     return grpc.unary_unary_rpc_method_handler(call, response_serializer=bytes)  # grpcio accepts no memoryviews
 
 
-def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+def streaming(call: Callable[[Context], Awaitable[None]]) -> Handler:
     """Create a handler for any number of messages in both directions. ``call`` uses ``read`` and ``write``.
 
     On the wire a unary message is a stream of one message, so this handler can answer any method.

@@ -43,8 +43,8 @@ class Router(grpc.GenericRpcHandler):
         Raises:
             ValueError: Two groups of handlers implement the same method, or a method belongs to no access group.
         """
-        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
-        self._limited: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._limited: dict[str, Handler] = {}
         self.guards: dict[str, Guard] = {}
         """Guards by path, for the calls that need a key."""
         for calls in all_calls:
