@@ -85,31 +85,31 @@ class Guard:
         self.group: Final = group
         self._access = access
 
-    def check(self, authorizations: Sequence[str | bytes]) -> None:
+    def refusal(self, authorizations: Sequence[str | bytes]) -> ServeError | None:
         """Check that a call has a key of the group: ``Bearer KEY``.
 
         Args:
             authorizations: All values of the call's ``authorization`` header.
 
-        Raises:
-            RefusedKeyError: unauthenticated without a known key; forbidden with a key of other groups only.
-            ServeError: invalid_input, for more than one value.
+        Returns:
+            None if it has. Otherwise a RefusedKeyError: unauthenticated without a known key, forbidden with a key of
+            other groups only. For several values invalid_input, because proxies on the path could use different ones.
         """
-        group = self.group
-        key = _bearer(authorizations)
+        if len(authorizations) > 1:
+            return invalid_input(f"authorization: expected one value, got {len(authorizations)}")
+        key = _bearer(authorizations[0]) if authorizations else None
         if key is None:
-            raise self._rejection(ErrorKind.UNAUTHENTICATED, "expected 'Authorization: Bearer KEY', got no key")
+            return self._refuse(ErrorKind.UNAUTHENTICATED, "expected 'Authorization: Bearer KEY', got no key")
         opened = self._access.keyring.groups_of(key)
-        if group in opened:
-            return
+        if self.group in opened:
+            return None
         if opened:
-            raise self._rejection(
-                ErrorKind.FORBIDDEN, "expected a key of this group, got a key of another group", has_key=True
-            )
+            text = "expected a key of this group, got a key of another group"
+            return self._refuse(ErrorKind.FORBIDDEN, text, has_key=True)
         text = "expected a key of this group, got an unknown key"
-        raise self._rejection(ErrorKind.UNAUTHENTICATED, text, has_key=True)
+        return self._refuse(ErrorKind.UNAUTHENTICATED, text, has_key=True)
 
-    def _rejection(self, kind: ErrorKind, text: str, *, has_key: bool = False) -> RefusedKeyError:
+    def _refuse(self, kind: ErrorKind, text: str, *, has_key: bool = False) -> RefusedKeyError:
         self._access.on_refusal(self.group, kind)
         return RefusedKeyError(
             self.group, kind, f"calls of the group '{self.group}' need a key: {text}", has_key=has_key
@@ -130,16 +130,8 @@ class Access:
         """The guards by group; the other groups are open."""
 
 
-def _bearer(authorizations: Sequence[str | bytes]) -> bytes | None:
-    """The key in the values of ``authorization`` (RFC 6750, section 2.1); None if they have no key.
-
-    Raises:
-        ServeError: invalid_input, for several values, because proxies on the path could use different ones.
-    """
-    if not authorizations:
-        return None
-    if len(authorizations) > 1:
-        raise invalid_input(f"authorization: expected one value, got {len(authorizations)}")
-    value = authorizations[0]
-    scheme, _, key = (value if isinstance(value, bytes) else value.encode()).strip().partition(b" ")
+def _bearer(authorization: str | bytes) -> bytes | None:
+    """The key in a value of ``authorization`` (RFC 6750, section 2.1); None if it has no key."""
+    value = authorization if isinstance(authorization, bytes) else authorization.encode()
+    scheme, _, key = value.strip().partition(b" ")
     return key.strip() or None if scheme.lower() == _SCHEME else None

@@ -71,8 +71,9 @@ class BodyAdmission:
         try:
             size = body_bytes
             if head is not None:
-                if self._guard is not None:
-                    self._guard.check(head.credentials())
+                refusal = None if self._guard is None else self._guard.refusal(head.credentials())
+                if refusal is not None:
+                    raise refusal
                 if size is None:
                     size = head.body_bytes()
             assert size is not None, "without a head the size is given"

@@ -154,11 +154,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> Handler:
 
 def check_key(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError | None:
     """Return the error of a call whose metadata contains no valid key; None if the guard accepts the call."""
-    try:
-        guard.check([value for key, value in metadata or () if key == "authorization"])
-    except ServeError as error:
-        return error
-    return None
+    return guard.refusal([value for key, value in metadata or () if key == "authorization"])
 
 
 async def read(context: Context) -> bytes | memoryview | None:

@@ -54,13 +54,7 @@ class AsgiEndpoint:
             return unknown_path(path)
         group = Group.INFER if is_infer else http_group(method, path)
         guard = None if group is None else self._guards.get(group)
-        if guard is None:
-            return None
-        try:
-            guard.check(credentials(headers))
-        except ServeError as error:
-            return error
-        return None
+        return None if guard is None else guard.refusal(credentials(headers))
 
 
 class AsgiExchange(Exchange):

@@ -79,12 +79,8 @@ def failure(error: ServeError) -> HttpResponse:
 
 def key_rejection(guard: Guard | None, authorizations: Sequence[str | bytes]) -> HttpResponse | None:
     """Return the response to a caller without the key that ``guard`` expects; None if the caller may proceed."""
-    try:
-        if guard is not None:
-            guard.check(authorizations)
-    except ServeError as error:
-        return failure(error)
-    return None
+    refusal = None if guard is None else guard.refusal(authorizations)
+    return None if refusal is None else failure(refusal)
 
 
 def _challenge(error: RefusedKeyError) -> str:
