@@ -13,7 +13,7 @@ from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.large_requests import MAX_QUEUED_PIECES, long_piece_rows, most_rows, run_in_pieces, text_units
 from ortserve.batching.queue import ShapeClass
-from ortserve.batching.statistics import Learned, describe, saturation
+from ortserve.batching.statistics import Learned, describe_class, saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchTap
 from ortserve.core.inflight import InflightRequest
@@ -150,14 +150,16 @@ class Batcher:
     def learned(self) -> Learned:
         """Learned latencies and counts of decisions. Only reads, so a metrics scrape may call it on its own thread."""
         runs = self._runs
-        return describe(
-            self._queue,
-            runs.decisions,
-            max_rows=runs.policy.max_rows,
-            rows_per_s=self._arrivals.per_s(self._clock()),
+        max_rows = runs.policy.max_rows
+        return Learned(
+            max_rows=max_rows,
+            queued_rows=self._queue.rows,
+            arrival_rows_per_s=self._arrivals.per_s(self._clock()),
             saturation=self.saturation(),
-            answer_ns=runs.answer_time.high_ns,
+            answer_ms=runs.answer_time.high_ns / 1e6,
             off_loop_because="the model computes on a device" if runs.inline is None else runs.inline.barred_because,
+            decisions=runs.decisions,
+            classes=tuple([describe_class(known, max_rows) for known in reversed(self._queue.classes())]),
         )
 
     def saturation(self) -> float | None:

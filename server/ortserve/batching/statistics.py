@@ -5,7 +5,7 @@ learned, computed only when they are read.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ortserve.batching.queue import RequestQueue, ShapeClass
+from ortserve.batching.queue import ShapeClass
 
 
 def saturation(
@@ -105,30 +105,8 @@ class Learned:
     classes: tuple[LearnedClass, ...] = ()
 
 
-def describe(
-    queue: RequestQueue,
-    decisions: Decisions,
-    *,
-    max_rows: int,
-    rows_per_s: float,
-    saturation: float | None,
-    answer_ns: float,
-    off_loop_because: str = "",
-) -> Learned:
-    """Describe a batcher whose batches have at most ``max_rows`` rows. Only reads, so any thread may call it."""
-    return Learned(
-        max_rows=max_rows,
-        queued_rows=queue.rows,
-        arrival_rows_per_s=rows_per_s,
-        saturation=saturation,
-        answer_ms=answer_ns / 1e6,
-        off_loop_because=off_loop_because,
-        decisions=decisions,
-        classes=tuple(_describe_class(shape_class, max_rows) for shape_class in reversed(queue.classes())),
-    )
-
-
-def _describe_class(shape_class: ShapeClass, max_rows: int) -> LearnedClass:
+def describe_class(shape_class: ShapeClass, max_rows: int) -> LearnedClass:
+    """Describe a shape class of a batcher whose batches have at most ``max_rows`` rows. Only reads, so any thread."""
     latency = shape_class.batch_latency
     line = latency.line(max_rows)
     return LearnedClass(
