@@ -103,22 +103,20 @@ class InferStreamCalls:
             tracing: Starts a trace for each request of a stream; None without tracing.
             load_reports: Load reports for the trailing metadata of streams that end without an error; None to add none.
         """
-        self._inference = inference
-        self._admission = admission
-        self._streams = streams
+        self.inference: Final = inference
+        self.admission: Final = admission
+        self.streams: Final = streams
+        self.tracing: Final = tracing
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._tracing = tracing
         self._load_reports = load_reports
 
     def handlers(self) -> Handlers:
         return {"ModelStreamInfer": streaming(self._model_stream_infer)}
 
     async def _model_stream_infer(self, context: Context) -> None:
-        with self._streams.open():
-            quota = StreamQuota(self._max_requests, self._max_bytes)
-            stream = InferStream(self._inference, self._admission, self._streams, context, quota, self._tracing)
-            failure = await stream.serve()
+        with self.streams.open():
+            failure = await InferStream(self, context, StreamQuota(self._max_requests, self._max_bytes)).serve()
         if failure is not None:
             await abort(context, failure)
         reports = self._load_reports
@@ -129,19 +127,8 @@ class InferStreamCalls:
 class InferStream:
     """Serves one stream. Unanswered requests are cancelled when the caller disconnects or the deadline passes."""
 
-    def __init__(
-        self,
-        inference: InferenceService,
-        admission: BodyAdmission,
-        streams: Streams,
-        context: Context,
-        quota: StreamQuota,
-        tracing: Tracing | None,
-    ) -> None:
-        self._inference = inference
-        self._admission = admission
-        self._tracing = tracing
-        self._streams = streams
+    def __init__(self, calls: InferStreamCalls, context: Context, quota: StreamQuota) -> None:
+        self._calls = calls
         self._context = context
         self._quota = quota
         self._ends_at_error = _ends_at_error(context)
@@ -159,7 +146,7 @@ class InferStream:
         Raises:
             ServeError: not_ready if a drain ended the stream before the caller sent its last request.
         """
-        reading = asyncio.create_task(self._streams.until_drain(self._read()))
+        reading = asyncio.create_task(self._calls.streams.until_drain(self._read()))
         reading.add_done_callback(self._on_read)
         answered = 0
         try:
@@ -211,15 +198,15 @@ class InferStream:
                 await asyncio.sleep(0)
 
     async def _answer(self, data: bytes | memoryview, place: StreamPlace) -> bytes | memoryview | Status:
+        calls, metadata = self._calls, self._context.invocation_metadata() or ()
         trace: Trace | None = None
-        if self._tracing is not None:
-            trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())
-        metadata = self._context.invocation_metadata() or ()
-        call = self._inference.receive("grpc", time_left_ns(self._context), trace, 0, metadata)
+        if calls.tracing is not None:
+            trace = begin_grpc_trace(calls.tracing, _MODEL_STREAM_INFER, metadata)
+        call = calls.inference.receive("grpc", time_left_ns(self._context), trace, 0, metadata)
         call.place = place
         try:
-            with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
-                answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
+            with calls.admission.admit(None, call.timing.received_ns, trace, len(data)):
+                answer = await calls.inference.serve(call, GrpcRequest(data), _ENCODER)
         except ServeError as error:
             if self._ends_at_error:
                 return status_of(error)
