@@ -8,11 +8,13 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Timer
-from typing import Any, Final
+from typing import Final
 
 import orjson
+from pydantic import TypeAdapter
 
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.profiling import ServerProfile
 from ortserve.tools.address import Address
 from ortserve.tools.bench.encoding import encode_rest, tensors_of
 from ortserve.tools.client import Client, another_kind, path_of
@@ -24,6 +26,7 @@ from ortserve.tools.profile.trace import read_trace
 from ortserve.tools.staging import replacement
 
 _TRACE_KEY: Final = b',"trace":'
+_PROFILE: Final = TypeAdapter(ServerProfile)
 _SAY_AFTER_S: Final = 1.0
 _MAX_REQUESTS: Final = 16
 """Limit of the different requests that this process sends."""
@@ -57,40 +60,34 @@ def profile_server(
         sending = _send(Control(address, name, version), inputs, rows)
     with sending, closing(Client(address, timeout_s + _MAX_RUNS_S)) as client:
         body = client.call(f"{path_of(name, version)}/profile", asked, {"content-type": "application/json"}).body
+    head, _, rest = body.partition(_TRACE_KEY)
     try:
-        head, _, rest = body.partition(_TRACE_KEY)
-        recorded = rest.removesuffix(b"}")
-        answer: dict[str, Any] = orjson.loads(head + b"}")
-        batches = answer["batches"]
+        profile = _PROFILE.validate_python({**orjson.loads(head + b"}"), "trace": rest.removesuffix(b"}")})
+        batches = profile.batches
         runs = Runs(
             model,
-            answer["execution_provider"],
-            answer["intra_op_threads"],
-            answer["settings"],
+            profile.execution_provider,
+            profile.intra_op_threads,
+            profile.settings,
             "requests of the server",
-            fmean(batch["rows"] for batch in batches),
-            [RunTime(batch["plain_ns"], batch["plain_cpu_ns"]) for batch in batches],
-            [RunTime(batch["profiled_ns"], batch["profiled_cpu_ns"]) for batch in batches],
-            read_trace(recorded.splitlines()),
-            answer["call_overhead_us"],
+            fmean(batch.rows for batch in batches),
+            [RunTime(batch.plain_ns, batch.plain_cpu_ns) for batch in batches],
+            [RunTime(batch.profiled_ns, batch.profiled_cpu_ns) for batch in batches],
+            read_trace(profile.trace.splitlines()),
+            profile.call_overhead_us,
         )
-        del runs.trace.runs[: answer["warm_up_runs"]]
-        summary = Batches(
-            answer["version"],
-            sum(batch["requests"] for batch in batches),
-            requests,
-            len(batches),
-            fmean(batch["served_ns"] for batch in batches) / 1e6,
-            answer["ended_because"],
-        )
-    except (ValueError, KeyError, TypeError):
+        served_ms = fmean(batch.served_ns for batch in batches) / 1e6
+    except (ValueError, TypeError):
         raise another_kind(address, "got an answer that is not a profile") from None
+    answered = sum(batch.requests for batch in batches)
+    summary = Batches(profile.version, answered, requests, len(batches), served_ms, profile.ended_because)
+    del runs.trace.runs[: profile.warm_up_runs]
     found = len(runs.trace.runs)
     if found != len(batches):
         raise ServeError(ErrorKind.INTERNAL, f"{address.url}: expected {len(batches)} runs in the trace, got {found}")
     if keep is not None:
         with replacement(keep) as file:
-            file.write_bytes(recorded)
+            file.write_bytes(profile.trace)
     return runs, summary
 
 
