@@ -88,8 +88,8 @@ class DeviceBinding:
         outputs: Sequence[RowLayout],
         rows: int,
         *,
-        is_whole: bool = True,
-        shrink_arenas: Sequence[str] = (),
+        is_whole: bool,
+        shrink_arenas: Sequence[str],
         clock: Clock,
         account: Account,
     ) -> None:

@@ -35,9 +35,7 @@ class InstanceSessions:
     session of its own.
     """
 
-    def __init__(
-        self, own: ort.InferenceSession, *, captures: bool = False, open_for_graph: OpenForGraph | None = None
-    ) -> None:
+    def __init__(self, own: ort.InferenceSession, *, captures: bool, open_for_graph: OpenForGraph | None) -> None:
         """Take over ``own``; the caller must not keep a reference to it.
 
         Args:

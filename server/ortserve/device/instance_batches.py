@@ -23,7 +23,7 @@ from ortserve.device.state_runs import StateRuns, why_no_states
 from ortserve.device.states import DeviceStates
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout, input_layouts
-from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
+from ortserve.engine.runs import PlainBatches, Termination
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
 
@@ -48,10 +48,10 @@ class InstanceBatches:
         *,
         name: str,
         clock: Clock,
+        run_options: ort.RunOptions,
+        captures: bool,
+        open_for_graph: OpenForGraph | None,
         padding: Padding | None = None,
-        run_options: ort.RunOptions | None = None,
-        captures: bool = False,
-        open_for_graph: OpenForGraph | None = None,
         is_whole: bool = True,
         shrink_arenas: Sequence[str] = (),
     ) -> None:
@@ -63,15 +63,14 @@ class InstanceBatches:
             streams: The streams of the sessions. ``close`` closes them.
             name: The name of the account.
             clock: Monotonic nanoseconds.
-            padding: How batches are padded; None if they never are.
             run_options: The options of plain runs.
             captures: Whether the session was opened to capture graphs.
             open_for_graph: Opens a session for one graph, on the same streams. None if ``session`` holds all graphs, or
                 if no graphs are captured. Called on the worker, which holds the capture lock.
+            padding: How batches are padded; None if they never are.
             is_whole: Whether all nodes are on the device.
             shrink_arenas: Arenas that runs on buffers shrink. Replays shrink no arena.
         """
-        run_options = run_options or graph_options(NO_GRAPH)
         self.counts: Final = DeviceCounts()
         self.streams: Final = streams
         self.binding: DeviceBinding | None = None

@@ -191,7 +191,7 @@ def unused_gpu_providers(wishes: Sequence[ProviderWish]) -> list[str]:
 
 
 def attach_providers(
-    native: ort.SessionOptions, choice: ProviderChoice, *, threads: int, has_cpu: bool = True
+    native: ort.SessionOptions, choice: ProviderChoice, *, threads: int, has_cpu: bool
 ) -> list[tuple[str, dict[str, str]]] | None:
     """Set the EPs of a session, with the CPU last for all other nodes.
 

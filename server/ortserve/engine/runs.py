@@ -39,7 +39,7 @@ def graph_options(graph: int, shrink_arenas: Sequence[str] = ()) -> ort.RunOptio
     return options
 
 
-def arenas_of(settings: SessionSettings, device_id: int = 0, gpus: Sequence[int] = ()) -> list[str]:
+def arenas_of(settings: SessionSettings, device_id: int, gpus: Sequence[int] = ()) -> list[str]:
     """The arenas to shrink. Arenas of ``gpus``, the GPUs of all instances of the model, count only on ``device_id``."""
     others = {f"gpu:{number}" for number in gpus if number != device_id}
     return [arena for arena in settings.shrink_arenas if arena not in others]
@@ -189,7 +189,7 @@ class PlainBatches:
         signature: ModelSignature,
         padding: Padding | None,
         clock: Clock,
-        run_options: ort.RunOptions | None = None,
+        run_options: ort.RunOptions | None,
     ) -> None:
         """Hold the session until ``close``. See ``HostStaging`` for ``padding``."""
         own = _with_batch_inputs(signature)

@@ -35,7 +35,7 @@ class LoadsOnDemand:
         *,
         start: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         wait_s: float,
-        read: Callable[[str], Awaitable[ModelSource | None]] | None = None,
+        read: Callable[[str], Awaitable[ModelSource | None]] | None,
     ) -> None:
         """Load nothing yet.
 

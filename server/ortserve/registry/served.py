@@ -47,9 +47,9 @@ class ServedModel(ServedVersion):
         *,
         configuration: Configuration,
         properties: Mapping[str, str],
-        cached: CachedRuns | None = None,
-        recording: Recording | None = None,
-        sequences: SequenceRuns | None = None,
+        cached: CachedRuns | None,
+        recording: Recording | None,
+        sequences: SequenceRuns | None,
     ) -> None:
         """Accept requests.
 

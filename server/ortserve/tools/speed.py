@@ -107,7 +107,7 @@ class Speed:
         return self.ratio.high is not None and self.ratio.high < 1
 
 
-def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: float = 4.0) -> tuple[Speed, ...]:
+def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: float) -> tuple[Speed, ...]:
     """Measure models alternately (A B, B A, A B, …), in short blocks of runs and in several processes per model.
 
     Args:

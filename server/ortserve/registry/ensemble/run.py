@@ -60,7 +60,7 @@ class EnsembleRun:
         times: StepTimes,
         clock: Clock,
         on_end: Callable[["EnsembleRun", ErrorKind | None], object],
-        limits: StepLimits | None = None,
+        limits: StepLimits | None,
     ) -> None:
         """Store the inputs; ``start`` starts the run.
 

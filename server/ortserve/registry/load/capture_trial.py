@@ -120,7 +120,7 @@ class CaptureTrials:
 
 
 def try_capture(
-    request: TrialRequest, report: Callable[[str], None], providers: Mapping[str, DeviceProvider] | None = None
+    request: TrialRequest, report: Callable[[str], None], providers: Mapping[str, DeviceProvider] | None
 ) -> None:
     """Open the model, and capture and replay each of the sizes.
 

@@ -187,7 +187,7 @@ def make_source(files: ModelFiles, configuration: Configuration, named: Collecti
     )
 
 
-def versions_to_serve(options: ModelOptions, available: Collection[int], named: Collection[int] = ()) -> list[int]:
+def versions_to_serve(options: ModelOptions, available: Collection[int], named: Collection[int]) -> list[int]:
     """The versions of a model that should serve, ascending: those of its policy, and named versions that exist.
 
     Args:

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -78,10 +77,10 @@ def fetch_object(
     found: StoredObject,
     file: Path,
     *,
-    sha256: str = "",
-    checks_etags: bool = True,
-    on_bytes: Callable[[int], object] = lambda count: None,
-    wait: Callable[[float], object] = time.sleep,
+    sha256: str,
+    checks_etags: bool,
+    on_bytes: Callable[[int], object],
+    wait: Callable[[float], object],
 ) -> str:
     """Write the content of an object to ``file``, with up to two attempts. Blocks.
 

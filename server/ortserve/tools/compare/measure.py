@@ -16,7 +16,7 @@ from ortserve.core.tensor import as_numbers
 from ortserve.engine.child_process import call_apart
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.compare.arguments import BATCH, SECONDS
+from ortserve.tools.compare.arguments import BATCH
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress
 from ortserve.tools.ensemble import Opened
@@ -38,10 +38,10 @@ SYNTHETIC_NOTE: Final = "synthetic inputs judge a model less reliably than real 
 def compare_models(
     reference: Timed,
     candidate: Timed,
-    inputs: Path | None = None,
+    inputs: Path | None,
     labels: Path | None = None,
     *,
-    seconds: float = SECONDS,
+    seconds: float,
     batch: int = BATCH,
 ) -> CompareResult:
     """Compare a model with another one.

@@ -117,7 +117,7 @@ class ModelServer:
         """The rollout of a model; None for servers without rollouts."""
         return self._read_if_known(f"{path_of(model)}/rollout", _ROLLOUT)
 
-    def versions(self, model: str = "", *, with_counts: bool = False) -> tuple[VersionStatus, ...]:
+    def versions(self, model: str, *, with_counts: bool = False) -> tuple[VersionStatus, ...]:
         """The versions of a model, or of all models.
 
         Raises:

@@ -61,8 +61,8 @@ def publish_version(
     provenance: Provenance,
     options_text: str | None = None,
     *,
-    allow_changed_interface: bool = False,
-    keeps_golden: bool = True,
+    allow_changed_interface: bool,
+    keeps_golden: bool,
 ) -> Published:
     """Make a model the next version of ``REPOSITORY/name``, which is created if it is new.
 
