@@ -6,6 +6,7 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
+from ortserve.core.batch import Runner
 from ortserve.core.padding import Padding
 from ortserve.core.sequence import SequenceTensors
 from ortserve.core.signature import ModelSignature
@@ -13,11 +14,11 @@ from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
 from ortserve.engine.instance import Instance
 from ortserve.errors import DeviceLostError, ServeError
-from ortserve.registry.load.batch_sizes import RunBounds
+from ortserve.registry.load.batch_sizes import RunBounds, SizeLatency, SizeTimer, WorkerRuns
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.inputs import InputGenerator, synthetic_inputs
 from ortserve.registry.load.session_opener import OpenedSession
-from ortserve.registry.load.warmup import WarmUp, time_sizes
+from ortserve.registry.load.warmup import WarmUp
 
 _ON_HOST: Final = "in host memory"
 
@@ -96,7 +97,7 @@ def prepare_batches(
 
 
 def time_on_buffers(
-    instance: DeviceInstance,
+    runner: Runner,
     signature: ModelSignature,
     on_device: DeviceBatches,
     found: WarmUp,
@@ -107,21 +108,24 @@ def time_on_buffers(
     progress: Progress,
     bounds: RunBounds,
 ) -> WarmUp:
-    """Replace the latencies in ``found`` by those of runs on device buffers."""
+    """Replace the latencies in ``found`` by those of runs on device buffers, which warm-up did not have yet.
+
+    The smallest size is timed, and further ones that are predicted to end within ``budget_s``.
+
+    Raises:
+        ServeError: internal, if a run fails.
+    """
     if not on_device.sizes:
         return found
-    sizes = time_sizes(
-        instance,
-        signature,
-        on_device.sizes,
-        budget_s=budget_s,
-        clock=clock,
-        progress=progress,
-        padding=padding,
-        bounds=bounds,
-    )
-    untimed = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
-    return replace(found, latencies=(*sizes, *untimed))
+    worker, inputs = WorkerRuns(runner, bounds), InputGenerator(signature, padding)
+    timer = SizeTimer(worker, inputs, clock() + int(budget_s * 1e9), clock, progress, min_warm_runs=1)
+    timed: list[SizeLatency] = []
+    for rows in on_device.sizes:
+        if timed and not timer.can_begin(rows, timed[-1]):
+            break
+        timed.append(timer.time_size(rows))
+    untimed = [size for size in found.latencies if size.rows > timed[-1].rows and size.rows in on_device.sizes]
+    return replace(found, latencies=(*timed, *untimed))
 
 
 def keep_states(

@@ -289,36 +289,6 @@ def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int
     return max(fitting)
 
 
-def time_sizes(
-    runner: Runner,
-    signature: ModelSignature,
-    sizes: Sequence[int],
-    *,
-    budget_s: float,
-    clock: Clock,
-    progress: Progress,
-    padding: Padding | None = None,
-    bounds: RunBounds = DEFAULT_BOUNDS,
-) -> tuple[SizeLatency, ...]:
-    """Time batches of these sizes again, because the instance now runs them in another way.
-
-    Returns:
-        Latencies by ascending size: the smallest size, and the sizes that are predicted to end within the budget.
-
-    Raises:
-        ServeError: internal, if a run fails.
-    """
-    worker, inputs = WorkerRuns(runner, bounds), InputGenerator(signature, padding)
-    stop_ns = clock() + int(budget_s * 1e9)
-    timer = SizeTimer(worker, inputs, stop_ns, clock, progress, min_warm_runs=1)
-    timed: list[SizeLatency] = []
-    for rows in sorted(sizes):
-        if timed and not timer.can_begin(rows, timed[-1]):
-            break
-        timed.append(timer.time_size(rows))
-    return tuple(timed)
-
-
 def run_once(
     runner: Runner, inputs: InputGenerator, rows: int, *, progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
 ) -> None:

@@ -24,9 +24,10 @@ from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, MAX_SWEPT_ROWS, SizeLatency
 from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.device_batches import DeviceBatches, time_on_buffers
 from ortserve.registry.load.inputs import LARGER_FREE_DIMS, Sample
 from ortserve.registry.load.providers import find_rejected_rows, run_until_accepted
-from ortserve.registry.load.warmup import WarmUp, run_samples, time_sizes, warm_up
+from ortserve.registry.load.warmup import WarmUp, run_samples, warm_up
 
 MS = 1_000_000
 X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
@@ -229,8 +230,18 @@ def test_clearly_better_size_is_not_measured_again() -> None:
 def test_buffered_sizes_are_timed_within_the_budget(budget_s: float, timed: list[int]) -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: 50 * MS * rows)
-    found = time_sizes(runner, BATCHED, [16, 4, 1], budget_s=budget_s, clock=clock, progress=Progress(clock))
-    assert [size.rows for size in found] == timed
+    found = time_on_buffers(
+        runner,
+        BATCHED,
+        DeviceBatches((1, 4, 16)),
+        WarmUp(16),
+        None,
+        budget_s=budget_s,
+        clock=clock,
+        progress=Progress(clock),
+        bounds=DEFAULT_BOUNDS,
+    )
+    assert sizes(found) == timed
 
 
 @pytest.mark.parametrize(
