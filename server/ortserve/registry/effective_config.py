@@ -6,11 +6,11 @@ from typing import Final
 from ortserve._pb import model_config_pb2 as pb
 from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.config.versions import AllVersions, LatestVersions
-from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.engine.provider_options import CPU, OPENVINO
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.repository.configuration import BACKEND, GRAPH_LEVELS
+from ortserve.registry.repository.triton_fields import type_name
 from ortserve.registry.repository.triton_ragged import describe_ragged
 from ortserve.registry.repository.triton_sequences import describe_sequences
 from ortserve.registry.served import ServedModel
@@ -37,7 +37,7 @@ def _describe_ensemble(served: ServedEnsemble) -> pb.ModelConfig:
     _describe_ensemble_inputs(config, served)
     del config.output[:]
     for spec in signature.outputs:
-        tensor = config.output.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[spec.leading :])
+        tensor = config.output.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[spec.leading :])
         configured = options.outputs[spec.name]
         if isinstance(configured.labels, str):
             tensor.label_filename = configured.labels
@@ -61,7 +61,7 @@ def _describe_ensemble_inputs(config: pb.ModelConfig, served: ServedEnsemble) ->
     formats = {tensor.name: tensor.format for tensor in served.declared.input}
     del config.input[:]
     for spec in served.signature.inputs:
-        tensor = config.input.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[spec.leading :])
+        tensor = config.input.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[spec.leading :])
         tensor.format = formats.get(spec.name, tensor.format)
         tensor.optional = spec.is_optional
 
@@ -122,7 +122,7 @@ def _describe_inputs(config: pb.ModelConfig, served: ServedModel) -> None:
     # The model's hidden tensors come last.
     for spec, own in zip(served.signature.inputs, served.model_signature.inputs, strict=False):
         first = _first(served, spec)
-        tensor = config.input.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[first:])
+        tensor = config.input.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[first:])
         if spec.name in declared:
             tensor.format = declared[spec.name].format
         tensor.optional = spec.is_optional
@@ -134,7 +134,7 @@ def _describe_outputs(config: pb.ModelConfig, served: ServedModel) -> None:
     del config.output[:]
     for spec, own in zip(served.signature.outputs, served.model_signature.outputs, strict=False):
         first = _first(served, spec)
-        tensor = config.output.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[first:])
+        tensor = config.output.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[first:])
         configured = served.options.outputs.get(spec.name)
         if configured is not None and isinstance(configured.labels, str):
             tensor.label_filename = configured.labels
@@ -187,7 +187,7 @@ def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
         for name, declared in sample.inputs.items():
             own_dims = specs[name].shape[_first(served, specs[name]) :]
             dims = own_dims if declared.dims is None else declared.dims
-            tensor = pb.ModelWarmup.Input(data_type=_data_type(specs[name]), dims=dims)
+            tensor = pb.ModelWarmup.Input(data_type=type_name(specs[name].datatype), dims=dims)
             if declared.file is not None:
                 tensor.input_data_file = declared.file
             elif declared.data == "zeros":
@@ -200,7 +200,3 @@ def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
 def _first(served: ServedModel, spec: TensorSpec) -> int:
     """The first axis that dims include."""
     return spec.leading if served.signature.rows_lead else 0
-
-
-def _data_type(spec: TensorSpec) -> str:
-    return "TYPE_STRING" if spec.datatype is DataType.BYTES else f"TYPE_{spec.datatype.value}"

@@ -11,6 +11,7 @@ from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
 from ortserve.errors import invalid_input
 from ortserve.registry.ensemble.plan import Plan
+from ortserve.registry.repository.triton_fields import type_name
 
 UNBATCHED: Final = "the configuration of the ensemble says so"
 
@@ -132,13 +133,13 @@ def _used(member: Member, spec: TensorSpec) -> _Use:
 
 def _check_agreement(name: str, tensor: str, uses: Sequence[_Use]) -> None:
     """Check that all models agree on the datatype of a tensor, and on its shape with or without a batch dimension."""
-    typed = next((use for use in uses if use.datatype is not None), None)
+    datatype, typed = next(((use.datatype, use.model) for use in uses if use.datatype is not None), (None, ""))
     shaped = next((use for use in uses if use.dims is not None), None)
     for use in uses:
-        if typed is not None and use.datatype not in (None, typed.datatype):
+        if datatype is not None and use.datatype is not None and use.datatype is not datatype:
             raise invalid_input(
-                f"in ensemble {name}, ensemble tensor {tensor}: inconsistent data type: {_type(typed)} is inferred "
-                f"from model {typed.model} while {_type(use)} is inferred from model {use.model}"
+                f"in ensemble {name}, ensemble tensor {tensor}: inconsistent data type: {type_name(datatype)} is "
+                f"inferred from model {typed} while {type_name(use.datatype)} is inferred from model {use.model}"
             )
         if shaped is not None and not (_fits(shaped.dims, use.dims) or _fits(shaped.full, use.full)):
             assert shaped.full is not None
@@ -147,11 +148,6 @@ def _check_agreement(name: str, tensor: str, uses: Sequence[_Use]) -> None:
                 f"in ensemble {name}, ensemble tensor {tensor}: inconsistent shape: {format_shape(shaped.full)} is "
                 f"inferred from model {shaped.model} while {format_shape(use.full)} is inferred from model {use.model}"
             )
-
-
-def _type(use: _Use) -> str:
-    assert use.datatype is not None
-    return "TYPE_STRING" if use.datatype is DataType.BYTES else f"TYPE_{use.datatype.value}"
 
 
 def _fits(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:

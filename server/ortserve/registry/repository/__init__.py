@@ -6,6 +6,7 @@ __all__ = [
     "model_files",
     "provenance",
     "source",
+    "triton_fields",
     "triton_ragged",
     "triton_sequences",
 ]

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from ortserve._pb import model_config_pb2 as pb
 from ortserve.codecs.model_config import set_fields
+from ortserve.core.dtypes import DataType
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 
@@ -161,6 +162,11 @@ def datatype_name(number: int, path: str) -> str:
     """The protocol's name of a configured datatype. Raises the errors of ``value_name``."""
     name = value_name(pb.DataType, number, path).removeprefix("TYPE_")
     return "BYTES" if name == "STRING" else name
+
+
+def type_name(datatype: DataType) -> str:
+    """The name of a datatype in a configuration: ``TYPE_FP32``."""
+    return "TYPE_STRING" if datatype is DataType.BYTES else f"TYPE_{datatype.value}"
 
 
 PAGE: Final = Path(__file__).parents[4] / "docs" / "reference" / "config_pbtxt.md"

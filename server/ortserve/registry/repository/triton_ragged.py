@@ -6,7 +6,7 @@ from ortserve._pb import model_config_pb2 as pb
 from ortserve.config.model import ModelOptions
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.triton_fields import value_name
+from ortserve.registry.repository.triton_fields import type_name, value_name
 
 _DATATYPES: Final = {pb.TYPE_INT32: "INT32", pb.TYPE_FP32: "FP32"}
 
@@ -78,7 +78,7 @@ def describe_ragged(config: pb.ModelConfig, options: ModelOptions, signature: Mo
         config.batch_input.add(
             kind=f"BATCH_{derived.kind.upper()}",
             target_name=[derived.name],
-            data_type=f"TYPE_{derived.datatype.value}",
+            data_type=type_name(derived.datatype),
             source_input=[signature.inputs[derived.source].name],
         )
     for output, source in options.batch_outputs.items():

@@ -11,7 +11,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.sequences import ID_DATATYPES, SequenceControl, SequenceState
 from ortserve.core.dtypes import DataType
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.triton_fields import datatype_name
+from ortserve.registry.repository.triton_fields import datatype_name, type_name
 
 _Batching = pb.ModelSequenceBatching
 _KINDS: Final = {
@@ -205,39 +205,37 @@ def describe_sequences(
         batching.direct.max_queue_delay_microseconds = round(options.queue_delay_s * 1e6)
         batching.direct.minimum_slot_utilization = sequences.min_slot_utilization
     for name, control in sequences.controls.items():
-        _describe_control(batching.control_input.add(name=name).control.add(), control, datatypes[name])
+        _describe_control(batching.control_input.add(name=name), control, datatypes[name])
     for state in sequences.states:
-        _describe_state(batching.state.add(), state, datatypes[state.input])
+        _describe_state(batching, state, type_name(datatypes[state.input]))
 
 
-def _describe_control(message: pb.ModelSequenceBatching.Control, control: SequenceControl, datatype: DataType) -> None:
-    message.kind = _KIND_NUMBERS[control.kind]
+def _describe_control(
+    tensor: pb.ModelSequenceBatching.ControlInput, control: SequenceControl, datatype: DataType
+) -> None:
+    kind = _KIND_NUMBERS[control.kind]
     if control.kind == "id":
-        message.data_type = _data_type(datatype)
+        tensor.control.add(kind=kind, data_type=type_name(datatype))
         return
     off, on = control.values
     match datatype:
         case DataType.INT32:
-            message.int32_false_true.extend([int(off), int(on)])
+            tensor.control.add(kind=kind, int32_false_true=[int(off), int(on)])
         case DataType.FP32:
-            message.fp32_false_true.extend([float(off), float(on)])
+            tensor.control.add(kind=kind, fp32_false_true=[float(off), float(on)])
         case _:
-            message.bool_false_true.extend([bool(off), bool(on)])
+            tensor.control.add(kind=kind, bool_false_true=[bool(off), bool(on)])
 
 
-def _describe_state(message: pb.ModelSequenceBatching.State, state: SequenceState, datatype: DataType) -> None:
-    message.input_name, message.output_name = state.input, state.output
-    message.data_type = _data_type(datatype)
-    message.dims.extend(state.dims or ())
+def _describe_state(batching: pb.ModelSequenceBatching, state: SequenceState, datatype: str) -> None:
+    message = batching.state.add(
+        input_name=state.input, output_name=state.output, data_type=datatype, dims=state.dims or ()
+    )
     if state.initial_dims is None and state.initial_file is None:
         return
-    initial = message.initial_state.add(name=state.input, data_type=_data_type(datatype))
-    initial.dims.extend(state.initial_dims if state.initial_dims is not None else state.dims or ())
+    dims = state.initial_dims if state.initial_dims is not None else state.dims or ()
+    initial = message.initial_state.add(name=state.input, data_type=datatype, dims=dims)
     if state.initial_file is None:
         initial.zero_data = True
     else:
         initial.data_file = state.initial_file
-
-
-def _data_type(datatype: DataType) -> Any:
-    return pb.DataType.Value("TYPE_STRING" if datatype is DataType.BYTES else f"TYPE_{datatype.value}")
