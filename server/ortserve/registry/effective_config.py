@@ -21,74 +21,56 @@ _GRAPH_LEVELS: Final = {name: level for level, name in GRAPH_LEVELS.items()} | {
 
 def describe_config(served: ServedVersion) -> pb.ModelConfig:
     """Describe a version: its ``config.pbtxt``, completed and corrected according to how the version is served."""
-    if isinstance(served, ServedEnsemble):
-        return _describe_ensemble(served)
-    assert isinstance(served, ServedModel)
-    return _describe_model(served)
-
-
-def _describe_ensemble(served: ServedEnsemble) -> pb.ModelConfig:
-    options, signature = served.options, served.signature
     config = pb.ModelConfig()
     config.CopyFrom(served.declared)
     config.name, config.platform = served.name, served.platform
-    _describe_versions(config.version_policy, options)
-    config.max_batch_size = served.max_rows if signature.is_batched else 0
-    _describe_ensemble_inputs(config, served)
-    del config.output[:]
-    for spec in signature.outputs:
-        tensor = config.output.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[spec.leading :])
-        configured = options.outputs[spec.name]
-        if isinstance(configured.labels, str):
-            tensor.label_filename = configured.labels
+    _describe_versions(config.version_policy, served.options)
+    _describe_tensors(config, served)
     config.ClearField("metric_tags")
-    config.metric_tags.update(options.metric_tags)
+    config.metric_tags.update(served.options.metric_tags)
     config.ClearField("response_cache")
     if served.is_cached:
         config.response_cache.enable = True
-    config.model_transaction_policy.decoupled = False
-    if not config.HasField("ensemble_scheduling"):
-        assert options.ensemble is not None
-        config.ensemble_scheduling.max_inflight_requests = options.ensemble.max_inflight_requests
-        for step in options.ensemble.steps:
-            described = config.ensemble_scheduling.step.add(model_name=step.model, model_version=step.version)
-            described.input_map.update(step.inputs)
-            described.output_map.update(step.outputs)
+    if isinstance(served, ServedEnsemble):
+        _describe_ensemble(config, served)
+    else:
+        assert isinstance(served, ServedModel)
+        _describe_model(config, served)
     return config
 
 
-def _describe_ensemble_inputs(config: pb.ModelConfig, served: ServedEnsemble) -> None:
-    formats = {tensor.name: tensor.format for tensor in served.declared.input}
-    del config.input[:]
-    for spec in served.signature.inputs:
-        tensor = config.input.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[spec.leading :])
-        tensor.format = formats.get(spec.name, tensor.format)
-        tensor.optional = spec.is_optional
+def _describe_ensemble(config: pb.ModelConfig, served: ServedEnsemble) -> None:
+    config.max_batch_size = served.max_rows if served.signature.is_batched else 0
+    config.model_transaction_policy.decoupled = False
+    if not config.HasField("ensemble_scheduling"):
+        ensemble = served.options.ensemble
+        assert ensemble is not None
+        config.ensemble_scheduling.max_inflight_requests = ensemble.max_inflight_requests
+        for step in ensemble.steps:
+            described = config.ensemble_scheduling.step.add(model_name=step.model, model_version=step.version)
+            described.input_map.update(step.inputs)
+            described.output_map.update(step.outputs)
 
 
-def _describe_model(served: ServedModel) -> pb.ModelConfig:
+def _describe_model(config: pb.ModelConfig, served: ServedModel) -> None:
     """Describe a version of a model file.
 
     ``max_batch_size`` is the maximum number of rows that run together, if rows are on axis 0 of all tensors, where
     clients expect them. Otherwise, and for a model whose requests run alone, it is 0, and dims include all axes.
     """
     options = served.options
-    config = pb.ModelConfig()
-    config.CopyFrom(served.declared)
-    config.name, config.platform, config.backend = served.name, served.platform, BACKEND
-    _describe_versions(config.version_policy, options)
+    config.backend = BACKEND
     config.max_batch_size = served.max_rows if served.signature.rows_lead else 0
-    _describe_inputs(config, served)
-    _describe_outputs(config, served)
+    # The model's hidden tensors come last.
+    for tensor, spec, own in zip(config.input, served.signature.inputs, served.model_signature.inputs, strict=False):
+        tensor.allow_ragged_batch = spec.name in options.inputs and options.inputs[spec.name].ragged
+        _describe_reshape(tensor.reshape, spec, own, _first(served, spec))
+    for made, spec, own in zip(config.output, served.signature.outputs, served.model_signature.outputs, strict=False):
+        _describe_reshape(made.reshape, spec, own, _first(served, spec))
     describe_ragged(config, options, served.model_signature)
     if not config.HasField("optimization"):
         config.optimization.graph.level = _GRAPH_LEVELS[options.session.graph_optimization]
     config.ClearField("dynamic_batching")
-    config.ClearField("metric_tags")
-    config.metric_tags.update(options.metric_tags)
-    config.ClearField("response_cache")
-    if served.is_cached:
-        config.response_cache.enable = True
     if options.sequences is not None:
         config.ClearField("sequence_batching")
         datatypes = {spec.name: spec.datatype for spec in served.model_signature.inputs}
@@ -103,7 +85,6 @@ def _describe_model(served: ServedModel) -> pb.ModelConfig:
         config.parameters["inter_op_thread_count"].string_value = str(options.session.inter_op_threads)
     if not served.declared.model_warmup:
         _describe_samples(config, served)
-    return config
 
 
 def _describe_versions(policy: pb.ModelVersionPolicy, options: ModelOptions) -> None:
@@ -116,29 +97,19 @@ def _describe_versions(policy: pb.ModelVersionPolicy, options: ModelOptions) -> 
         policy.specific.versions.extend(options.version_policy.specific)
 
 
-def _describe_inputs(config: pb.ModelConfig, served: ServedModel) -> None:
-    declared = {tensor.name: tensor for tensor in served.declared.input}
-    del config.input[:]
-    # The model's hidden tensors come last.
-    for spec, own in zip(served.signature.inputs, served.model_signature.inputs, strict=False):
-        first = _first(served, spec)
-        tensor = config.input.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[first:])
-        if spec.name in declared:
-            tensor.format = declared[spec.name].format
+def _describe_tensors(config: pb.ModelConfig, served: ServedVersion) -> None:
+    formats = {tensor.name: tensor.format for tensor in served.declared.input}
+    del config.input[:], config.output[:]
+    for spec in served.signature.inputs:
+        dims = spec.shape[_first(served, spec) :]
+        tensor = config.input.add(name=spec.name, data_type=type_name(spec.datatype), dims=dims)
+        tensor.format = formats.get(spec.name, tensor.format)
         tensor.optional = spec.is_optional
-        tensor.allow_ragged_batch = spec.name in served.options.inputs and served.options.inputs[spec.name].ragged
-        _describe_reshape(tensor.reshape, spec, own, first)
-
-
-def _describe_outputs(config: pb.ModelConfig, served: ServedModel) -> None:
-    del config.output[:]
-    for spec, own in zip(served.signature.outputs, served.model_signature.outputs, strict=False):
-        first = _first(served, spec)
-        tensor = config.output.add(name=spec.name, data_type=type_name(spec.datatype), dims=spec.shape[first:])
+    for spec in served.signature.outputs:
         configured = served.options.outputs.get(spec.name)
-        if configured is not None and isinstance(configured.labels, str):
-            tensor.label_filename = configured.labels
-        _describe_reshape(tensor.reshape, spec, own, first)
+        labels = configured.labels if configured is not None and isinstance(configured.labels, str) else ""
+        dims = spec.shape[_first(served, spec) :]
+        config.output.add(name=spec.name, data_type=type_name(spec.datatype), dims=dims, label_filename=labels)
 
 
 def _describe_reshape(message: pb.ModelTensorReshape, spec: TensorSpec, own: TensorSpec, first: int) -> None:
@@ -197,6 +168,6 @@ def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
             described.inputs[name].CopyFrom(tensor)
 
 
-def _first(served: ServedModel, spec: TensorSpec) -> int:
+def _first(served: ServedVersion, spec: TensorSpec) -> int:
     """The first axis that dims include."""
-    return spec.leading if served.signature.rows_lead else 0
+    return spec.leading if isinstance(served, ServedEnsemble) or served.signature.rows_lead else 0
