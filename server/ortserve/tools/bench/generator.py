@@ -23,7 +23,7 @@ import uvloop
 from ortserve.batching.timers import best_timer
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.samples import Recorder, Ticket
+from ortserve.tools.bench.samples import LOOK_EVERY, Recorder, Ticket
 from ortserve.tools.bench.target import Plan, ServerPlan, Target
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ _MAX_EARLY_NS: Final = 100_000
 """Limit of the time by which the generator wakes before a request is due. It then polls the clock."""
 _EARLY_GAIN: Final = 0.05
 """Weight of the latest wake-up in the moving average of their delays."""
-LOOK_EVERY: Final = 37
-"""One in so many answers is compared. Coprime with the number of different inputs, so that each input is compared."""
 STOP: Final = "stop"
 READY: Final = "ready"
 
@@ -56,8 +54,7 @@ class Work:
         warmup_s: Duration of the warm-up, which is not measured.
         seconds: Duration of the measurement after it.
         timeout_s: Time limit of an answer.
-        look_every: One in so many answers is kept for comparison, and the first one of the measurement, as slow targets
-            may give no more.
+        look_every: As in ``Recorder``.
     """
 
     key: str
@@ -150,14 +147,13 @@ class LoopDriver:
         self._start_ns = start_ns
         self._begin_ns, self._end_ns, self._dues = work.times(start_ns)
         self._next = 0
-        self._recorder = Recorder(self._begin_ns)
+        self._recorder = Recorder(self._begin_ns, work.look_every)
         self._under_way = 0
         self._is_stopped = False
         self._drained: asyncio.Future[None] = self._loop.create_future()
         self._timer = best_timer(self._loop, self._on_timer)
         self._timer_ns = 0
         self._wakes_ns = 0
-        self._has_looked = False
         self._wake_delay_ns = 0.0
         self._cpu_at_begin_ns: int | None = None
         self._cpu_ns = self._waited_ns = 0
@@ -247,9 +243,7 @@ class LoopDriver:
         work = self._work
         now_ns = due_ns if work.callers else monotonic_ns()
         request = work.plan.request_of(number, work.callers)
-        is_first = not self._has_looked and due_ns >= self._begin_ns
-        self._has_looked |= is_first
-        self._target.send(Ticket(number, due_ns, now_ns, is_first or number % work.look_every == 0, request))
+        self._target.send(Ticket(number, due_ns, now_ns, self._recorder.wants_body(number, due_ns), request))
 
     def _set_timer(self, due_ns: int, now_ns: int) -> None:
         """Set the timer earlier than ``due_ns`` by the usual delay of a wake-up: some 50 µs on an idle processor."""
@@ -282,8 +276,12 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
     Requests of an open loop that wait for longer than the time limit fail, as on a server.
     """
     begin_ns, end_ns, dues = work.times(start_ns)
-    stop, lock, recorder, numbers = threading.Event(), threading.Lock(), Recorder(begin_ns), itertools.count()
-    has_looked = threading.Event()
+    stop, lock, recorder, numbers = (
+        threading.Event(),
+        threading.Lock(),
+        Recorder(begin_ns, work.look_every),
+        itertools.count(),
+    )
     channel.on_stop = stop.set
     timeout_ns = int(work.timeout_s * 1e9)
 
@@ -307,10 +305,7 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
             try:
                 read = run(number)
                 done_ns = monotonic_ns()
-                is_first = due_ns >= begin_ns and not has_looked.is_set()
-                if is_first:
-                    has_looked.set()
-                body = read() if is_first or number % work.look_every == 0 else None
+                body = read() if recorder.wants_body(number, due_ns) else None
             except ServeError as error:
                 with lock:
                     recorder.failed(ticket, monotonic_ns(), error.kind.value, error.message)

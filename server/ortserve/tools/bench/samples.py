@@ -11,6 +11,8 @@ import numpy as np
 _MAX_TIMINGS: Final = 2000
 _MAX_BODY_BYTES: Final = 4 * 2**20
 """Limits of the timings and bodies that a chunk keeps."""
+LOOK_EVERY: Final = 37
+"""One in so many answers is compared. Coprime with the number of different inputs, so that each input is compared."""
 
 
 @dataclass(slots=True)
@@ -59,11 +61,25 @@ class Chunk:
 class Recorder:
     """Collects outcomes in chunks. Used by one thread at a time."""
 
-    def __init__(self, begin_ns: int) -> None:
-        """Requests that are due before ``begin_ns`` belong to the warm-up and are not recorded."""
+    def __init__(self, begin_ns: int, look_every: int = LOOK_EVERY) -> None:
+        """Record nothing yet.
+
+        Args:
+            begin_ns: Requests that are due before it belong to the warm-up and are not recorded.
+            look_every: One in so many answers is kept for comparison, and the first one of the measurement, as slow
+                targets may give no more.
+        """
         self._begin_ns = begin_ns
         self._chunk = Chunk()
         self._body_bytes = 0
+        self._look_every = look_every
+        self._has_looked = False
+
+    def wants_body(self, number: int, due_ns: int) -> bool:
+        """Whether the answer to request ``number``, which is due at ``due_ns``, is kept for comparison."""
+        is_first = due_ns >= self._begin_ns and not self._has_looked
+        self._has_looked |= is_first
+        return is_first or number % self._look_every == 0
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
