@@ -1,7 +1,6 @@
-"""Prepares targets: inputs, encoded requests, expected outputs, and shared memory."""
+"""Prepares targets: inputs, encoded requests and expected outputs."""
 
 import contextlib
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from ortserve.clock import monotonic_ns
-from ortserve.codecs.binary_tensor import decode_binary_tensor
 from ortserve.core.batch import Arrays
 from ortserve.core.conversion import Reshape
 from ortserve.core.signature import ModelSignature, TensorSpec
@@ -27,17 +25,16 @@ from ortserve.tools.address import Address
 from ortserve.tools.bench.encoding import (
     Encoded,
     Outputs,
-    Place,
     SequencePart,
     decode_grpc,
     decode_rest,
     encode_grpc,
     encode_rest,
     encode_shared,
-    encoded,
     tensors_of,
 )
 from ortserve.tools.bench.result import OutputCheck
+from ortserve.tools.bench.shared_memory import share_requests
 from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
 from ortserve.tools.client import Client
 from ortserve.tools.control import Control
@@ -184,8 +181,9 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
         arrays = tuple(as_clients_send(model, interface, one) for one in arrays)
         expected = [as_clients_see(interface, one) for one in expected]
     plan = ModelPlan(subject, way, settings.provider, settings.threads, arrays, batch)
-    read = lambda _, outputs: _named(signature, outputs)  # noqa: E731
-    return Prepared(target, way, "", batch, plan, inputs.origin, expected, source, read)
+    return Prepared(
+        target, way, "", batch, plan, inputs.origin, expected, source, lambda _, outputs: _named(signature, outputs)
+    )
 
 
 @contextmanager
@@ -203,7 +201,6 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
         raise invalid_input(
             f"--sequences: expected the requests of each sequence, as '{model}' has sequences, got none"
         )
-
     base = int.from_bytes(os.urandom(5)) << 20  # sequence ids differ between measurements
 
     def encode(tensors: Sequence[Tensor], part: SequencePart | None = None) -> Encoded:
@@ -211,53 +208,69 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
             return encode_grpc(model, version, tensors, part)
         return encode_rest(tensors, part, is_binary=protocol != "rest")
 
-    def read(_: int, body: tuple[bytes, int | None] | bytes) -> Outputs:
-        return decode_grpc(body) if isinstance(body, bytes) else decode_rest(*body)
-
     def ask(one: Arrays) -> Outputs:
         lone = SequencePart(base, is_start=True, is_end=True) if settings.sequences else None
         request = encode(tensors_of(signature, one), lone)
-        body, json_size = _retried(partial(control.infer, request.headers, request.body), settings.allow_errors)
-        return decode_grpc(body) if address.is_grpc else decode_rest(body, json_size)
+        answer = _retried(partial(control.infer, request.headers, request.body), settings.allow_errors)
+        return _decode(0, answer[0] if address.is_grpc else answer)
 
     inputs, arrays = _inputs(signature, model, batch, settings, ask)
     answers, expected, source = repeated(ask, arrays, "the server's answers to single requests")
-    if settings.sequences:
+    origin, length = inputs.origin, settings.sequences or 0
+    read: Callable[[int, Any], Outputs] = _decode
+    if length:
+        origin = f"{origin}; in sequences of {length} requests"
         expected, source = (), "nothing, because answers depend on earlier requests of a sequence"
     if settings.compare_outputs:
-        arrays, reference = arrays[: len(answers)], open_model(find_model(settings.compare_outputs))
-        names, expects = ([spec.name for spec in one.inputs] for one in (signature, reference.signature))
-        if sorted(names) != sorted(expects):
-            problem = f"expected a model with the inputs {', '.join(names)}, got {', '.join(expects)}"
-            raise invalid_input(f"--compare-outputs {settings.compare_outputs}: {problem}")
-        ordered = [tuple(one[names.index(name)] for name in expects) for one in arrays]
-        outputs, right, source = repeated(partial(bare_run, reference), ordered, settings.compare_outputs)
-        answers = answers[: len(outputs)]
-        expected = [_common(*pair) for pair in zip(right, answers, strict=True)] if right else ()
-        for wanted, came in zip(expected, answers, strict=False):
-            if problem := difference(wanted, came):
-                raise ServeError(ErrorKind.INTERNAL, f"{address.url}: not the outputs of {source}: {problem}")
+        answers, expected, source = _compare_with(settings.compare_outputs, signature, arrays, answers, address.url)
     tensors = [tensors_of(signature, one) for one in arrays[: len(answers)]]
     with contextlib.ExitStack() as stack:
-        reading: Callable[[int, Any], Outputs] = read
         if protocol == "shm":
-            results = [list(answer.values()) for answer in answers]
-            memory = stack.enter_context(_shared(control, tensors, results))
+            memory = stack.enter_context(share_requests(control, tensors, answers))
             requests = [encode_shared(model, version, *pair, is_grpc=address.is_grpc) for pair in memory.places]
-            reading = memory.read
-        else:
-            requests = list(map(encode, tensors))
-        origin, length = inputs.origin, settings.sequences or 0
-        if length:
-            origin = f"{origin}; in sequences of {length} requests"
+            read = memory.read
+        elif length:
             requests = [
                 encode(tensors[caller % len(tensors)], SequencePart(base + 1 + caller, is_start, is_end))
                 for caller in range(settings.callers)
                 for is_start, is_end in ((True, length == 1), (False, False), (length == 1, True))
             ]
+        else:
+            requests = list(map(encode, tensors))
         messages = tuple(_message(control, request) for request in requests)
         plan = ServerPlan(address, messages, protocol == "grpc-stream", settings.connections, length)
-        yield Prepared(address.url, protocol, server, batch, plan, origin, expected, source, reading, control)
+        yield Prepared(address.url, protocol, server, batch, plan, origin, expected, source, read, control)
+
+
+def _compare_with(
+    name: str, signature: ModelSignature, arrays: Sequence[Arrays], answers: Sequence[Outputs], url: str
+) -> tuple[Sequence[Outputs], Sequence[Outputs], str]:
+    """Run the model of ``--compare-outputs`` on the inputs of a server's answers.
+
+    Returns:
+        As ``repeated``: the answers for whose inputs there was time, the expected outputs, and their source.
+
+    Raises:
+        ServeError: The model has other inputs, cannot be run, or gives other outputs than the server.
+    """
+    reference = open_model(find_model(name))
+    names, expects = ([spec.name for spec in one.inputs] for one in (signature, reference.signature))
+    if sorted(names) != sorted(expects):
+        problem = f"expected a model with the inputs {', '.join(names)}, got {', '.join(expects)}"
+        raise invalid_input(f"--compare-outputs {name}: {problem}")
+    ordered = [tuple(one[names.index(own)] for own in expects) for one in arrays[: len(answers)]]
+    outputs, right, source = repeated(partial(bare_run, reference), ordered, name)
+    answers = answers[: len(outputs)]
+    expected = [_common(*pair) for pair in zip(right, answers, strict=True)] if right else ()
+    for wanted, came in zip(expected, answers, strict=False):
+        if problem := difference(wanted, came):
+            raise ServeError(ErrorKind.INTERNAL, f"{url}: not the outputs of {source}: {problem}")
+    return answers, expected, source
+
+
+def _decode(_: int, body: tuple[bytes, int | None] | bytes) -> Outputs:
+    """As ``Prepared.read``: of gRPC's message, or of the bytes of a REST answer and the size of the JSON in them."""
+    return decode_grpc(body) if isinstance(body, bytes) else decode_rest(*body)
 
 
 def _retried(call: Callable[[], _Answer], allowed: float) -> _Answer:
@@ -336,57 +349,3 @@ def _message(control: Control, request: Encoded) -> bytes:
     if address.is_grpc:
         return b"\0" + size.to_bytes(4, "big") + request.body
     return Client(address).prepare(f"{control.path}/infer", request.body, request.headers)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """A shared memory object with the inputs and outputs of all requests.
-
-    Concurrent requests with the same inputs share their places, as they write the same outputs.
-    """
-
-    memory: mmap.mmap
-    places: Sequence[tuple[list[tuple[Tensor, Place]], list[tuple[Tensor, Place]]]]
-
-    def read(self, number: int, _: object) -> Outputs:
-        """The outputs of a request from the memory. Raises ServeError."""
-        outputs: dict[str, Tensor] = {}
-        for one, place in self.places[number % len(self.places)][1]:
-            data = self.memory[place.offset : place.offset + place.nbytes]
-            array = decode_binary_tensor(data, one.datatype, one.array.shape, one.name, "")
-            outputs[one.name] = Tensor(one.name, one.datatype, array)
-        return outputs
-
-
-@contextmanager
-def _shared(
-    control: Control, inputs: Sequence[Sequence[Tensor]], outputs: Sequence[Sequence[Tensor]]
-) -> Iterator[_Shared]:
-    """Create shared memory, write the inputs into it, and register it while the block runs."""
-    name = f"ortserve_bench_{os.getpid()}"
-    path = Path("/dev/shm") / name  # noqa: S108 - the folder of POSIX shared memory on Linux
-    content = bytearray()
-
-    def place(tensor: Tensor) -> tuple[Tensor, Place]:
-        piece, offset = encoded(tensor), len(content)
-        content.extend(piece + bytes(64 - len(piece) % 64))  # each tensor begins at a multiple of 64
-        return tensor, Place(name, offset, len(piece))
-
-    pairs = zip(inputs, outputs, strict=True)
-    places = [([place(one) for one in given], [place(one) for one in got]) for given, got in pairs]
-    try:
-        with path.open("x+b") as file:
-            file.truncate(len(content))
-            memory = mmap.mmap(file.fileno(), len(content))
-    except OSError as error:
-        raise ServeError(ErrorKind.UNSUPPORTED, f"{path}: no shared memory: {error.strerror}") from None
-    try:
-        memory[:] = bytes(content)
-        control.register(name, len(content))
-        try:
-            yield _Shared(memory, places)
-        finally:
-            with contextlib.suppress(ServeError):
-                control.unregister(name)
-    finally:
-        path.unlink(missing_ok=True)
