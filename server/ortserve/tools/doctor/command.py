@@ -15,7 +15,7 @@ from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
 from ortserve.tools.doctor.options import check_options
-from ortserve.tools.doctor.presentation import make_report
+from ortserve.tools.doctor.presentation import present
 from ortserve.tools.doctor.request_path import follow_requests
 from ortserve.tools.doctor.result import DoctorResult, ModelCheck
 from ortserve.tools.doctor.runtime import read_runtime
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     else:
         result = _look_at_machine(subject, arguments)
     result = replace(result, findings=tuple(worst_first(result.findings)))
-    return Outcome(result, make_report(result), status_of(result.findings, arguments.fail_on))
+    return Outcome(result, present(result), status_of(result.findings, arguments.fail_on))
 
 
 def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:

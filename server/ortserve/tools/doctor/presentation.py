@@ -16,7 +16,7 @@ _UNITS: Final = {
 """Formats of values by the endings of the names of fields. The first ending that matches is used."""
 
 
-def make_report(result: DoctorResult) -> Report:
+def present(result: DoctorResult) -> Report:
     """The report, with the findings first."""
     return Report(f"ortserve doctor: {result.subject}", tuple(_blocks(result)))
 

@@ -18,7 +18,7 @@ from ortserve.tools.command import Outcome, expect_writable, json_or_text, numbe
 from ortserve.tools.console import progress
 from ortserve.tools.profile.arguments import UNCHANGED
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
-from ortserve.tools.profile.presentation import report
+from ortserve.tools.profile.presentation import present
 from ortserve.tools.profile.remote import profile_server
 from ortserve.tools.profile.result import ProfileResult
 from ortserve.tools.profile.summary import compare, profile_of
@@ -48,7 +48,7 @@ def _run(given: argparse.Namespace) -> Outcome:
     result = ProfileResult(profile=profiles[0])
     if len(runs) > 1:
         result = replace(result, other=profiles[1], comparison=compare(runs[0], runs[1], profiles[0], profiles[1]))
-    return Outcome(result, report(result, runs))
+    return Outcome(result, present(result, runs))
 
 
 def _run_on_server(given: argparse.Namespace) -> Outcome:
@@ -58,7 +58,7 @@ def _run_on_server(given: argparse.Namespace) -> Outcome:
         asked = {"requests": given.requests, "timeout_s": given.timeout, "inputs": given.inputs, "rows": given.rows}
         runs, batches = profile_server(address, given.model, **asked, keep=given.trace)
     result = ProfileResult(profile=profile_of(runs), server=batches)
-    return Outcome(result, report(result, [runs]))
+    return Outcome(result, present(result, [runs]))
 
 
 def _variants(given: argparse.Namespace) -> list[Variant]:

@@ -16,7 +16,7 @@ _FLAME: Final = "A quiet run, from left to right; inner graphs are below their n
 _Row = TypeVar("_Row")
 
 
-def report(result: ProfileResult, runs: Sequence[Runs] = ()) -> Report:
+def present(result: ProfileResult, runs: Sequence[Runs] = ()) -> Report:
     """The report. ``runs`` has the runs of each profile, for flame views."""
     blocks: list[Block] = []
     profiles = [result.profile]

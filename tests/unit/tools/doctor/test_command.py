@@ -10,7 +10,7 @@ from ortserve.cli.main import run_tool
 from ortserve.tools.command import json_text
 from ortserve.tools.doctor import command
 from ortserve.tools.doctor.catalog import finding
-from ortserve.tools.doctor.presentation import make_report
+from ortserve.tools.doctor.presentation import present
 from ortserve.tools.doctor.request_path import summarize
 from ortserve.tools.doctor.result import DoctorResult, GpuFacts, ModelCheck, ProviderTrial, RuntimeFacts
 from ortserve.tools.page import render_page
@@ -97,7 +97,7 @@ def full_result() -> DoctorResult:
 
 
 def test_page_shows_everything_and_needs_no_network() -> None:
-    page = render_page(make_report(full_result()))
+    page = render_page(present(full_result()))
 
     for text in ("&lt;GPU &amp; co&gt;", "lib&lt;x&gt;", "64.0 GiB", "libcuda.so.1", "n" * 300 + "4999"):
         assert text in page
@@ -106,7 +106,7 @@ def test_page_shows_everything_and_needs_no_network() -> None:
 
 
 def test_unknown_values_are_dashes_and_null() -> None:
-    blocks: Any = make_report(full_result()).blocks
+    blocks: Any = present(full_result()).blocks
     (gpus,) = (block for block in blocks if getattr(block, "title", "") == "GPUs")
     assert gpus.rows[0][3] is None
     assert '"used_bytes": null' in json_text(full_result())

@@ -8,7 +8,7 @@ import pytest
 from ort_traces import flat_run, trace_file
 from ortserve.tools.page import render_page
 from ortserve.tools.profile.drawing import flame_view, tree_map
-from ortserve.tools.profile.presentation import report
+from ortserve.tools.profile.presentation import present
 from ortserve.tools.profile.result import NodeCost, Profile, ProfileResult
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.summary import profile_of
@@ -61,7 +61,7 @@ def test_flame_view_is_to_scale() -> None:
 
 def test_page_of_thousands_of_nodes_stays_small() -> None:
     many = [node(f"{'long/' * 40}{number}", 1.0) for number in range(5000)]
-    page = render_page(report(ProfileResult(profile=replace(profile(), nodes=many))))
+    page = render_page(present(ProfileResult(profile=replace(profile(), nodes=many))))
 
     assert page.count("<tr>") > 5000
     assert "4,600 more nodes" in page
@@ -75,7 +75,7 @@ def test_operators_that_profiling_slows_down_are_named() -> None:
     plain, profiled = ([RunTime(us * 1000, us * 1000)] * 8 for us in (5400, 6100))
     held = profile_of(Runs("m", "p", 2, {}, "", 1, plain, profiled, read_trace(trace_file(*lines))))
 
-    tables = [block for block in report(ProfileResult(profile=held)).blocks if isinstance(block, Table)]
+    tables = [block for block in present(ProfileResult(profile=held)).blocks if isinstance(block, Table)]
     (found,) = [table for table in tables if table.title == "Where the time goes"]
     assert held.balance.is_closed is False
     assert f"Profiling slows the operators down by at least {-held.balance.rest_ms:.3f} ms" in found.note

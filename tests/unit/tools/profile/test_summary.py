@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ort_traces import execution, flat_run, node, run, trace_file
-from ortserve.tools.profile.presentation import report
+from ortserve.tools.profile.presentation import present
 from ortserve.tools.profile.result import ProfileResult
 from ortserve.tools.profile.runs import Runs, RunTime, typical
 from ortserve.tools.profile.summary import compare, profile_of
@@ -77,7 +77,7 @@ def test_share_of_the_profiler_is_not_shown_if_it_varied_too_much() -> None:
         measured.plain = [RunTime(plain_us * 1000, plain_us * 1000)] * 8
         (balance,) = (
             block
-            for block in report(ProfileResult(profile=profile_of(measured))).blocks
+            for block in present(ProfileResult(profile=profile_of(measured))).blocks
             if isinstance(block, Table) and block.title == "Where the time goes"
         )
         assert text in balance.note
@@ -180,7 +180,7 @@ def test_few_runs_allow_no_verdict(pairs: int, has_verdict: bool) -> None:
     comparison = compare(slow, fast, one, other)
     assert comparison.is_beyond_noise is has_verdict
     assert (one.balance.is_closed is not None) is has_verdict
-    (text, *_) = report(ProfileResult(profile=one, other=other, comparison=comparison)).blocks
+    (text, *_) = present(ProfileResult(profile=one, other=other, comparison=comparison)).blocks
     assert isinstance(text, Text)
     assert ("too few for a verdict" in text.text) is not has_verdict
 
