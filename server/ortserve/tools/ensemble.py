@@ -180,8 +180,7 @@ class _Opener:
 
     def _open_member(self, subject: Subject, within: tuple[str, ...]) -> OpenMember | OpenEnsemble:
         key, options = (subject.name, subject.version), subject.options
-        if options.sequences is not None or options.is_ragged:
-            what = "sequences" if options.sequences is not None else "ragged batches"
+        if what := subject.joint_requests:
             raise invalid_input(
                 f"ensemble '{within[-1]}': expected members that answer requests alone, and '{subject.name}' has "
                 f"{what}: compare the answers of a server"

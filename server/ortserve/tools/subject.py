@@ -33,6 +33,13 @@ class Subject:
     options: ModelOptions = field(default_factory=ModelOptions)
     version: int | None = None
 
+    @property
+    def joint_requests(self) -> str:
+        """``sequences`` or ``ragged batches``, which requests form together; empty if each is answered alone."""
+        if self.options.sequences is not None:
+            return "sequences"
+        return "ragged batches" if self.options.is_ragged else ""
+
 
 def find_model(text: str) -> Subject:
     """As ``find_version``, for tools that open the model's file.

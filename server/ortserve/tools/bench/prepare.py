@@ -165,8 +165,7 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
         ServeError: The model, its inputs or the batch are wrong.
     """
     subject = find_model(target)
-    if way == "batcher" and (subject.options.sequences is not None or subject.options.is_ragged):
-        what = "sequences" if subject.options.sequences is not None else "ragged batches"
+    if way == "batcher" and (what := subject.joint_requests):
         raise invalid_input(
             f"{target}: a model with {what} has no way 'batcher' here: measure its sessions, or a server"
         )

@@ -66,8 +66,7 @@ def tune(given: argparse.Namespace) -> Outcome:
     if bound is not None and bound.measure == "accuracy":
         raise invalid_input("--max-error accuracy: tune takes no labels; ortserve compare does")
     subject = find_model(given.model)
-    if subject.options.sequences is not None or subject.options.is_ragged:
-        what = "sequences" if subject.options.sequences is not None else "ragged batches"
+    if what := subject.joint_requests:
         expected = f"{given.model}: expected a model that answers requests alone, it has {what}"
         raise invalid_input(f"{expected}: measure its options on a server, by ortserve bench")
     variants = _find_variants(subject) if given.variants else {}
