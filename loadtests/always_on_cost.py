@@ -32,7 +32,7 @@ import onnxruntime as ort  # noqa: E402
 import uvloop  # noqa: E402
 
 from fakes.socket import FakeSocket  # noqa: E402
-from harness import circumstances, spread, table  # noqa: E402
+from harness import spread, table, write_report  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.app.server import Server  # noqa: E402
 from ortserve.config.options import ServerOptions  # noqa: E402
@@ -162,17 +162,12 @@ def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
         f"in which the arms took turns, CPU µs a request; with all features: {spread(whole)}. The cost of a "
         "feature is the difference within a round; it is negative if the feature saves more than it costs."
     )
-    text = "\n\n".join(
-        [
-            "# What features that are always on cost a REST JSON request",
-            circumstances(),
-            setting,
-            table(["feature", "without it", "its cost"], rows),
-        ]
+    write_report(
+        options.results / "always_on_cost.md",
+        "What features that are always on cost a REST JSON request",
+        setting,
+        table(["feature", "without it", "its cost"], rows),
     )
-    options.results.mkdir(exist_ok=True)
-    (options.results / "always_on_cost.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from harness import Load, checking, circumstances, post, running, spread, table, wrk  # noqa: E402
+from harness import Load, checking, post, running, spread, table, write_report, wrk  # noqa: E402
 from models.builders import heavy  # noqa: E402
 
 HTTP, GRPC, METRICS = 18000, 18001, 18002
@@ -147,19 +147,14 @@ def main() -> None:
             latency_ms = run_ms(session)
     header = ["round", "bare rows/s", "beside a busy processor", "served rows/s", "served ÷ bare"]
     header += ["served ÷ beside", "p50 ms", "p99 ms", "CPU µs a request"]
-    text = "\n\n".join(
-        (
-            "# Batched compute: served rows against a bare loop",
-            circumstances(),
-            f"{options.connections} connections, closed loop, one row a request; L(32) = {latency_ms:.0f} ms.",
-            f"**Served ÷ bare: {spread(ratios)}**",
-            f"Served ÷ bare beside a busy processor: {spread(beside_busy)}",
-            table(header, lines),
-        )
+    write_report(
+        HERE / "results" / "batched_compute.md",
+        "Batched compute: served rows against a bare loop",
+        f"{options.connections} connections, closed loop, one row a request; L(32) = {latency_ms:.0f} ms.",
+        f"**Served ÷ bare: {spread(ratios)}**",
+        f"Served ÷ bare beside a busy processor: {spread(beside_busy)}",
+        table(header, lines),
     )
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "batched_compute.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import uvloop  # noqa: E402
 
-from harness import circumstances, running, spread, wrk  # noqa: E402
+from harness import running, spread, write_report, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batch_runs import BatchRuns  # noqa: E402
@@ -128,17 +128,12 @@ def main() -> None:
                 whole.append(wrk(url, body, folder, pid=pid, connections=CALLERS, seconds=3).cpu_us)
                 print(f"batcher {own[-1]:.2f} µs, request {whole[-1]:.1f} µs", flush=True)
     shares = [part / request for part, request in zip(own, whole, strict=True)]
-    text = "\n\n".join(
-        (
-            "# CPU of the batcher",
-            circumstances(),
-            f"Batcher, at batches of {CALLERS}: {spread(own)} µs a request.",
-            f"A REST JSON request, all in: {spread(whole)} µs. Share: {spread(shares)}.",
-        )
+    write_report(
+        HERE / "results" / "batcher_cost.md",
+        "CPU of the batcher",
+        f"Batcher, at batches of {CALLERS}: {spread(own)} µs a request.",
+        f"A REST JSON request, all in: {spread(whole)} µs. Share: {spread(shares)}.",
     )
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "batcher_cost.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

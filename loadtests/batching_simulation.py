@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import matplotlib as mpl  # noqa: E402
 
-from harness import circumstances, table  # noqa: E402
+from harness import table, write_report  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from simulation_world import (  # noqa: E402
     CPU,
@@ -105,20 +105,16 @@ def main() -> None:
     (HERE / "results").mkdir(exist_ok=True)
     plot_latency(latencies, HERE / "results" / "batching_simulation_latency.png")
     plot_goodput(goodputs, HERE / "results" / "batching_simulation_goodput.png")
-    text = "\n\n".join(
-        (
-            "# The batcher in simulation",
-            circumstances(),
-            CAVEATS,
-            *(f"{machine.name}: {describe(machine)}" for machine in MACHINES),
-            *report_latency(latencies),
-            *report_goodput(goodputs),
-            *report_loops(closed),
-            *report_sharing(),
-        )
+    write_report(
+        HERE / "results" / "batching_simulation.md",
+        "The batcher in simulation",
+        CAVEATS,
+        *(f"{machine.name}: {describe(machine)}" for machine in MACHINES),
+        *report_latency(latencies),
+        *report_goodput(goodputs),
+        *report_loops(closed),
+        *report_sharing(),
     )
-    (HERE / "results" / "batching_simulation.md").write_text(text + "\n")
-    print(text)
     print(f"\n{time.monotonic() - began:.0f} s")
 
 

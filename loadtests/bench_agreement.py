@@ -38,7 +38,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 
 from apart import UnavailableError  # noqa: E402
-from harness import circumstances, serving, spread, table, wrk  # noqa: E402
+from harness import serving, spread, table, write_report, wrk  # noqa: E402
 from models.builders import heavy  # noqa: E402
 from ortserve.core.dtypes import DataType  # noqa: E402
 from ortserve.core.tensor import Tensor  # noqa: E402
@@ -321,11 +321,13 @@ def main() -> None:
     )
     columns = ["load", "protocol", "generator", "answers/s", "p50 ms", "p99 ms"]
     columns += ["ratio of answers/s", "ratio of p50", "ratio of p99", "generator of bench"]
-    text = "\n\n".join(
-        ("# bench beside other load generators", circumstances(), setting, table(columns, rows), clients)
+    write_report(
+        HERE / "results" / "bench_agreement.md",
+        "bench beside other load generators",
+        setting,
+        table(columns, rows),
+        clients,
     )
-    (HERE / "results" / "bench_agreement.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

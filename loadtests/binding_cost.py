@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime  # noqa: E402
 
-from harness import circumstances  # noqa: E402
+from harness import write_report  # noqa: E402
 from models.builders import identity, mlp  # noqa: E402
 from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.core.batch import Batch  # noqa: E402
@@ -205,22 +205,18 @@ def main() -> None:
             eight = cpu_us(lone(session, kib * 256), 20, rounds)
             alone[f"{kib} KiB"] = {arm: us / 8 for arm, us in eight.items()}
             print(kib, alone[f"{kib} KiB"], flush=True)
-    text = "\n\n".join(
-        (
-            "# CPU of a run, bound and plain",
-            circumstances(),
-            f"CPU µs a run, lowest of {rounds} rounds.",
-            "## Ways of running, staging included",
-            table("session", ways),
-            "## Instances, as they serve",
-            "A set of outputs over 8 MiB, for the next power of two of the rows, is not bound: both arms are the same.",
-            table("instance", served),
-            "## A request that fills its bucket alone",
-            table("input", alone),
-        )
+    write_report(
+        HERE / "results" / "binding_cost.md",
+        "CPU of a run, bound and plain",
+        f"CPU µs a run, lowest of {rounds} rounds.",
+        "## Ways of running, staging included",
+        table("session", ways),
+        "## Instances, as they serve",
+        "A set of outputs over 8 MiB, for the next power of two of the rows, is not bound: both arms are the same.",
+        table("instance", served),
+        "## A request that fills its bucket alone",
+        table("input", alone),
     )
-    (HERE / "results" / "binding_cost.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import checking, circumstances, serving, spread, table, wrk  # noqa: E402
+from harness import checking, serving, spread, table, write_report, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 from spinning_client import Caller, GrpcCaller, RestCaller  # noqa: E402
@@ -250,10 +250,7 @@ def report(measured: dict[tuple[str, str, str], list[float]], options: argparse.
         setting += f" Base is another version of the server, {options.base_name}, with its default options."
     header = ["load", "figure", *others[::-1], "polling", *(f"polling / {other}" for other in others)]
     header.append(f"of {others[-1]} at most, as asked")
-    text = "\n\n".join(["# Polling for a lone client", circumstances(), setting, table(header, rows)])
-    options.results.mkdir(exist_ok=True)
-    (options.results / "busy_poll.md").write_text(text + "\n")
-    print(text)
+    write_report(options.results / "busy_poll.md", "Polling for a lone client", setting, table(header, rows))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import Load, checking, circumstances, post, serving, spread, table, wrk  # noqa: E402
+from harness import Load, checking, post, serving, spread, table, write_report, wrk  # noqa: E402
 from models.builders import slow  # noqa: E402
 
 PORTS = {"waiting": 18000, "not waiting": 18010}
@@ -82,10 +82,7 @@ def main() -> None:
             ]
         )
     header = ["clients", "requests/s", "waiting: requests/s", "times as many", "p99 ms", "waiting: p99 ms"]
-    text = "\n\n".join(("# Waiting for closed-loop callers", circumstances(), table(header, rows)))
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "closed_loop_wait.md").write_text(text + "\n")
-    print(text)
+    write_report(HERE / "results" / "closed_loop_wait.md", "Waiting for closed-loop callers", table(header, rows))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 from certificates import HOST, Secret  # noqa: E402
-from harness import circumstances, running, spread, table, wrk  # noqa: E402
+from harness import running, spread, table, write_report, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 
 PORT = 18300
@@ -132,17 +132,12 @@ def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
         f"highest) of {options.rounds} rounds of {options.seconds} s in which the servers took turns. An answer of "
         "each round was compared with ONNX Runtime's own."
     )
-    text = "\n\n".join(
-        [
-            "# What features cost a REST JSON request",
-            circumstances(),
-            setting,
-            table(["feature", "CPU µs a request", "more than without"], rows),
-        ]
+    write_report(
+        options.results / "feature_cost.md",
+        "What features cost a REST JSON request",
+        setting,
+        table(["feature", "CPU µs a request", "more than without"], rows),
     )
-    options.results.mkdir(exist_ok=True)
-    (options.results / "feature_cost.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

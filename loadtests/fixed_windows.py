@@ -27,7 +27,7 @@ import matplotlib as mpl  # noqa: E402
 import numpy as np  # noqa: E402
 
 from dense_model import CALLERS, MAX_ROWS, dense_model  # noqa: E402
-from harness import circumstances, serving, spread, table  # noqa: E402
+from harness import serving, spread, table, write_report  # noqa: E402
 from open_loop import Outcome, closed_loop, offer  # noqa: E402
 
 mpl.use("Agg")
@@ -104,19 +104,14 @@ def main() -> None:
         "generator and server share the machine. Ratios are of the same round and the same arrival times. How far the "
         "second arm is from the first is noise."
     )
-    text = "\n\n".join(
-        (
-            "# Fixed delays against none",
-            circumstances(),
-            setting,
-            table(header, lines),
-            "![Median and 99th percentile by load and delay](fixed_windows.png)",
-        )
+    write_report(
+        HERE / "results" / "fixed_windows.md",
+        "Fixed delays against none",
+        setting,
+        table(header, lines),
+        "![Median and 99th percentile by load and delay](fixed_windows.png)",
     )
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "fixed_windows.md").write_text(text + "\n")
     _plot(outcomes, HERE / "results" / "fixed_windows.png")
-    print(text)
 
 
 def _plot(outcomes: dict[tuple[str, str], list[Outcome]], path: Path) -> None:

@@ -29,7 +29,7 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import circumstances, post, serving, spread, table  # noqa: E402
+from harness import post, serving, spread, table, write_report  # noqa: E402
 from models.builders import identity, mlp  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
@@ -137,17 +137,12 @@ def report(measured: dict[tuple[str, str], list[float]], options: argparse.Names
         grpcio, native = (measured[what, name] for name in TRANSPORTS)
         ratio = [one / other for one, other in zip(native, grpcio, strict=True)]
         rows.append([what, spread(grpcio), spread(native), spread(ratio), f"{expected:g}"])
-    text = "\n\n".join(
-        [
-            "# gRPC calls on the native transport and on grpcio's",
-            circumstances(),
-            _CAVEATS.format(rounds=options.rounds),
-            table(["call", "grpcio", "native", "native / grpcio", "expected at most"], rows),
-        ]
+    write_report(
+        options.results / "grpc_latency.md",
+        "gRPC calls on the native transport and on grpcio's",
+        _CAVEATS.format(rounds=options.rounds),
+        table(["call", "grpcio", "native", "native / grpcio", "expected at most"], rows),
     )
-    options.results.mkdir(exist_ok=True)
-    (options.results / "grpc_latency.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
-from harness import circumstances, running, table  # noqa: E402
+from harness import running, table, write_report  # noqa: E402
 from models.builders import identity  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
@@ -158,20 +158,15 @@ def main() -> int:
     later = [mib for _, _, mib in seen[len(seen) * 2 // 3 :]]
     grown = max(later) - seen[len(seen) * 2 // 3 - 1][2] if len(seen) >= 3 else float("nan")
     points = [seen[len(seen) * tenth // 10] for tenth in range(10)] + [seen[-1]]
-    text = "\n\n".join(
-        [
-            "# Soak of the native gRPC transport",
-            circumstances(),
-            f"{seen[-1][1]:,} calls in {seen[-1][0] / 60:.1f} minutes: "
-            + ", ".join(f"{count:,} {outcome}" for outcome, count in soak.outcomes.items())
-            + f". The last third of the run added {grown:.1f} MiB (expected: less than {MAX_GROWTH_MIB:g}); "
-            f"{left_files} file descriptors more than at the beginning are open.",
-            table(["seconds", "calls", "MiB"], [[f"{s:.0f}", f"{n:,}", f"{mib:.1f}"] for s, n, mib in points]),
-        ]
+    write_report(
+        options.results / "grpc_soak.md",
+        "Soak of the native gRPC transport",
+        f"{seen[-1][1]:,} calls in {seen[-1][0] / 60:.1f} minutes: "
+        + ", ".join(f"{count:,} {outcome}" for outcome, count in soak.outcomes.items())
+        + f". The last third of the run added {grown:.1f} MiB (expected: less than {MAX_GROWTH_MIB:g}); "
+        f"{left_files} file descriptors more than at the beginning are open.",
+        table(["seconds", "calls", "MiB"], [[f"{s:.0f}", f"{n:,}", f"{mib:.1f}"] for s, n, mib in points]),
     )
-    options.results.mkdir(exist_ok=True)
-    (options.results / "grpc_soak.md").write_text(text + "\n")
-    print(text)
     return 0 if grown < MAX_GROWTH_MIB else 1
 
 

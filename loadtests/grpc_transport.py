@@ -35,7 +35,7 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import checking, circumstances, cpu_s, running, spread, table  # noqa: E402
+from harness import checking, cpu_s, running, spread, table, write_report  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
@@ -188,18 +188,13 @@ def report(results: dict[tuple[str, str], list[Result]], options: argparse.Names
         pairs = list(zip(results[callers, "grpcio"], results[callers, "native"], strict=True))
         more = spread([native.calls_per_s / grpcio.calls_per_s for grpcio, native in pairs])
         ratios.append([callers, more, spread([native.cpu_us / grpcio.cpu_us for grpcio, native in pairs])])
-    text = "\n\n".join(
-        [
-            "# gRPC: grpcio's transport and the native one",
-            circumstances(),
-            _CAVEATS.format(**vars(options)),
-            table(["callers", "transport", "calls/s", "CPU µs a call"], rows),
-            table(["callers", "calls/s, native / grpcio (4 or more asked)", "CPU a call (0.25 or less asked)"], ratios),
-        ]
+    write_report(
+        options.results / "grpc_transport.md",
+        "gRPC: grpcio's transport and the native one",
+        _CAVEATS.format(**vars(options)),
+        table(["callers", "transport", "calls/s", "CPU µs a call"], rows),
+        table(["callers", "calls/s, native / grpcio (4 or more asked)", "CPU a call (0.25 or less asked)"], ratios),
     )
-    options.results.mkdir(exist_ok=True)
-    (options.results / "grpc_transport.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def write_report(path: Path, title: str, *parts: str) -> None:
+    """Write a page to ``path``, and print it: the title, the circumstances of this run, then ``parts``, in Markdown."""
+    page = "\n\n".join((f"# {title}", circumstances(), *parts))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(page + "\n")
+    print(page)
+
+
 def circumstances(build: str = "compiled" if IS_COMPILED else "interpreted") -> str:
     """Describe machine, versions, build of the package, commit and command, for the head of a report."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import numpy as np  # noqa: E402
 
-from harness import circumstances, spread, table  # noqa: E402
+from harness import spread, table, write_report  # noqa: E402
 from models.costly import weighty  # noqa: E402
 
 ARMS = {"4 KiB": "0", "huge": "1"}
@@ -86,16 +86,12 @@ def main() -> int:
         is_missed |= missed
         cells = [spread([one[name] for one in arm]) for arm in (small, huge)]
         rows.append([name, *cells, spread(ratios), f"{bound}{' MISSED' if missed else ''}"])
-    text = "\n\n".join(
-        [
-            "# Huge pages for weights",
-            circumstances(),
-            f"200 MB of weights, one thread. Medians (lowest to highest) of {options.rounds} rounds in turns.",
-            table(["figure", "4 KiB", "huge pages", "huge / 4 KiB", "at most, as asked"], rows),
-        ]
+    write_report(
+        HERE / "results" / "huge_pages.md",
+        "Huge pages for weights",
+        f"200 MB of weights, one thread. Medians (lowest to highest) of {options.rounds} rounds in turns.",
+        table(["figure", "4 KiB", "huge pages", "huge / 4 KiB", "at most, as asked"], rows),
     )
-    print(text)
-    (HERE / "results" / "huge_pages.md").write_text(text + "\n")
     return 1 if is_missed else 0
 
 

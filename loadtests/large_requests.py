@@ -37,7 +37,7 @@ import psutil  # noqa: E402
 import tritonclient.http as triton_http  # noqa: E402
 import uvloop  # noqa: E402
 
-from harness import circumstances, serving, spread, table  # noqa: E402
+from harness import serving, spread, table, write_report  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
 SIZES: Final = {"64 KB": (65_536, 400), "600 KB": (600_000, 200), "16 MB": (16_000_000, 20)}
@@ -249,18 +249,13 @@ def report(measured: dict[tuple[str, str], list[Measured]], options: argparse.Na
         ratios.append(
             [f"{size}: {way} / {other}", spread([one.cpu_us / two.cpu_us for one, two in pairs]), f"{asked:g}"]
         )
-    text = "\n\n".join(
-        [
-            "# Requests with large tensors",
-            circumstances(),
-            _CAVEATS.format(rounds=options.rounds),
-            table(["tensor", "way", "CPU, µs", "median time, µs"], rows),
-            table(["CPU of", "ratio", "at most, as asked"], ratios),
-        ]
+    write_report(
+        options.results / "large_requests.md",
+        "Requests with large tensors",
+        _CAVEATS.format(rounds=options.rounds),
+        table(["tensor", "way", "CPU, µs", "median time, µs"], rows),
+        table(["CPU of", "ratio", "at most, as asked"], ratios),
     )
-    options.results.mkdir(exist_ok=True)
-    (options.results / "large_requests.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

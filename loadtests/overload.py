@@ -30,7 +30,7 @@ import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 from dense_model import CALLERS, MAX_ROWS, STEPS, dense_model  # noqa: E402
-from harness import circumstances, serving, spread, table  # noqa: E402
+from harness import serving, spread, table, write_report  # noqa: E402
 from open_loop import Outcome, closed_loop, offer  # noqa: E402
 
 PORT = 18100
@@ -57,10 +57,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6)
     options = parser.parse_args()
     sections = [section for steps in DEPTHS for section in overload(steps, options.rounds, options.seconds)]
-    text = "\n\n".join(("# Overload: what is answered in time", circumstances(), *sections))
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "overload.md").write_text(text + "\n")
-    print(text)
+    write_report(HERE / "results" / "overload.md", "Overload: what is answered in time", *sections)
 
 
 def overload(steps: int, rounds: int, seconds: float) -> tuple[str, str]:

@@ -38,7 +38,7 @@ import onnxruntime as ort  # noqa: E402
 from matplotlib import pyplot  # noqa: E402
 
 from apart import CACHE, run_tool  # noqa: E402
-from harness import Load, checking, circumstances, post, running, serving, spread, table, wrk  # noqa: E402
+from harness import Load, checking, post, running, serving, spread, table, write_report, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 
 PORT: Final = 18200
@@ -213,20 +213,15 @@ def report(results: dict[str, list[Load]], foreign: set[str], connections: int, 
             more = spread([ours.requests_per_s / theirs.requests_per_s for ours, theirs in pairs])
             less = "-" if server in foreign else spread([theirs.cpu_us / ours.cpu_us for ours, theirs in pairs])
             ratios.append([server, more, f"{AIMS[server]:g}" if server in AIMS else "-", less])
-    text = "\n\n".join(
-        [
-            "# REST throughput: ortserve and its peers",
-            circumstances(),
-            _CAVEATS.format(connections=connections, rounds=len(results["ortserve"])),
-            table(["server", "requests/s", "p50 ms", "p99 ms", "CPU µs a request"], rows),
-            table(["against", "requests/s, times as many", "expected", "CPU a request, times less"], ratios),
-            "![requests a second](peer_throughput.png)",
-        ]
+    write_report(
+        folder / "peer_throughput.md",
+        "REST throughput: ortserve and its peers",
+        _CAVEATS.format(connections=connections, rounds=len(results["ortserve"])),
+        table(["server", "requests/s", "p50 ms", "p99 ms", "CPU µs a request"], rows),
+        table(["against", "requests/s, times as many", "expected", "CPU a request, times less"], ratios),
+        "![requests a second](peer_throughput.png)",
     )
-    folder.mkdir(exist_ok=True)
-    (folder / "peer_throughput.md").write_text(text + "\n")
     plot({server: median(server, "requests_per_s") for server in results}, connections, folder / "peer_throughput.png")
-    print(text)
 
 
 def plot(requests_per_s: dict[str, float], connections: int, file: Path) -> None:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import Load, checking, circumstances, post, running, spread, table, wrk  # noqa: E402
+from harness import Load, checking, post, running, spread, table, write_report, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.example import repository_path  # noqa: E402
 
@@ -148,19 +148,13 @@ def report(results: dict[tuple[str, str], list[Load]], connections: int) -> None
             more = [ours.requests_per_s / theirs.requests_per_s for ours, theirs in pairs]
             less = [theirs.cpu_us / ours.cpu_us for ours, theirs in pairs]
             ratios.append([model, server, spread(more), spread(less)])
-    text = "\n\n".join(
-        [
-            "# REST JSON throughput: ortserve and the naive server",
-            circumstances(),
-            _CAVEATS.format(connections=connections, rounds=len(loads)),
-            table(["model", "server", "requests/s", "p50 ms", "p99 ms", "CPU µs a request"], rows),
-            table(["model", "against", "requests/s, times as many", "CPU a request, times less"], ratios),
-        ]
+    write_report(
+        HERE / "results" / "rest_throughput.md",
+        "REST JSON throughput: ortserve and the naive server",
+        _CAVEATS.format(connections=connections, rounds=len(loads)),
+        table(["model", "server", "requests/s", "p50 ms", "p99 ms", "CPU µs a request"], rows),
+        table(["model", "against", "requests/s, times as many", "CPU a request, times less"], ratios),
     )
-    results_folder = HERE / "results"
-    results_folder.mkdir(exist_ok=True)
-    (results_folder / "rest_throughput.md").write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

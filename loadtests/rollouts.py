@@ -29,7 +29,7 @@ sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import circumstances, cpu_s, process, receive, serving, spread, table  # noqa: E402
+from harness import cpu_s, process, receive, serving, spread, table, write_report  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from small_requests import PATIENCE_S, PROTOCOLS, Row, Stretch, probe  # noqa: E402
 
@@ -131,13 +131,12 @@ def main() -> int:
         "CPU, µs a request",
         "last stretch",
     ]
-    text = [
-        "# Callers beside a rollout",
-        circumstances(),
+    write_report(
+        HERE / "results" / "rollouts.md",
+        "Callers beside a rollout",
         "Ratios of neighbouring stretches, with and without the rollout. All answers were right and no copy disagreed.",
         table(columns, rows),
-    ]
-    (HERE / "results" / "rollouts.md").write_text("\n\n".join(text) + "\n")
+    )
     return 0
 
 

@@ -35,7 +35,7 @@ import uvloop  # noqa: E402
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from prometheus_client import CollectorRegistry  # noqa: E402
 
-from harness import circumstances, cpu_s, serving, spread, table  # noqa: E402
+from harness import cpu_s, serving, spread, table, write_report  # noqa: E402
 from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.config.options import ServerOptions  # noqa: E402
 from ortserve.core.inflight import InflightRequest  # noqa: E402
@@ -289,38 +289,34 @@ def main() -> None:
             print(gain, flush=True)
         bare = model_gains(folder / "gains")
     ratios = [own / plain for own, plain in zip(cpu["sums"], cpu["plain"], strict=True)]
-    text = "\n\n".join(
-        (
-            "# Sequences",
-            circumstances(),
-            f"CPU of a REST JSON request, {CONNECTIONS} connections, µs. The plain model ignores the parameters.",
-            table(
-                ["plain", "of a sequence", "ratio (aim: at most 1.3)"],
-                [[spread(cpu["plain"]), spread(cpu["sums"]), spread(ratios)]],
-            ),
-            f"{live['live']:.0f} live sequences of a GRU with a state of 1 KiB, {RATE} requests/s over all of them:",
-            table(
-                [
-                    "states, MiB",
-                    "resident memory grew by, MiB",
-                    "bytes a sequence beside its state",
-                    "p50, ms",
-                    "p99, ms",
-                ],
-                [[f"{live[key]:.2f}" for key in ("state_mib", "grown_mib", "other_bytes", "p50_ms", "p99_ms")]],
-            ),
-            f"Requests per second of {BATCH} sequences together against one at a time (aim: 8), and of a bare session:",
-            table(
-                ["", "GRU, 1024 wide", "voice-activity-like, LSTM 512 wide"],
-                [
-                    ["sequences", spread(gain["gru"]), spread(gain["vad"])],
-                    ["a bare session", f"{bare['gru']:.2f}", f"{bare['vad']:.2f}"],
-                ],
-            ),
-        )
+    write_report(
+        HERE / "results" / "sequences.md",
+        "Sequences",
+        f"CPU of a REST JSON request, {CONNECTIONS} connections, µs. The plain model ignores the parameters.",
+        table(
+            ["plain", "of a sequence", "ratio (aim: at most 1.3)"],
+            [[spread(cpu["plain"]), spread(cpu["sums"]), spread(ratios)]],
+        ),
+        f"{live['live']:.0f} live sequences of a GRU with a state of 1 KiB, {RATE} requests/s over all of them:",
+        table(
+            [
+                "states, MiB",
+                "resident memory grew by, MiB",
+                "bytes a sequence beside its state",
+                "p50, ms",
+                "p99, ms",
+            ],
+            [[f"{live[key]:.2f}" for key in ("state_mib", "grown_mib", "other_bytes", "p50_ms", "p99_ms")]],
+        ),
+        f"Requests per second of {BATCH} sequences together against one at a time (aim: 8), and of a bare session:",
+        table(
+            ["", "GRU, 1024 wide", "voice-activity-like, LSTM 512 wide"],
+            [
+                ["sequences", spread(gain["gru"]), spread(gain["vad"])],
+                ["a bare session", f"{bare['gru']:.2f}", f"{bare['vad']:.2f}"],
+            ],
+        ),
     )
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "sequences.md").write_text(text + "\n")
 
 
 if __name__ == "__main__":
