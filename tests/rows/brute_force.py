@@ -212,7 +212,7 @@ def _contradicts_rows(claim: Claim, parts: Sequence[np.ndarray], array: np.ndarr
 def _layouts(length: int, claim: Claim) -> Iterable[tuple[int, int]]:
     """All (outer, inner) that are consistent with the claim."""
     if length == 0:
-        return [(claim.outer or 0, claim.inner or 0)]
+        return [] if claim.outer and claim.inner else [(claim.outer or 0, claim.inner or 0)]
     return [
         (outer, length // outer)
         for outer in range(1, length + 1)

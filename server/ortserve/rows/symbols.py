@@ -23,6 +23,7 @@ from ortserve.rows.number import (
     is_fine,
     is_free,
     is_nonnegative,
+    is_positive,
     is_whole,
     lowest,
     lowest_sum,
@@ -303,16 +304,6 @@ class Symbols:
             low = lowest(self._from_terms(terms))
         return low is not None and low >= 0
 
-    def at_most_broadcast(self, length: Number, other: Number) -> bool:
-        """Whether an axis is a table cut to at most ``other`` entries, so that it broadcasts to ``other``."""
-        for atom in atoms_of(length):
-            if length == single_atom(atom, 1) and atom.key:
-                if atom.key[0] == "minimum" and isinstance(atom.key[1], frozenset):
-                    return other in atom.key[1]
-                if atom.key[0] == "slice":
-                    return other in atom.key[-1:]
-        return False
-
     def broadcast(self, one: Number, other: Number) -> Number:
         """The length of the axis to which two axes with these lengths broadcast."""
         if one == other or other == 1:
@@ -322,12 +313,31 @@ class Symbols:
         for each in (one, other):
             if isinstance(each, int) or ((low := lowest(each)) is not None and low > 1):
                 return each
-        if self.at_most_broadcast(one, other):
-            return other
-        if self.at_most_broadcast(other, one):
-            return one
-        lows = [low for low in (lowest(one), lowest(other)) if low is not None]
-        return self.opaque("broadcast", frozenset((one, other)), lowest=max(lows, default=0))
+        for length, wanted in ((one, other), (other, one)):
+            if is_positive(length) and _is_cut_to(length, wanted):
+                return wanted
+            if _is_broadcast_of(length, wanted):
+                return length
+        # An axis of length 1 broadcasts to one of length 0.
+        least = 1 if is_positive(one) and is_positive(other) else 0
+        return self.opaque("broadcast", frozenset((one, other)), lowest=least)
+
+
+def _is_cut_to(length: Number, other: Number) -> bool:
+    """Whether an axis is a table cut to at most ``other`` entries, so that it broadcasts to ``other`` if it has any."""
+    key = _key_of(length)
+    return key[:1] == ("minimum",) and isinstance(key[1], frozenset) and other in key[1]
+
+
+def _is_broadcast_of(length: Number, other: Number) -> bool:
+    """Whether an axis was broadcast to ``other`` already."""
+    key = _key_of(length)
+    return key[:1] == ("broadcast",) and isinstance(key[1], frozenset) and other in key[1]
+
+
+def _key_of(number: Number) -> tuple[Hashable, ...]:
+    """The expression of a number that is a single atom; empty for others."""
+    return next((atom.key for atom in atoms_of(number) if number == single_atom(atom, 1)), ())
 
 
 def _may_have_name(sizes: set[Number], size: Number) -> bool:

@@ -67,6 +67,8 @@ def test_exported_model_gets_no_checks(path: Path) -> None:
         ("float[n,m] x, float[k,m] p", _RANGE.replace("(b, end", "(end, b"), "<int64 at={0}, int64 step={1}>", True),
         ("float[n,m] x, bool c", """y = If (c) <then_branch = t () => (float[a] q) { q = Neg (x) },
             else_branch = f () => (int64[a,b] q) { q = NonZero (x) }>""", "", True),
+        ("float[n,m] x, float[k,1] p", """c = Slice (x, one, long, zero) a = Add (c, p) s = Shape (a)
+            y = ConstantOfShape (s)""", "<int64[1] zero = {0}, int64[1] one = {1}, int64[1] long = {9}>", True),
     ],
 )  # fmt: skip
 def test_tensors_that_may_become_empty(

@@ -191,10 +191,9 @@ def _cut_length(call: Call, length: Number, start: Number, end: Number, step: in
     stop = symbols.minimum(length, end)
     if start == 0:
         return stop
-    span = symbols.subtract(end, start)
     if stop in (length, end) and symbols.at_least(stop, start):
         return symbols.subtract(stop, start)
-    return symbols.opaque("slice", length, start, end, span, lowest=0)
+    return symbols.opaque("slice", length, start, end, lowest=0)
 
 
 def pad(call: Call) -> Output:
