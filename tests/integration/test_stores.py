@@ -350,17 +350,19 @@ ensemble:
 """
 
 
-def test_start_loads_each_model_when_its_files_have_arrived(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", [(), ("--memory-budget-bytes", "1000000000")])
+def test_start_loads_each_model_when_its_files_have_arrived(lab: Lab, tmp_path: Path, budget: tuple[str, ...]) -> None:
     """A model that a store lists, too, waits, and so does an ensemble until the files of all members are there."""
-    folder, slow, quick = tmp_path / "folder", lab.bucket("dawn"), lab.bucket("quick-dawn")
+    bucket = "spent-dawn" if budget else "dawn"
+    folder, slow, quick = tmp_path / "folder", lab.bucket(bucket), lab.bucket(f"quick-{bucket}")
     for model, place in {"large": slow, "twin": slow, "m": quick, "local": folder}.items():
         upload(place, version(tmp_path, model, 1, 1))
     upload(folder, version(tmp_path, "twin", 1, 2))
     for ensemble, member in {"early": "local", "late": "large"}.items():
         configuration = CHAIN.replace("MEMBER", member).encode()
         upload(folder, {f"models/{ensemble}/model.yaml": configuration, f"models/{ensemble}/1/.keep": b""})
-    lab.proxy.fault, lab.proxy.spoiled = "pause", "/dawn/models/"
-    flags = (*lab.flags("dawn"), "s3://quick-dawn/models", folder / "models", "--store-timeout-s", "60")
+    lab.proxy.fault, lab.proxy.spoiled = "pause", f"/{bucket}/models/"
+    flags = (*lab.flags(bucket), f"s3://quick-{bucket}/models", folder / "models", "--store-timeout-s", "60", *budget)
     with starting(*flags, env=lab.proxy.environment) as server:
         server.wait_for_line("listening", "metrics")
         wait_for_path(lab.proxy, "/large/1/")

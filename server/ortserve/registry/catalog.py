@@ -91,7 +91,7 @@ class VersionRecord:
         self.stays_until_ns = 0
         """Earliest time of an eviction (monotonic)."""
         self.no_room: ServeError | None = None
-        """Why the load got no room in memory; None if it got room."""
+        """Why the load got no room in memory now; None if it got room, or never will."""
 
     @property
     def shown_version(self) -> str:
@@ -195,6 +195,10 @@ class Catalog:
             (record for record in self.of(name).values() if record.state is State.READY),
             key=lambda record: record.version,
         )
+
+    def lacks_room(self, name: str) -> bool:
+        """Whether a version of a model was evicted, or got no room in memory, which it may get later."""
+        return any(record.is_on_demand or record.no_room is not None for record in self.of(name).values())
 
     def put(self, record: VersionRecord) -> VersionRecord | None:
         """Add a record. Returns the record that it replaces."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
+from ortserve.registry.catalog import Catalog
 from ortserve.registry.dependents import closure_of, lacks_members
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
@@ -15,11 +16,14 @@ class InitialLoad:
     """Loads each model when its files have arrived, and ensembles when those of all members have. Loop thread only.
 
     Required models come first, then pinned ones, each with their members: they get processors and memory first. Under a
-    memory budget no model is therefore loaded before the files of all have arrived.
+    memory budget, a model is therefore evicted for one that comes before it and whose files arrive later. Once all have
+    arrived, models that were evicted or got no room are tried again in order, so that those are in memory that would be
+    if all files had been there at once.
     """
 
     def __init__(
         self,
+        catalog: Catalog,
         reader: SourceReader,
         reconciler: Reconciler,
         room: MemoryRoom,
@@ -28,11 +32,13 @@ class InitialLoad:
         """Load nothing yet.
 
         Args:
+            catalog: The registry's catalog.
             reader: Reads the sources of the models.
             reconciler: Loads the models.
-            room: Says whether a memory budget exists.
+            room: Evicts models in the order of the start, if there is a memory budget.
             start: Starts a change of models, as a task that ends with the registry.
         """
+        self._catalog: Final = catalog
         self._reader: Final = reader
         self._reconciler: Final = reconciler
         self._room: Final = room
@@ -54,29 +60,55 @@ class InitialLoad:
         loads: list[asyncio.Task[None]] = []
 
         def load_arrived(sources: Sequence[ModelSource]) -> None:
-            if not self._room.has_budget:
-                loads.append(self._start(self._apply(_arrived(sources, only))))
+            self._room.start_order = _start_order(sources, only)
+            loads.append(self._start(self._apply(_arrived(sources, only))))
 
         sources = await self._reader.read_all(only, load_arrived)
-        await asyncio.gather(*loads, self._apply(_wanted(sources, only)))
+        self._room.start_order = _start_order(sources, only)
+        wanted = _wanted(sources, only)
+        await asyncio.gather(*loads, self._apply(wanted, is_whole=True))
+        if loads and self._room.has_budget:  # Loads from before the last arrival took and refused room until now.
+            await self._apply(wanted, is_whole=True)
         self._applied.clear()
         self._forced.clear()
 
-    async def _apply(self, sources: Collection[ModelSource]) -> None:
-        """Load the models whose load has not begun, and those on demand that an ensemble among them contains."""
+    async def _apply(self, sources: Collection[ModelSource], *, is_whole: bool = False) -> None:
+        """Load the models whose load has not begun, and those not in memory that an ensemble among them contains.
+
+        If ``is_whole``, all files have arrived, and all models that were evicted or got no room are loaded, too.
+        """
         by_name = {source.name: source for source in sources}
-        required = closure_of([source.name for source in sources if source.is_required], by_name)
-        pinned = closure_of([source.name for source in sources if source.is_pinned], by_name)
         forced = closure_of([source.name for source in sources if not source.is_on_demand], by_name)
-        due = [
-            source
-            for source in sorted(sources, key=lambda source: (source.name not in required, source.name not in pinned))
+        new = [
+            source.name
+            for source in sources
             if self._applied.get(source.name) != source
             or (source.name in forced and source.name not in self._forced and source.is_on_demand)
         ]
+        again = forced if is_whole else closure_of([name for name in new if name in forced], by_name)
+        due = [
+            source
+            for source in sources
+            if source.name in new or (source.name in again and self._catalog.lacks_room(source.name))
+        ]
         self._applied |= {source.name: source for source in due}
         self._forced.update(forced)
+        order = self._room.start_order
+        due.sort(key=lambda source: order.get(source.name, len(order)))
         await self._reconciler.apply_all(due, forced=forced)
+
+
+def _start_order(sources: Collection[ModelSource], only: Collection[str] | None) -> dict[str, int]:
+    """The places of the models that are loaded at the start in the order in which they get memory."""
+    found = {source.name: source for source in sources}
+    names = closure_of(
+        [name for name in (found if only is None else sorted(only)) if name in found and not found[name].is_on_demand],
+        found,
+    )
+    required = closure_of([name for name in names if found[name].is_required], found)
+    pinned = closure_of([name for name in names if found[name].is_pinned], found)
+    ordered = sorted(names, key=lambda name: (name not in required, name not in pinned))
+    return {name: place for place, name in enumerate(ordered)}
 
 
 def _wanted(sources: Collection[ModelSource], only: Collection[str] | None) -> list[ModelSource]:

@@ -128,7 +128,7 @@ class Registry:
             wait_s=on_demand_wait_s,
             read=self._reader.read if is_polled else None,
         )
-        self._initial = InitialLoad(self._reader, self._reconciler, self._room, self._start)
+        self._initial = InitialLoad(self._catalog, self._reader, self._reconciler, self._room, self._start)
         self._changes: set[asyncio.Task[Any]] = set()
         self._found: Set[str] = frozenset()
         """The models in the repositories at the latest poll."""

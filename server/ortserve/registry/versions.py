@@ -303,9 +303,10 @@ class Versions:
         The version is FAILED instead if room will never suffice, if the model is pinned, or if another record is shown.
         """
         source = record.source
+        if not error.is_lasting:
+            record.no_room = error
         if error.is_lasting or not self._is_shown(record) or source is None or source.configuration.options.is_pinned:
             return await self._fail(record, error)
-        record.no_room = error
         record.advance(State.GONE, ON_DEMAND)
         self._catalog.route(record.model)
         key = record.model, record.version

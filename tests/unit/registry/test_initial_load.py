@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -14,23 +14,27 @@ from prometheus_client import CollectorRegistry
 from fakes.store import StoreInMemory
 from models import members
 from ortserve.config.model import LoadOptions
+from ortserve.engine.process_memory import HeldMemory
 from ortserve.registry.catalog import State
 from ortserve.registry.registry import Registry
-from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores import mirrors
 from ortserve.registry.stores.cache import StoreCache
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.telemetry.metrics import Metrics
 from servers import LONG_S
 
+MIB = 1024 * 1024
+
 
 class Start:
     """A registry of the folder ``models`` and of a store that has one model, ``far``, whose content does not arrive."""
 
-    def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, budget_bytes: int | None = None, options: str = "") -> None:
         self.models = folder / "models"
         self.models.mkdir()
         self.store = StoreInMemory(far=members.affine(folder / "far.onnx", 1, 1).read_bytes())
+        if options:
+            self.store.files["far/model.yaml"] = options.encode()
         self.arrive = self.store.slow["far/1/model.onnx"] = threading.Event()
         cache = StoreCache(folder / "cache", 10**6)
         options = LoadOptions(warmup_s=0, intra_op_threads=1)
@@ -47,6 +51,15 @@ class Start:
         members.affine(self.models / name / "1" / "model.onnx", 2, 0)
         if options:
             (self.models / name / "model.yaml").write_text(options)
+
+    def hold_2_mib_per_model(self) -> None:
+        ledger = self.registry._room._ledger
+
+        def held() -> HeldMemory:
+            loaded = [account for account in list(ledger._accounts) if account.measured_bytes is not None]
+            return HeldMemory(2 * MIB * (len(loaded) + len(ledger._loading)), 0)
+
+        ledger._read = held  # type: ignore[misc]
 
     def states(self) -> dict[str, State]:
         return {record.model: record.state for record in self.registry.records()}
@@ -142,30 +155,46 @@ async def test_member_on_demand_that_fails_is_not_tried_again_at_each_arrival(st
     assert start.failed_loads() == {"lazy": 1, "chain": 1}
 
 
-async def test_no_model_is_loaded_early_under_a_memory_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model that comes last may be required, and gets memory first."""
+@pytest.mark.parametrize("options", ["required: true", "load_policy: pinned", ""])
+async def test_memory_goes_to_the_models_that_come_first_whenever_their_files_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    """There is room for two models of 2 MiB. The one that arrives last is the second by name."""
     monkeypatch.setattr(mirrors, "_ARRIVALS_INTERVAL_S", 0.01)
-    start = Start(tmp_path, budget_bytes=10**9)
-    start.put("near")
-    was_read = asyncio.Event()
-    read_all = start.registry._reader.read_all
-
-    async def watched(
-        only: Collection[str] | None, on_arrival: Callable[[list[ModelSource]], object]
-    ) -> list[ModelSource]:
-        def arrived(sources: list[ModelSource]) -> None:
-            on_arrival(sources)
-            was_read.set()
-
-        return await read_all(only, arrived)
-
-    monkeypatch.setattr(start.registry._reader, "read_all", watched)
+    start = Start(tmp_path, int(4.25 * MIB), options)
+    start.hold_2_mib_per_model()
+    for name in ("a", "lazy", "near", "other"):
+        start.put(name, "load_policy: on_demand" if name == "lazy" else "")
+    members.add_ensemble(start.models, "sum", ["x"], ["y"], [("near", {"a": "x"}, {"b": "y"})])
     loading = asyncio.create_task(start.registry.load_all())
-    await asyncio.wait_for(was_read.wait(), LONG_S)
-    for _ in range(10):  # turns in which a load would begin
-        await asyncio.sleep(0)
-    assert start.states() == {}
+    early = {"a": State.READY, "near": State.READY, "sum": State.READY, "lazy": State.GONE, "other": State.GONE}
+    await start.reach(lambda: start.states() == early)
     start.arrive.set()
     await asyncio.wait_for(loading, LONG_S)
-    assert start.states() == {"near": State.READY, "far": State.READY}
+    assert start.states() == dict.fromkeys(early, State.GONE) | {"a": State.READY, "far": State.READY}
+    assert all(record.is_on_demand for record in start.registry.records() if record.state is State.GONE)
+    assert start.failed_loads() == {}
+    await start.registry.close()
+
+
+async def test_required_ensemble_whose_configuration_arrives_last_gets_its_member_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_ARRIVALS_INTERVAL_S", 0.01)
+    start = Start(tmp_path, int(4.25 * MIB), "required: true")
+    start.hold_2_mib_per_model()
+    start.put("a")
+    start.put("z")
+    steps = [("z", {"a": "x"}, {"b": "t"}), ("far", {"a": "t"}, {"b": "y"})]
+    folder = members.add_ensemble(tmp_path / "ensembles", "sum", ["x"], ["y"], steps, required="true")
+    start.store.files |= {"sum/model.yaml": (folder / "model.yaml").read_bytes(), "sum/1/.keep": b""}
+    arrive = start.store.slow["sum/model.yaml"] = threading.Event()
+    loading = asyncio.create_task(start.registry.load_all())
+    await start.reach(lambda: start.states() == {"a": State.READY, "z": State.READY})
+    start.arrive.set()
+    await start.reach(lambda: start.states() == {"a": State.READY, "z": State.GONE, "far": State.READY})
+    arrive.set()
+    await asyncio.wait_for(loading, LONG_S)
+    assert start.states() == {"a": State.GONE, "z": State.READY, "far": State.READY, "sum": State.READY}
+    assert start.failed_loads() == {}
     await start.registry.close()

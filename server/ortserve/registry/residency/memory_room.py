@@ -21,7 +21,7 @@ from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.load.coordination import MAX_LOADS
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
-from ortserve.registry.residency.room import STAY_LOADS, Resident, plan_room
+from ortserve.registry.residency.room import STAY_LOADS, Resident, in_start_order, plan_room
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import MemoryUse, ResidencyCounts
 
@@ -111,6 +111,8 @@ class MemoryRoom:
         """Source and cost of the last load, by model and version."""
         self._together: list[Collection[str]] = []
         """Ensembles that are being loaded, each with its members."""
+        self.start_order: Mapping[str, int] = {}
+        """Places of models in the order in which they get memory at the start."""
 
     @property
     def has_budget(self) -> bool:
@@ -167,7 +169,7 @@ class MemoryRoom:
                 self._check_members(record.model, options)
             return 0
         cost = self._expect(record.model, record.version, source)
-        if self.has_budget and (due_ns := self._make_room(record, cost)):
+        if self.has_budget and (due_ns := self._make_room(record, options, cost)):
             return due_ns
         self._loading_on_devices = cost.on_devices
         record.account = self._ledger.reserve(cost.nbytes, options.instances)
@@ -229,7 +231,7 @@ class MemoryRoom:
             need + held.get(device, 0) > budget for device, need in self._loading_on_devices.items()
         )
 
-    def _make_room(self, record: VersionRecord, cost: LoadCost) -> int:
+    def _make_room(self, record: VersionRecord, options: ModelOptions, cost: LoadCost) -> int:
         """Evict models until a load fits every budget.
 
         Returns:
@@ -240,6 +242,9 @@ class MemoryRoom:
         """
         now_ns = self._clock()
         residents = self._keep_members(record, self._residents(record.model))
+        is_start = not self._catalog.is_complete
+        if is_start:
+            residents = in_start_order(residents, self.start_order, record.model)
         leaving: dict[str, None] = {}
         until_ns = 0
         for budget in self._budgets(cost, residents):
@@ -251,14 +256,14 @@ class MemoryRoom:
             ]
             plan = plan_room(budget.need, budget.nbytes, budget.used - freed, staying, now_ns)
             if plan.missing_bytes:
+                if is_start and budget.need <= budget.nbytes and not options.is_pinned:
+                    self._counts.count_refusal("start")
+                    reason = "the models that were loaded before it use up the memory budget"
+                    raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
                 self._counts.count_refusal("budget")
                 raise _no_room(record.model, budget, plan.missing_bytes)
             leaving.update(dict.fromkeys(plan.evict))
             until_ns = max(until_ns, plan.wait_until_ns)
-        if (leaving or until_ns) and not self._catalog.is_complete:
-            self._counts.count_refusal("start")
-            reason = "the models that were loaded before it use up the memory budget"
-            raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
         if until_ns:
             record.waits_since_ns = record.waits_since_ns or now_ns
             if until_ns > record.waits_since_ns + self._wait_ns:

@@ -1,7 +1,7 @@
 """Chooses the models to evict to make room for a load. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 STAY_LOADS: Final = 5
@@ -101,6 +101,31 @@ def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], 
     if until_ns > now_ns:
         return RoomPlan(wait_until_ns=until_ns)
     return RoomPlan(tuple(sorted(leaving, key=lambda name: len(holders[name]))))
+
+
+def in_start_order(residents: Sequence[Resident], order: Mapping[str, int], loading: str) -> list[Resident]:
+    """The residents as ``plan_room`` should see them at the start, where a load evicts only models that come after it.
+
+    Use does not count: the models that come last leave first, whatever their time in memory. Ensembles leave with their
+    members.
+
+    Args:
+        residents: The models that serve.
+        order: Places of the models in the order in which they get memory. Others are neither evicted nor evict.
+        loading: Name of the model to load.
+    """
+    place = order.get(loading, len(order))
+    return [
+        replace(
+            resident,
+            used_ns=-len(order) if resident.members else -order.get(resident.name, 0),
+            stays_until_ns=0,
+            is_kept=resident.is_kept or not (resident.members or order.get(resident.name, -1) > place),
+            is_pinned=False,
+            is_busy=False,
+        )
+        for resident in residents
+    ]
 
 
 def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:

@@ -1,10 +1,12 @@
 """The models that are evicted to make room for a load."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.registry.residency.room import Resident, RoomPlan, plan_room
+from ortserve.registry.residency.room import Resident, RoomPlan, in_start_order, plan_room
 
 NOW_NS = 1_000
 
@@ -68,3 +70,37 @@ def test_plan_makes_enough_room_or_says_why_not(need: int, models: list[tuple[in
     assert plan.missing_bytes == max(0, need + kept - 100) or need <= 100 - used
     if not plan.missing_bytes and not plan.wait_until_ns:
         assert free >= need
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_start_leaves_in_memory_what_a_start_with_all_files_would(sizes: list[int], random: Random) -> None:
+    order = {str(place): place for place in range(len(sizes))}
+    held: dict[str, Resident] = {}
+
+    def load(name: str) -> None:
+        need, used = sizes[order[name]], sum(one.nbytes for one in held.values())
+        plan = plan_room(need, 100, used, in_start_order(list(held.values()), order, name), NOW_NS)
+        if not plan.missing_bytes:
+            assert plan.wait_until_ns == 0
+            for evicted in plan.evict:
+                del held[evicted]
+            held[name] = resident(name, need, stays_until_ns=2 * NOW_NS, is_pinned=True, is_busy=True)
+
+    for name in random.sample(list(order), len(order)):
+        load(name)
+    for name in order:
+        if name not in held:
+            load(name)
+    expected: set[str] = set()
+    for name, place in order.items():
+        if sum(sizes[order[other]] for other in expected) + sizes[place] <= 100:
+            expected.add(name)
+    assert held.keys() == expected
+
+
+def test_ensemble_leaves_at_the_start_with_the_member_that_comes_last() -> None:
+    order = {"loading": 0, "sum": 1, "old": 2, "new": 3}
+    residents = [NEW, OLD, resident("sum", 0, members=("new",)), resident("sent", 20)]
+    plan = plan_room(10, 100, 100, in_start_order(residents, order, "loading"), NOW_NS)
+    assert plan == RoomPlan(evict=("sum", "new"))
+    assert plan_room(10, 100, 100, in_start_order(residents, order, "other"), NOW_NS).missing_bytes == 10
