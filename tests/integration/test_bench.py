@@ -218,10 +218,20 @@ def test_allowed_failures_before_the_measurement_do_not_end_it() -> None:
     assert ran.problems == []
 
 
-def test_failures_of_every_request_end_the_measurement() -> None:
-    with small_server(behave=lambda number: "503") as rejecting:
-        assert fails(rejecting.url, "--model", "m", *SHORT, "--allow-errors", "0.9")[0] == 1
-    assert 100 < rejecting.requests < 200
+@pytest.mark.parametrize(("way", "kind"), [("503", "http_503"), ("hang", "timeout")])
+def test_failures_of_every_request_are_counted(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an answer, the tries before the load end with the time limit of one call, and nothing is compared."""
+    monkeypatch.setattr(prepare, "_PREPARE_S", 0.5)
+    with small_server(behave=lambda number: way) as failing:
+        target = (failing.url, "--model", "m", "--timeout", "0.3", *SHORT, "--allow-errors", "1")
+        began_s = time.monotonic()
+        ran = bench(*target, "--rate", "20", "--json")
+        took_s = time.monotonic() - began_s
+        assert fails(*target, "--protocol", "shm")[0] == 1
+
+    assert (ran.status, ran.point["answers"], ran.failures) == (1, 0, {kind: 10})
+    assert ran.point["outputs"]["expected"].startswith("nothing, because a request before the load failed: ")
+    assert took_s < 30
 
 
 def test_slow_targets_are_prepared_with_fewer_requests(monkeypatch: pytest.MonkeyPatch) -> None:

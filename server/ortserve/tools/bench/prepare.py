@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, log
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -45,11 +44,11 @@ from ortserve.tools.subject import find_model
 _Answer = TypeVar("_Answer")
 
 _PREPARE_S: Final = 10.0
-"""Least time limit of calls before the load."""
+"""Least time limit of calls before the load, and of the tries of all of them together."""
 _REPEATED_S: Final = 5.0
 """Time after which no more inputs are run, so that slow targets are prepared with fewer different inputs."""
-_ALMOST_ALL: Final = 0.9
-"""More allowed errors do not lead to more tries, which are 132 then."""
+_TRIES: Final = 132
+"""All tries of a call fail with a probability of one in a million if nine of ten requests fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +192,9 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
         ServeError: The server cannot be reached, is of another kind, or rejects the requests.
     """
     model, _, version = settings.model.partition("/")
-    # A shorter limit is for the load alone, whose late answers it counts.
-    control = Control(address, model, version, max(settings.timeout_s, _PREPARE_S))
+    limit_s = max(settings.timeout_s, _PREPARE_S)  # a shorter limit is for the load alone, which counts late answers
+    end_ns = monotonic_ns() + int(limit_s * 1e9)
+    control = Control(address, model, version, limit_s)
     server, signature = control.describe()
     if settings.sequences is None and control.has_sequences():
         raise invalid_input(
@@ -210,19 +210,26 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
     def ask(one: Arrays) -> Outputs:
         lone = SequencePart(base, is_start=True, is_end=True) if settings.sequences else None
         request = encode(tensors_of(signature, one), lone)
-        answer = _retried(partial(control.infer, request.headers, request.body), settings.allow_errors)
+        send = partial(control.infer, request.headers, request.body)
+        answer = _retried(send, end_ns) if settings.allow_errors else send()
         return _decode(0, answer[0] if address.is_grpc else answer)
 
-    inputs, arrays = _inputs(signature, model, batch, settings, ask)
-    answers, expected, source = repeated(ask, arrays, "the server's answers to single requests")
-    origin, length = inputs.origin, settings.sequences or 0
+    try:
+        inputs, arrays = _inputs(signature, model, batch, settings, ask)
+        answers, expected, source = repeated(ask, arrays, "the server's answers to single requests")
+    except _NoAnswerError as error:
+        if protocol == "shm":  # answers tell the sizes of the outputs
+            raise
+        inputs, arrays = _inputs(signature, model, batch, settings, None)
+        answers, expected, source = (), (), f"nothing, because a request before the load failed: {error.message}"
     read: Callable[[int, Any], Outputs] = _decode
+    origin, length = inputs.origin, settings.sequences or 0
     if length:
         origin = f"{origin}; in sequences of {length} requests"
         expected, source = (), "nothing, because answers depend on earlier requests of a sequence"
-    if settings.compare_outputs:
+    if settings.compare_outputs and answers:
         answers, expected, source = _compare_with(settings.compare_outputs, signature, arrays, answers, address.url)
-    tensors = [tensors_of(signature, one) for one in arrays[: len(answers)]]
+    tensors = [tensors_of(signature, one) for one in (arrays[: len(answers)] if answers else arrays)]
     with contextlib.ExitStack() as stack:
         if protocol == "shm":
             memory = stack.enter_context(share_requests(control, tensors, answers))
@@ -272,26 +279,27 @@ def _decode(_: int, body: tuple[bytes, int | None] | bytes) -> Outputs:
     return decode_grpc(body) if isinstance(body, bytes) else decode_rest(*body)
 
 
-def _retried(call: Callable[[], _Answer], allowed: float) -> _Answer:
-    """Make a call to a server on which the share ``allowed`` of the requests may fail.
+class _NoAnswerError(ServeError):
+    """All tries of a call failed, on a server on which requests may fail."""
 
-    The call is repeated until all of its tries fail with a probability of at most one in a million. A request that the
-    model rejects is not repeated.
-    """
-    tries = ceil(log(1e-6) / log(min(allowed, _ALMOST_ALL))) if allowed else 1
-    for left in reversed(range(tries)):
+
+def _retried(call: Callable[[], _Answer], end_ns: int) -> _Answer:
+    """Make a call on which a server may fail. Tries begin until ``end_ns``. What the model rejects is not repeated."""
+    for left in reversed(range(_TRIES)):
         try:
             return call()
         except ServeError as error:
-            if not left or error.kind is ErrorKind.REJECTED_BY_MODEL:
+            if error.kind is ErrorKind.REJECTED_BY_MODEL:
                 raise
+            if not left or monotonic_ns() > end_ns:
+                raise _NoAnswerError(error.kind, error.message) from None
     raise AssertionError
 
 
 def _inputs(
-    signature: ModelSignature, name: str, batch: int, settings: Settings, run: Callable[[Arrays], Any]
+    signature: ModelSignature, name: str, batch: int, settings: Settings, run: Callable[[Arrays], Any] | None
 ) -> tuple[Inputs, tuple[Arrays, ...]]:
-    """The source of inputs, and the inputs of each request."""
+    """The source of inputs, and the inputs of each request. ``run`` is as in ``make_inputs``."""
     if batch > 1 and not signature.is_batched:
         raise invalid_input(f"--batch: expected 1 for '{name}', got {batch}: {signature.unbatched_because}")
     inputs: Inputs = (

@@ -40,7 +40,8 @@ overloaded (warning): More and more requests waited, so the latencies grow with 
     → Take percentiles at a lower rate; --find-capacity finds the highest rate that is sustained.
 outputs_not_compared (warning): Wrong answers are not detected.
     → Give random operators a seed, or compare with a model without them: --compare-outputs MODEL. For a model with
-    sequences, compare the answers to whole sequences in a test of your own.
+    sequences, compare the answers to whole sequences in a test of your own. If a request before the load failed,
+    measure again when the server answers.
 """)
 _FULL: Final = 0.9
 _MUCH: Final = 0.1
