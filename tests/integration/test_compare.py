@@ -278,6 +278,6 @@ def test_the_page_shows_what_the_command_prints(
     shutil.copy(noisy, "out.onnx")
     assert main([*command.words[1:], "--seconds", "0"]) in (0, 1)
     shown = {line.split("  ")[0].strip() for line in capsys.readouterr().out.splitlines()}
-    timed = ("time of a run, ms", "processor time of a run, ms", "time of opening, s", "memory of the process")
+    timed = ("time of a run, ms", "processor time of a run, ms", "time of opening, s", "memory of the process", "other")
     documented = {line.split("  ")[0].strip() for line in command.output.splitlines()}
     assert {line for line in documented if not line.startswith((*timed, "─")) and "times as fast" not in line} <= shown
