@@ -79,6 +79,13 @@ def test_unreachable_service_differs_from_one_without_findings(tmp_path: Path) -
     assert ask("osv", tmp_path / "pins.txt", "--osv-url", "http://127.0.0.1:9/v1/query") == Audit()
 
 
+def test_error_of_pip_audit_fails_the_audit(tmp_path: Path) -> None:
+    (tmp_path / "pins.txt").write_text("good>=1.0\n")
+    status, message = conclude(ask("osv", tmp_path / "pins.txt", "--osv-url", "http://127.0.0.1:9/v1/query"))
+    assert status == 1
+    assert "pip-audit failed: ERROR:pip_audit._cli:requirement good is not pinned to an exact version" in message
+
+
 def test_every_version_is_pinned_once() -> None:
     """pip-audit can query only pinned versions."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]

@@ -1,10 +1,12 @@
 """Checks whether versions pinned in ``constraints.txt`` have known vulnerabilities: ``make audit``.
 
 pip-audit queries a service on the network. If no service answers or knows the packages, nothing was audited; the script
-reports this and succeeds, because a build must not depend on the network. A known vulnerability is a failure.
+reports this and succeeds, because a build must not depend on the network. A known vulnerability is a failure, and so is
+every other error of pip-audit.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +18,8 @@ ROOT: Final = Path(__file__).parents[2]
 SERVICES: Final = ("osv", "pypi")
 """pip-audit's names of the services, queried in this order until one knows a version."""
 _TIMEOUT_S: Final = 300
+_UNREACHABLE: Final = re.compile(r"requests\.exceptions\.|pip_audit\._service\.|.*your network may be blocking")
+"""The beginning of pip-audit's last line when a service does not answer, or not as expected."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,13 @@ class Audit:
         audited: Number of versions that it knows.
         unknown: Names of packages that it does not know or did not report.
         found: A line for each vulnerability.
+        error: Why pip-audit could not query at all.
     """
 
     audited: int = 0
     unknown: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
+    error: str = ""
 
 
 def read_report(report: str) -> Audit:
@@ -54,6 +60,8 @@ def _remedy(fixed_in: Sequence[str]) -> str:
 
 def conclude(audit: Audit) -> tuple[int, str]:
     """Returns the exit status and the text of the report."""
+    if audit.error:
+        return 1, f"audit: pip-audit failed: {audit.error}"
     if not audit.audited:
         return 0, "audit: nothing was audited: no service that knows these packages can be reached here"
     unknown = f"; unknown to it: {', '.join(audit.unknown)}" if audit.unknown else ""
@@ -70,6 +78,9 @@ def ask(service: str, requirements: Path, *more: str) -> Audit:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Audit()
+    last_line = (done.stderr.splitlines() or [""])[-1]
+    if done.returncode and not done.stdout and not _UNREACHABLE.match(last_line):
+        return Audit(error=last_line or f"exit status {done.returncode}")
     return read_report(done.stdout)
 
 
@@ -79,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     audit = Audit()
     for service in SERVICES:
         audit = ask(service, requirements)
-        if audit.audited:
+        if audit.audited or audit.error:
             break
     status, summary = conclude(audit)
     sys.stdout.write(f"{summary}\n")
