@@ -25,8 +25,10 @@ MAX_OVERRUN_NS: Final = 2_000_000
 """A run on the loop that takes longer bars its model from the loop: either predictions do not hold for the model, or
 something interrupted the run."""
 TRIAL_RUNS: Final = 1000
-"""Number of consecutive short runs on a worker after which a barred model may use the loop again; it doubles with each
-further bar. So at most one run in a thousand exceeds the limit, and the 99th percentile does not change."""
+"""Number of consecutive short runs on a worker after which a barred model may use the loop again. So at most one run in
+a thousand exceeds the limit, and the 99th percentile does not change. The number doubles with each further bar, and
+begins again after as many runs on the loop without a bar as the last one took: a model whose runs are slow at times is
+barred ever longer, and interruptions days apart do not add up."""
 
 
 class InlineBudget:
@@ -70,8 +72,9 @@ class InlineRuns:
         self._name = name
         self._cpu_clock = cpu_clock
         self._began_cpu_ns = 0
-        self._overruns = 0
+        self._trials = 0  # the number that the last bar took
         self._trials_left = 0
+        self._runs = 0  # on the loop since that bar
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may."""
 
@@ -94,6 +97,7 @@ class InlineRuns:
         from the CPU time of the run. So the bar ends after enough short runs on a worker (``observe_on_worker``).
         """
         self._budget.activity.step = NOTHING
+        self._runs += 1
         if elapsed_ns <= MAX_OVERRUN_NS:
             return False
         taken_ns = elapsed_ns
@@ -101,8 +105,9 @@ class InlineRuns:
             taken_ns = min(elapsed_ns, self._cpu_clock() - self._began_cpu_ns)
         if taken_ns <= MAX_OVERRUN_NS:
             return False
-        self._trials_left = TRIAL_RUNS << self._overruns
-        self._overruns += 1
+        self._trials = 2 * self._trials if self._runs <= self._trials else TRIAL_RUNS
+        self._trials_left = self._trials
+        self._runs = 0
         self.barred_because = (
             f"a run took {taken_ns / 1e6:.1f} ms of the event loop, over the limit of {MAX_OVERRUN_NS / 1e6:.0f} ms; "
             f"{self._trials_left:,} short runs in a row on a worker lift this"
@@ -120,7 +125,7 @@ class InlineRuns:
         if predicted_ns is None or predicted_ns > MAX_RUN_NS:
             return
         if elapsed_ns > MAX_OVERRUN_NS:
-            self._trials_left = TRIAL_RUNS << (self._overruns - 1)
+            self._trials_left = self._trials
             return
         self._trials_left -= 1
         if not self._trials_left:

@@ -1,6 +1,7 @@
 """Runs on the event loop, and their time limit per turn."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -76,6 +77,43 @@ def test_short_runs_on_a_worker_end_a_bar_and_each_bar_needs_twice_as_many() -> 
             assert not runs.barred_because
 
     run_virtual(main)
+
+
+def test_rare_interruptions_never_bar_a_model_for_longer() -> None:
+    """One in 3,000 runs, over months."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runs = InlineRuns(InlineBudget(loop))
+        for _ in range(50):
+            for number in range(3 * TRIAL_RUNS):
+                if not number % 100:
+                    await asyncio.sleep(0)
+                assert runs.begin(SHORT, 1)
+                assert runs.end(MAX_OVERRUN_NS + (number == 3 * TRIAL_RUNS - 1)) == (number == 3 * TRIAL_RUNS - 1)
+            for _ in range(TRIAL_RUNS):
+                assert runs.barred_because
+                runs.observe_on_worker(SHORT, 1, MAX_OVERRUN_NS)
+
+    run_virtual(main)
+
+
+def test_a_model_with_a_slow_run_in_a_thousand_soon_leaves_the_loop_for_good() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> int:
+        draw = random.Random(0)
+        runs = InlineRuns(InlineBudget(loop))
+        on_loop = 0
+        for number in range(300_000):
+            ns = 50_000_000 if draw.random() < 1 / TRIAL_RUNS else 1000
+            if not number % 100:
+                await asyncio.sleep(0)
+            if runs.begin(SHORT, 1):
+                on_loop += 1
+                runs.end(ns)
+            else:
+                runs.observe_on_worker(SHORT, 1, ns)
+        return on_loop
+
+    assert run_virtual(main) < 20_000
 
 
 def test_a_long_run_on_a_worker_starts_the_count_again() -> None:
