@@ -24,7 +24,7 @@ _TRIAL: Final = 1000
 """After this many waits, their measured gain decides whether the class continues to wait."""
 _PAUSE: Final = 10_000
 """Number of answers after which a class waits again whose waits cost more than they gained, because other work on the
-machine may have delayed them. It doubles with each such decision."""
+machine may have delayed them. It doubles with each such decision, and begins again after waits that gained."""
 
 
 class ClosedLoopWait:
@@ -128,7 +128,9 @@ class ClosedLoopWait:
         self._waits += 1
         if self._waits == _TRIAL:
             self.is_on = self._gain_ns >= 0
-            if not self.is_on:
+            if self.is_on:
+                self._pauses = 0
+            else:
                 self._answers_left = _PAUSE << self._pauses
                 self._pauses += 1
             self._waits = 0

@@ -103,6 +103,19 @@ def test_class_whose_waits_were_delayed_by_other_work_waits_again_later() -> Non
         assert echo.is_on
 
 
+def test_pauses_do_not_add_up_over_times_in_which_waits_gained() -> None:
+    echo = taught(lambda draw: [100, 200, 300, 400])
+    for _ in range(3):
+        for late_ns in (400 * US, 20 * MS):
+            for _ in range(1000):
+                assert echo.begin_wait(1, 0)
+                echo.end_wait(4, GPU_LIKE, late_ns)
+        for _ in range(10_000):
+            assert not echo.is_on
+            echo.on_answer(0, SOLO_NS)
+        assert echo.is_on
+
+
 def test_batches_without_a_wait_and_vain_waits_teach_nothing() -> None:
     echo = ClosedLoopWait(0, SOLO_NS)
     for _ in range(2000):
