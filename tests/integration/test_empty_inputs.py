@@ -13,8 +13,11 @@ from tritonclient.utils import InferenceServerException
 from encodings_of_requests import ENCODINGS, Arrays, Infer, grpc_raw, rest_json, triton_inputs
 from models import builders, interfaces
 from ortserve.core.dtypes import DataType
+from ortserve.engine.empty_checks import computes_empty
+from ortserve.engine.provider_options import CPU
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
 
+COMPUTES_EMPTY = computes_empty(CPU)
 IN_EVERY_ENCODING = pytest.mark.parametrize("infer", ENCODINGS, ids=lambda infer: infer.__name__)
 
 
@@ -37,6 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"product{suffix}", interfaces.quantized_product),
             add_model(repository, f"multiple{suffix}", interfaces.quantized_multiple),
             add_model(repository, f"vector{suffix}", interfaces.product_with_vector),
+            add_model(repository, f"turned{suffix}", interfaces.product_of_transposed),
             add_model(repository, f"heads{suffix}", interfaces.free_heads),
             add_model(repository, f"window{suffix}", interfaces.free_window),
             add_model(repository, f"scan{suffix}", interfaces.running_sum),
@@ -116,12 +120,28 @@ def test_quantized_multiple_of_an_empty_tensor_is_rejected(server: ServerProcess
     check_rejected(server, model, {"x": np.empty((2, 0), np.float32)}, f"'x' is empty for model '{model}'")
 
 
-def test_product_with_an_empty_vector_is_rejected(server: ServerProcess) -> None:
-    """ONNX Runtime would not write the output."""
+def test_product_with_an_empty_vector_is_computed_or_rejected(server: ServerProcess) -> None:
+    """Before 1.32, ONNX Runtime would not write the output."""
     whole = {"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
     np.testing.assert_array_equal(rest_json(server, "vector_alone", whole)["y"], [3, 3])
     empty = {"a": np.empty((2, 0), np.float32), "b": np.empty(0, np.float32)}
-    check_rejected(server, "vector_alone", empty, "'a' is empty for model 'vector_alone'")
+    if COMPUTES_EMPTY:
+        np.testing.assert_array_equal(rest_json(server, "vector_alone", empty)["y"], [0, 0])
+    else:
+        check_rejected(server, "vector_alone", empty, "'a' is empty for model 'vector_alone'")
+
+
+@pytest.mark.parametrize("shapes", [((0, 2, 3), (0, 4, 3)), ((1, 2, 0), (1, 4, 0))], ids=["matrices", "sums"])
+def test_empty_product_with_a_transposed_matrix_is_computed_or_rejected(
+    server: ServerProcess, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """Before 1.32, ONNX Runtime would divide by 0, or not write the output."""
+    empty = dict(zip("ab", (np.empty(shape, np.float32) for shape in shapes), strict=True))
+    if COMPUTES_EMPTY:
+        answer = rest_json(server, "turned_alone", empty)["y"]
+        np.testing.assert_array_equal(answer, np.zeros((shapes[0][0], 2, 4), np.float32))
+    else:
+        check_rejected(server, "turned_alone", empty, "is empty for model 'turned_alone'")
 
 
 @pytest.mark.parametrize("model", ["heads", "heads_alone"])

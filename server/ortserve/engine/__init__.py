@@ -4,6 +4,7 @@ __all__ = [
     "bounded_time",
     "child_process",
     "distributions",
+    "empty_checks",
     "encoded_images",
     "instance",
     "model_signature",

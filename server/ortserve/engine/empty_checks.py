@@ -11,11 +11,17 @@ from typing import Final
 import onnxruntime as ort
 
 from ortserve.engine.checked_node import CheckedNode
+from ortserve.engine.provider_options import CPU
 from ortserve.model_file.einsum import is_plain_product
 from ortserve.model_file.graph import INT64, Attribute
 
 _SINCE_1_32: Final = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 """Since 1.32, ONNX Runtime writes all products that it does not quantize, and quantizes blocks of empty tensors."""
+
+
+def computes_empty(provider: str) -> bool:
+    """Whether a provider computes products of empty tensors that are not quantized, and blocks of empty tensors."""
+    return _SINCE_1_32 and provider == CPU
 
 
 def _not_empty(*places: int) -> Callable[[CheckedNode], None]:

@@ -4,7 +4,8 @@ ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of 
 From ``[0, 2]`` and ``[3, 2]`` along axis 1, it makes ``[3, 4]`` and writes only half of it. The rest is earlier content
 of the memory, such as inputs of other requests. An empty tensor is correct if it is empty along the axis of the Concat,
 as the past of a decoder is before the first token. ONNX Runtime does not write products over an axis of length 0,
-either, if they are quantized, of a vector, or joined with a Transpose. RoiAlign reads beyond an image without pixels.
+either, if they are quantized, or, before 1.32, of a vector or joined with a Transpose. RoiAlign reads beyond an image
+without pixels.
 Attention without heads, or with heads of size 0, ends the process, and so do a few other operators on some empty axes.
 A Conv with an empty kernel does not return, and a ConvInteger does not write its output. Quantized sums and products of
 elements crash on several threads.
@@ -27,6 +28,8 @@ _QUANTIZED_PRODUCTS: Final = {
 }
 _PRODUCTS: Final = {"MatMul": 1, "Gemm": 1} | _QUANTIZED_PRODUCTS
 """Products of matrices, with the index of the second one. The first two are quantized behind DequantizeLinear."""
+_COMPUTED_PRODUCTS: Final = frozenset({"FusedMatMul", "MatMul"})
+"""Products that are not quantized, of which some are not written, or end the process, before ONNX Runtime 1.32."""
 _KERNELS: Final = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
 """Convolutions, with the place of the kernel."""
 _QUANTIZED_TERMS: Final = frozenset({"QLinearAdd", "QLinearMul"})
@@ -61,17 +64,22 @@ class _Axis:
     axis: int
 
 
-def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
+def find_empty_axes(model: Model, *, computes_empty: bool) -> Mapping[str, frozenset[int]] | None:
     """The axes along which each input may be empty. None if no node has a problem with empty tensors.
 
     An axis is left out if an empty tensor may reach a Concat along another axis, a quantized product of matrices that
     are not weights, or an operator that crashes. An input without a declared shape has no axes. In a graph that is too
     large for ``find_sizes``, axes that reach a product of computed matrices are left out, too. Operators that fail in
-    ONNX Runtime 1.31.1 count for later versions, which compute some of them.
+    ONNX Runtime 1.31.1 count for later versions, except those that ``computes_empty`` is about.
+
+    Args:
+        model: The model.
+        computes_empty: Whether the execution provider computes products of empty tensors that are not quantized, and
+            blocks of empty tensors (``engine.empty_checks.computes_empty``).
     """
-    if not any(_may_fail_on_empty(node, model.graph.constants) for node in all_nodes(model)):
+    if not any(_may_fail_on_empty(node, model.graph.constants, computes_empty) for node in all_nodes(model)):
         return None
-    paths = _Paths(model)
+    paths = _Paths(model, computes_empty)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
     return {
         declared.name: frozenset(
@@ -84,8 +92,9 @@ def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
 class _Paths:
     """Follows empty tensors from the inputs of a model through its nodes."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, computes_empty: bool) -> None:
         self._functions = model.functions
+        self._computes_empty = computes_empty
         self._tensors = find_sizes(model, keeps_targets=True)
         self._known: Mapping[str, Value] = self._tensors.get(id(model.graph), {})
         """What is known about the tensors of the graph that is followed, if no input is empty."""
@@ -140,7 +149,11 @@ class _Paths:
             read = self._all_of(names_read(node))
             if not read:
                 continue
-            if self._is_unwritten_product(node, constants) or self._is_term(node) or _crashes_anywhere(node):
+            if (
+                self._is_unwritten_product(node, constants)
+                or self._is_term(node)
+                or _crashes_anywhere(node, self._computes_empty)
+            ):
                 self.wrong |= read.keys()
                 continue
             for name, axis in self._crashing_axes(node):
@@ -167,8 +180,9 @@ class _Paths:
         at = _PRODUCTS.get(node.op)
         if at is None or len(node.inputs) <= at or node.inputs[at] in self._weights or node.inputs[at] in constants:
             return False
-        has_vector = node.op == "MatMul" and any(self._rank(name) in (1, None) for name in node.inputs)
-        has_moved = node.op == "MatMul" and not self._moved.isdisjoint(node.inputs)
+        is_unquantized = not self._computes_empty and node.op == "MatMul"
+        has_vector = is_unquantized and any(self._rank(name) in (1, None) for name in node.inputs)
+        has_moved = is_unquantized and not self._moved.isdisjoint(node.inputs)
         return has_vector or has_moved or _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
 
     def _is_term(self, node: Node) -> bool:
@@ -196,7 +210,8 @@ class _Paths:
             for name, term in zip(node.inputs, terms.split(","), strict=False):
                 is_single = not (is_plain_product(equation) or len(node.inputs) == 1 or name in self._joined)
                 yield from ((name, axis) for axis, letter in enumerate(term) if is_single or letter not in kept)
-        if node.op == "FusedMatMul" or (node.op == "MatMul" and not self._transposed.isdisjoint(node.inputs)):
+        has_turned = node.op == "FusedMatMul" or not self._transposed.isdisjoint(node.inputs)
+        if not self._computes_empty and node.op in _COMPUTED_PRODUCTS and has_turned:
             for name, turned, last in zip(node.inputs, ("transA", "transB"), (1, 2), strict=False):
                 summed = 3 - last if node.attributes.get(turned) else last  # counted from the end
                 rank = self._rank(name)
@@ -296,14 +311,14 @@ class _Paths:
                     self._ranks[name] = rank
 
 
-def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor]) -> bool:
+def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor], computes_empty: bool) -> bool:
     """Whether a node may have a problem with empty tensors."""
     if kernel := _kernel_of(node):
         return kernel not in constants
-    if node.op == "MatMul":
-        return constants.keys().isdisjoint(node.inputs)
-    failing = {"FusedMatMul"} | _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
-    return node.op in failing or _is_quantized(node) or _crashes_anywhere(node)
+    if node.op in _COMPUTED_PRODUCTS:
+        return not computes_empty and (node.op == "FusedMatMul" or constants.keys().isdisjoint(node.inputs))
+    failing = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
+    return node.op in failing or _is_quantized(node) or _crashes_anywhere(node, computes_empty)
 
 
 def _kernel_of(node: Node) -> str:
@@ -322,17 +337,17 @@ def _moves_rows(transpose: Node) -> bool:
     return not isinstance(order, tuple) or (len(order) > 2 and order[0] != 0)
 
 
-def _crashes_anywhere(node: Node) -> bool:
+def _crashes_anywhere(node: Node, computes_empty: bool) -> bool:
     """Whether a node crashes on any empty input.
 
-    These are the matrix inverse, quantization in blocks, quantized terms and ConvTranspose of volumes.
+    These are the matrix inverse, before 1.32 quantization in blocks, quantized terms and ConvTranspose of volumes.
     """
     if node.op == "ConvTranspose":
         kernel = node.attributes.get("kernel_shape")
         return not isinstance(kernel, tuple) or len(kernel) > 2
     if node.op == "Inverse" or node.op in _QUANTIZED_TERMS:
         return True
-    return node.op == "QuantizeLinear" and bool(node.attributes.get("block_size"))
+    return not computes_empty and node.op == "QuantizeLinear" and bool(node.attributes.get("block_size"))
 
 
 def _is_quantized(node: Node) -> bool:

@@ -15,6 +15,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
+from ortserve.engine.empty_checks import computes_empty
 from ortserve.engine.instance import Instance
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
@@ -319,7 +320,7 @@ class _Load:
             unbounded_because=self._why_off_loop(interface),
             classes=self.classes,
             provenance=read_provenance(self.model.path, self.model.folder),
-            empty_axes=find_empty_axes(self.model.content),
+            empty_axes=find_empty_axes(self.model.content, computes_empty=computes_empty(warm.choice.name)),
         )
 
     def _why_off_loop(self, interface: Interface) -> str:

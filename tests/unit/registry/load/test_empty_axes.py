@@ -13,13 +13,15 @@ _PAST = "float[batch,2,past,4] past"
 _NEW = "float[batch,2,length,4] new"
 
 
-def found(folder: Path, inputs: str, nodes: str, initializers: str = "") -> dict[str, set[int]] | None:
-    """The free axes along which inputs may be empty."""
+def found(
+    folder: Path, inputs: str, nodes: str, initializers: str = "", *, computes_empty: bool = False
+) -> dict[str, set[int]] | None:
+    """The free axes along which inputs may be empty, before ONNX Runtime 1.32 or since then."""
     text = f"m ({inputs}) => (float[a,b,c,d] y) {initializers} {{ {nodes} }}"
     model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}')
     onnx.save(model, str(folder / "model.onnx"))
     content = read_model(folder / "model.onnx")
-    axes = find_empty_axes(content)
+    axes = find_empty_axes(content, computes_empty=computes_empty)
     if axes is None:
         return None
     dims = {declared.name: declared.dims or () for declared in content.graph.inputs}
@@ -177,6 +179,32 @@ def test_axes_on_which_an_operator_crashes_must_not_be_empty(
     tmp_path: Path, inputs: str, nodes: str, axes: dict[str, set[int]] | None
 ) -> None:
     assert found(tmp_path, inputs, nodes, "<float[1] kernel = {1}>") == axes
+
+
+@pytest.mark.parametrize(
+    ("inputs", "nodes", "axes"),
+    [
+        ("float[k] x, float[n,k,m] z", "y = MatMul (x, z)", None),
+        ("float[n,k,m] x", "t = Transpose <perm = [0, 2, 1]> (x) y = MatMul (t, x)", None),
+        ("float[n,k,m] x", "y = FusedMatMul <transA = 1> (x, x)", None),
+        ("float[n,k] x", "y = QuantizeLinear <axis = 1, block_size = 2> (x, x)", None),
+        (
+            "float[m,n,k] x, float[m,k] z",
+            "t = Transpose <perm = [1, 0, 2]> (x) p = MatMul (t, t) y = Concat <axis = 0> (x, z)",
+            {"x": {0}, "z": {0}},
+        ),
+        ("float[n,k] x", "p = DynamicQuantizeMatMul (x, x, s) y = MatMul (x, x)", {"x": set()}),
+        (
+            "float[n,k] x",
+            "q = QuantizeLinear (x, kernel) d = DequantizeLinear (q, kernel) y = MatMul (d, d)",
+            {"x": set()},
+        ),
+    ],
+)
+def test_empty_products_that_are_computed_may_be_empty(
+    tmp_path: Path, inputs: str, nodes: str, axes: dict[str, set[int]] | None
+) -> None:
+    assert found(tmp_path, inputs, nodes, "<float[1] kernel = {1}>", computes_empty=True) == axes
 
 
 def test_branches_are_followed(tmp_path: Path) -> None:
