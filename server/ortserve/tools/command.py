@@ -147,7 +147,7 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     """Run a tool and write its output. Returns the exit status; errors are one line on standard error."""
     page: Path | None = arguments.page
     try:
-        expect_writable("PAGE.html", page)
+        expect_writable("PAGE.html", page, b"<!doctype html")
         with _interrupted_by_signals():
             outcome = run(arguments)
         try:
@@ -169,10 +169,11 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     return outcome.status
 
 
-def expect_writable(option: str, path: Path | None) -> None:
+def expect_writable(option: str, path: Path | None, begins: bytes) -> None:
     """Raise ServeError: invalid_input, if a file cannot be written to a path that an option gives.
 
-    Names of models are refused, too: ``-o`` is a page for some commands and a model for others.
+    Names of models are refused, too: ``-o`` is a page for some commands and a model for others. So are existing files
+    that do not begin with ``begins``, such as the samples or the ``model.yaml`` of another argument.
     """
     if path is None:
         return
@@ -183,6 +184,13 @@ def expect_writable(option: str, path: Path | None) -> None:
         written.append(path.resolve().parent)  # files are replaced, not overwritten
     if path.is_dir() or not all(os.access(place, os.W_OK) for place in written):
         raise invalid_input(f"{option}: expected a file in an existing folder that can be written, got '{path}'")
+    if path.is_file() and path.stat().st_size and not _begins(path, begins):
+        raise invalid_input(f"{option}: expected a new file, or one of an earlier run, got '{path}' of another kind")
+
+
+def _begins(path: Path, begins: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(begins)) == begins
 
 
 def _print(outcome: Outcome, *, as_json: bool) -> None:

@@ -47,6 +47,8 @@ def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
     if output is not None:
         if not output.absolute().parent.is_dir() or output.is_dir():
             raise invalid_input(f"OUT.onnx: expected a file in an existing folder, got '{output}'")
+        if output.exists() and output.suffix != ".onnx":
+            raise invalid_input(f"OUT.onnx: expected a new file, or one that ends in .onnx, got '{output}'")
         own = {file.resolve() for file in (source.path, *external_files(source.path))}
         for file in (output, output.with_name(f"{output.name}.data")):
             if file.resolve() in own:

@@ -55,6 +55,19 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
         assert f"got '{page}'" in capsys.readouterr().err
 
 
+def test_page_replaces_only_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    page.touch()
+    for _ in range(2):
+        assert run_tool("test", outcome, given(page)) == OK
+        assert "the result" in page.read_text()
+    samples = tmp_path / "samples.npz"
+    samples.write_bytes(b"PK")
+    assert run_tool("test", lambda _: pytest.fail("it ran"), given(samples)) == INVALID
+    assert f"got '{samples}' of another kind" in capsys.readouterr().err
+    assert samples.read_bytes() == b"PK"
+
+
 def test_result_is_printed_if_its_page_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
 

@@ -87,9 +87,11 @@ def test_a_version_is_published_to_where_the_source_came_from_and_a_file_is_writ
 def test_a_destination_is_checked_before_the_work(source: Subject, tmp_path: Path) -> None:
     single = Subject("single", Path(shutil.copy(source.path, tmp_path / "single.onnx")))
     renamed = Subject("renamed", Path(shutil.copy(source.path, source.path.with_name("renamed.onnx"))))
+    (samples := tmp_path / "samples.npz").touch()
     check_destination(parsed("--dry-run"), source)
     for words, subject, problem in (
         ((), source, "expected -o OUT.onnx or --publish"),
+        (("-o", samples), source, "expected a new file, or one that ends in .onnx"),
         (("-o", tmp_path / "none" / "out.onnx"), source, "existing folder"),
         (("-o", tmp_path), source, "expected a file"),
         (("-o", source.path), source, "another file than the model itself"),

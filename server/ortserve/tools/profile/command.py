@@ -32,7 +32,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    expect_writable("--trace", given.trace)
+    expect_writable("--trace", given.trace, b"[")
     variants = _variants(given)
     with (
         scratch_folder() as folder,
@@ -53,7 +53,7 @@ def _run(given: argparse.Namespace) -> Outcome:
 
 def _run_on_server(given: argparse.Namespace) -> Outcome:
     address = address_of(given.target, given, needs_http=True)
-    expect_writable("--trace", given.trace)
+    expect_writable("--trace", given.trace, b"[")
     with progress(f"waiting for requests of {given.model}, and profiling them"):
         asked = {"requests": given.requests, "timeout_s": given.timeout, "inputs": given.inputs, "rows": given.rows}
         runs, batches = profile_server(address, given.model, **asked, keep=given.trace)
