@@ -6,10 +6,16 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
+from pathlib import Path
+from typing import Final, Literal
 
 import pytest
 
+from archives import file_site
+from browser import DESKTOP, NEEDS_CHROMIUM, PHONE, chromium, open_page, violations
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.page import chart, render_page
 from ortserve.tools.report import (
@@ -26,6 +32,7 @@ from ortserve.tools.report import (
     number_text,
 )
 
+SCHEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
 FINDING = Finding("two_casts", "warning", "2 casts <in> a [row]", "they cost time", "remove them", ("a", "b"))
 
 
@@ -177,6 +184,25 @@ def test_page_escapes_texts_and_shows_all_rows() -> None:
     assert "<in>" not in page
     assert "&amp; &lt;tags&gt;" in page
     assert '<td class="number">3.00</td>' in page
+
+
+@NEEDS_CHROMIUM
+def test_page_is_legible_in_both_color_schemes_and_on_phones(tmp_path: Path) -> None:
+    """On phones, wide tables and pictures scroll by themselves, and no word is broken into letters."""
+    shown = report()
+    wide = Table("Wide", [f"column {number}" for number in range(12)], [["some words"] * 12])
+    (tmp_path / "page.html").write_text(render_page(replace(shown, blocks=[*shown.blocks, wide])), encoding="utf-8")
+    broken = """() => [...document.querySelectorAll("th, td")].filter((cell) => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        return range.getClientRects().length > cell.textContent.trim().split(/\\s+/).length;
+    }).map((cell) => cell.textContent)"""
+    with file_site(tmp_path) as url, chromium() as browser:
+        for size, scheme in product((DESKTOP, PHONE), SCHEMES):
+            with open_page(browser, f"{url}/page.html", size=size, scheme=scheme) as page:
+                assert violations(page) == []
+                assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+                assert page.evaluate(broken) == []
 
 
 def test_same_chart_gives_same_text() -> None:

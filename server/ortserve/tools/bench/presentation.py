@@ -233,7 +233,8 @@ def _histogram(point: Point, number: int) -> str:
         axes.bar(edges[:-1], point.histogram, [right - left for left, right in pairwise(edges)], align="edge")
         for one in (one for one in point.percentiles if one.percent in (50.0, 99.0)):
             axes.axvline(one.ms, linestyle="--", linewidth=1, color="black")
-            axes.annotate(f"p{one.percent:g}", (one.ms, max(point.histogram)), fontsize=8)
+            place = (one.ms, max(point.histogram))
+            axes.annotate(f"p{one.percent:g}", place, (3, -4), textcoords="offset points", fontsize=8)
         axes.set(xlabel="latency in ms", ylabel="answers", xscale="log", yscale="symlog")
 
     return chart(draw, name=f"latencies{number}", height=2.4)
