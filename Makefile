@@ -8,6 +8,10 @@
 # make test-lowest   tests of the protocol and of real servers with the lowest versions that pyproject.toml allows
 # make fuzz    malformed input and random schedules, more cases than `make test`: CASES=1000000 of each kind, SEED=2 for others
 # make audit   known vulnerabilities of the pinned dependencies, if a vulnerability service can be reached
+# make protos   the generated messages in server/ortserve/_pb
+# make reference   the generated pages and schemas
+# make clean   remove .venv, build, dist and site
+# make help    this text
 # Each target first installs its requirements in .venv; only Python and make are required.
 
 PYTHON ?= python3
@@ -29,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CASES ?= 100000
 SEED ?= 1
 
-.PHONY: serve test test-quick docs wheel test-compiled test-lowest fuzz check audit protos reference clean
+.PHONY: serve test test-quick docs wheel test-compiled test-lowest fuzz check audit protos reference clean help
 
 serve: .venv/serve.done
 	@locale -a | grep -qix 'en_US\.utf-\?8' || echo 'The locale en_US.UTF-8 is missing, which models with a' \
@@ -55,7 +59,7 @@ wheel: .venv/dev.done
 	rm -rf build dist .venv/wheel
 	ORTSERVE_COMPILE=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	rm -rf build
-	$(PYTHON) -m venv .venv/wheel
+	$(BIN)/python -m venv .venv/wheel
 	.venv/wheel/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		"$$(echo dist/ortserve-*.whl)[cpu]"
 	.venv/wheel/bin/python -I tests/support/installed_wheel.py
@@ -67,7 +71,7 @@ test-compiled: .venv/dev.done
 	ORTSERVE_COMPILE=1 ORTSERVE_COMPILE_LEVEL=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--target .venv/compiled .
 	rm -rf build
-	PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	PYTHONPATH="$(CURDIR)/.venv/compiled" $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # Direct requirements get the lowest version with a wheel for this Python, indirect ones the newest.
 LOWEST_EXTRAS := cpu,otel,stores,hub,extensions,tools,dev
@@ -115,7 +119,13 @@ reference: .venv/dev.done
 clean:
 	rm -rf .venv build dist site
 
+help:
+	@sed -n '/^#/!q; s/^# //p' Makefile
+
+# Checked first, because pip reports an old Python as conflicting requirements, after minutes.
 .venv/made:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"ortserve needs Python 3.11 or newer, \
+	got {sys.version.split()[0]} from $(PYTHON); name another: make $(MAKECMDGOALS) PYTHON=python3.13")'
 	$(PYTHON) -m venv .venv
 	touch $@
 
