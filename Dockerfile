@@ -69,7 +69,8 @@ CMD ["serve", "/models"]
 
 # The load test of docker-compose.yml, which needs no packages besides those of the server.
 FROM cpu AS loadtest
-COPY loadtests/open_loop.py loadtests/steady_load.py /opt/loadtests/
+# The context keeps the permissions of the clone, which only its owner may read after a umask of 077.
+COPY --chown=10001:10001 loadtests/open_loop.py loadtests/steady_load.py /opt/loadtests/
 HEALTHCHECK NONE
 ENTRYPOINT ["python", "/opt/loadtests/steady_load.py"]
 CMD ["--help"]

@@ -185,10 +185,18 @@ def test_build_context_contains_all_copied_and_needed_files() -> None:
     for stage in STAGES.values():
         for words in stage.all("COPY"):
             if not words.startswith("--from"):
-                for source in words.split()[:-1]:
+                for source in [word for word in words.split()[:-1] if not word.startswith("--")]:
                     assert source in files or any(file.startswith(f"{source}/") for file in files), source
     assert {"pyproject.toml", "README.md", "constraints.txt"} <= files
     assert not [file for file in files if file.startswith((".git", "tests/", "deploy/"))]
+
+
+def test_user_of_an_image_can_read_files_of_a_private_clone() -> None:
+    """The build context keeps the permissions of the clone; installed packages have those of pip."""
+    for name in ("cpu", "gpu", "loadtest"):
+        copied = [words for words in STAGES[name].all("COPY") if not words.startswith("--from")]
+        user = STAGES["cpu"].last("USER")
+        assert all(words.startswith(f"--chown={user} ") for words in copied), name
 
 
 @pytest.fixture
