@@ -66,28 +66,6 @@ class Frontends:
 
     def http(self) -> HttpServer:
         options = self.options
-        control = make_control_app(
-            self.models,
-            self.management,
-            self.shared_memory,
-            self._load_admission("http"),
-            self.codec_threads.read_load,
-            title=options.server_name,
-            version=__version__,
-            guarded=self.guards,
-        )
-        generation = Generation(
-            self.inference,
-            self.models,
-            max_body_bytes=options.max_body_bytes,
-            clock=monotonic_ns,
-            traces=self.http_traces,
-            load_reports=self.load_reports,
-        )
-        control.include_router(generate_routes(generation))
-        if (console := self.console) is not None:
-            control.include_router(console_routes(console.observation, console.models, console.server))
-        build_routes(control)
         infer = InferEndpoint(
             self.inference,
             max_body_bytes=options.max_body_bytes,
@@ -97,6 +75,28 @@ class Frontends:
             traces=self.http_traces,
             load_reports=self.load_reports,
         )
+        control = make_control_app(
+            self.models,
+            self.management,
+            self.shared_memory,
+            infer.admission,
+            self.codec_threads.read_load,
+            title=options.server_name,
+            version=__version__,
+            guarded=self.guards,
+        )
+        generation = Generation(
+            self.inference,
+            self.models,
+            infer.admission,
+            clock=monotonic_ns,
+            traces=self.http_traces,
+            load_reports=self.load_reports,
+        )
+        control.include_router(generate_routes(generation))
+        if (console := self.console) is not None:
+            control.include_router(console_routes(console.observation, console.models, console.server))
+        build_routes(control)
         context = ConnectionContext(
             http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
             max_age_s=options.http_max_connection_age_s,
@@ -168,10 +168,6 @@ class Frontends:
             alpn=alpn,
         )
 
-    def _load_admission(self, protocol: str) -> BodyAdmission:
-        """The admission of bodies that load models. They are no requests of a model: rejected ones are not counted."""
-        return BodyAdmission(protocol, self.inference.gate, None, max_body_bytes=self.options.max_body_bytes)
-
     def _calls(self, infer: InferCalls, admission: BodyAdmission, streams: Streams) -> list[Calls]:
         """The handlers of all RPCs."""
         options = self.options
@@ -187,7 +183,7 @@ class Frontends:
                 load_reports=self.load_reports,
             ),
             ModelCalls(self.models),
-            ManagementCalls(self.management, self._load_admission("grpc")),
+            ManagementCalls(self.management, admission),
             SharedMemoryCalls(self.shared_memory),
         ]
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)

@@ -1,92 +1,66 @@
-"""Admission of request bodies: checks the key and the size, and limits the memory of all bodies of the server."""
+"""Admission of request bodies: checks their size, and limits the memory of all bodies of the server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final
 
 from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.access import Guard, RefusedKeyError
+from ortserve.service.access import RefusedKeyError
 from ortserve.telemetry.tracing import Trace
 
 
-class BodyHead(Protocol):
-    """The head of a request, as far as admission reads it."""
-
-    def credentials(self) -> Sequence[str | bytes]:
-        """All values of the header ``authorization``."""
-        ...
-
-    def body_bytes(self) -> int:
-        """The announced length of the body, 0 if there is none. Raises ServeError for headers that are invalid."""
-        ...
-
-
 class BodyAdmission:
-    """Admits the bodies of one kind of request before their bytes are stored. Loop thread only."""
+    """Admits the bodies of one protocol by their size, before their bytes are stored. Loop thread only.
+
+    The key and the headers of the request were checked before.
+    """
 
     def __init__(
         self,
         protocol: str,
         gate: "BodyGate",
-        count_rejected: Callable[[str, ErrorKind, int, Trace | None], None] | None,
+        count_rejected: Callable[[str, ErrorKind, int, Trace | None], None],
         *,
         max_body_bytes: int,
-        guard: Guard | None = None,
     ) -> None:
         """Configure the admission.
 
         Args:
             protocol: Protocol for ``count_rejected``.
             gate: Reserves the memory of bodies.
-            count_rejected: Counts a rejected request by protocol and kind, with the time when its head was complete and
-                its trace. None if such requests are not counted.
+            count_rejected: Counts a rejected request by protocol and kind, with the time when its head was complete
+                and its trace.
             max_body_bytes: Maximum size of one body.
-            guard: Checks the key of the caller; None if the requests need none.
         """
         self.max_body_bytes: Final = max_body_bytes
         self._protocol: Final = protocol
         self._gate: Final = gate
         self._count_rejected: Final = count_rejected
-        self._guard: Final = guard
 
-    def admit(
-        self, head: BodyHead | None, received_ns: int, trace: Trace | None, body_bytes: int | None = None
-    ) -> "Hold":
-        """Check the key, the headers, the size and the memory, in this order.
+    def reserve(self, size: int) -> "Hold":
+        """Reserve memory for a body of ``size`` bytes. Raises ServeError: too_large, overloaded."""
+        if size > self.max_body_bytes:
+            raise body_too_large(size, self.max_body_bytes)
+        return self._gate.hold(size)
 
-        Args:
-            head: Head of the request; None if its key and its headers are checked already, and ``body_bytes`` is given.
-            received_ns: When the head was complete (monotonic).
-            trace: Trace of the request, which ends if the request is rejected.
-            body_bytes: The actual size of a body that has arrived already. The headers of ``head`` are valid then, but
-                may announce the length of another body.
-
-        Returns:
-            The memory that is reserved for the body.
-
-        Raises:
-            ServeError: The request is rejected and counted.
-        """
+    def admit(self, size: int, received_ns: int, trace: Trace | None) -> "Hold":
+        """``reserve`` memory for the body of a request of a model, and ``count`` the request if it is rejected."""
         try:
-            size = body_bytes
-            if head is not None:
-                refusal = None if self._guard is None else self._guard.refusal(head.credentials())
-                if refusal is not None:
-                    raise refusal
-                if size is None:
-                    size = head.body_bytes()
-            assert size is not None, "without a head the size is given"
-            if size > self.max_body_bytes:
-                raise body_too_large(size, self.max_body_bytes)
-            return self._gate.hold(size)
+            return self.reserve(size)
         except ServeError as error:
             self.count(error, received_ns, trace)
             raise
 
     def count(self, error: ServeError, received_ns: int, trace: Trace | None) -> None:
-        """Count a request that is rejected before its body is complete. The guard has counted a missing key."""
-        if self._count_rejected is not None and not isinstance(error, RefusedKeyError):
+        """Count a request that is rejected before its body is complete, and end its trace.
+
+        Args:
+            error: Why it is rejected. A refused key is not counted, because the guard has counted it.
+            received_ns: When its head was complete (monotonic).
+            trace: Its trace; None if it is not sampled.
+        """
+        if not isinstance(error, RefusedKeyError):
             self._count_rejected(self._protocol, error.kind, received_ns, trace)
 
 

@@ -70,8 +70,9 @@ class InferCalls:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
         call = self._inference.receive("grpc", timeout_ns, trace, 0, head.metadata)
         try:
-            hold = self._admission.admit(None, call.timing.received_ns, trace, len(data))
+            hold = self._admission.reserve(len(data))
         except ServeError as error:
+            self._admission.count(error, call.timing.received_ns, trace)
             on_failure(error)
             return None
         answer = partial(self._answer, call, hold, head, on_answer, on_failure)
@@ -108,7 +109,7 @@ class InferCalls:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())
         call = self._inference.receive("grpc", time_left_ns(context), trace, 0, context.invocation_metadata() or ())
         try:
-            with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
+            with self._admission.admit(len(data), call.timing.received_ns, trace):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
         except Exception as error:  # noqa: BLE001 - grpc would send the text of the exception
             status = status_of(visible_error(error))

@@ -205,7 +205,7 @@ class InferStream:
         call = calls.inference.receive("grpc", time_left_ns(self._context), trace, 0, metadata)
         call.place = place
         try:
-            with calls.admission.admit(None, call.timing.received_ns, trace, len(data)):
+            with calls.admission.admit(len(data), call.timing.received_ns, trace):
                 answer = await calls.inference.serve(call, GrpcRequest(data), _ENCODER)
         except ServeError as error:
             if self._ends_at_error:

@@ -22,13 +22,13 @@ class ManagementCalls:
 
     service = SERVICE_NAME
 
-    def __init__(self, management: Management, load_admission: BodyAdmission) -> None:
-        """``load_admission`` admits the messages of load calls."""
+    def __init__(self, management: Management, admission: BodyAdmission) -> None:
+        """``admission`` admits the messages of load calls."""
         self._repository = management.repository
         self._statistics = management.statistics
         self._logs = management.logs
         self._traces = management.traces
-        self._load_admission = load_admission
+        self._admission = admission
 
     def handlers(self) -> Handlers:
         return {
@@ -49,7 +49,7 @@ class ManagementCalls:
         return response
 
     async def _load(self, data: bytes) -> Message:
-        with self._load_admission.admit(None, 0, None, len(data)):
+        with self._admission.reserve(len(data)):
             request = parse_message(pb.RepositoryModelLoadRequest, data)
             _require_no_repository(request.repository_name)
             await self._repository.load(request.model_name, _parameters(request.parameters))

@@ -46,7 +46,7 @@ def make_control_app(
     models: ModelService,
     management: Management,
     shared_memory: SharedMemory,
-    load_admission: BodyAdmission,
+    admission: BodyAdmission,
     read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
     *,
     title: str,
@@ -59,7 +59,7 @@ def make_control_app(
         models: Answers questions about models.
         management: Answers repository, statistics and settings calls.
         shared_memory: Registers regions.
-        load_admission: Admits the bodies of load calls.
+        admission: Admits the bodies of load calls.
         read_load: Decodes the body of a load call.
         title: Title of the OpenAPI document.
         version: Version of the OpenAPI document.
@@ -78,7 +78,7 @@ def make_control_app(
     app.include_router(docs_routes())
     app.include_router(health_routes(models))
     app.include_router(statistics_routes(management.statistics))
-    app.include_router(repository_routes(management.repository, load_admission, read_load))
+    app.include_router(repository_routes(management.repository, admission, read_load))
     app.include_router(settings_routes(management.logs, management.traces))
     app.include_router(profile_routes(management.profiling))
     app.include_router(model_routes(models))

@@ -1,6 +1,5 @@
 """``POST /v2/models/{model}[/versions/{version}]/generate`` and ``…/generate_stream``, through FastAPI."""
 
-from functools import cached_property
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -66,32 +65,17 @@ def generate_routes(generation: "Generation") -> APIRouter:
     return router
 
 
-class _GenerateHead:
-    """The head of a generate request, as ``BodyAdmission`` needs it."""
-
-    def __init__(self, headers: list[Header]) -> None:
-        self._headers = headers
-
-    @cached_property
-    def read(self) -> InferHeaders:
-        """The parsed headers. Raises ServeError: invalid_input, also for a compressed body."""
-        try:
-            read = read_infer_headers(self._headers)
-        except UnknownEncodingError as error:
-            raise invalid_input(error.message) from None
-        if read.encoding is not None:
-            raise invalid_input(
-                f"Content-Encoding '{read.encoding.value}' is not supported for generate: expected identity"
-            )
-        return read
-
-    def credentials(self) -> list[bytes]:
-        """Nothing: ``AsgiEndpoint`` has checked the key."""
-        return []
-
-    def body_bytes(self) -> int:
-        """Return the announced length of the body. Raises ServeError: As from ``read``."""
-        return self.read.body_bytes
+def _read_headers(headers: list[Header]) -> InferHeaders:
+    """Parse the headers of a generate request. Raises ServeError: invalid_input, also for a compressed body."""
+    try:
+        read = read_infer_headers(headers)
+    except UnknownEncodingError as error:
+        raise invalid_input(error.message) from None
+    if read.encoding is not None:
+        raise invalid_input(
+            f"Content-Encoding '{read.encoding.value}' is not supported for generate: expected identity"
+        )
+    return read
 
 
 class Generation:
@@ -101,17 +85,15 @@ class Generation:
         self,
         inference: InferenceService,
         models: ModelService,
+        admission: BodyAdmission,
         *,
-        max_body_bytes: int,
         clock: Clock,
         traces: HttpTraces | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
         self._inference = inference
         self._models = models
-        self._admission = BodyAdmission(
-            "http", inference.gate, inference.count_rejected_body, max_body_bytes=max_body_bytes
-        )
+        self._admission = admission
         self._clock = clock
         self._traces = traces
         self._load_reports = load_reports
@@ -124,13 +106,18 @@ class Generation:
         """
         received_ns = self._clock()
         exchange_of(request.scope).cancel_with_caller()
-        inference, admission = self._inference, self._admission
+        inference, admission, scope = self._inference, self._admission, request.scope
         trace: Trace | None = None
         if self._traces is not None:
-            scope, route = request.scope, "generate_stream" if is_stream else "generate"
+            route = "generate_stream" if is_stream else "generate"
             trace = self._traces.begin(route, version, scope["raw_path"], scope["headers"])
-        head = _GenerateHead(request.scope["headers"])
-        with admission.admit(head, received_ns, trace) as hold:
+        try:
+            given = _read_headers(scope["headers"])
+            hold = admission.reserve(given.body_bytes)
+        except ServeError as error:
+            admission.count(error, received_ns, trace)
+            raise
+        with hold:
             try:
                 body = await read_body(request.receive, hold, max_bytes=admission.max_body_bytes)
                 await self._models.prepare(model, version)  # the inputs of the model decide how the body is decoded
@@ -138,7 +125,7 @@ class Generation:
                 if error.kind is not ErrorKind.CANCELLED:  # the caller left before its request was complete
                     admission.count(error, received_ns, trace)
                 raise
-            call = inference.receive("http", head.read.timeout_ns, trace, received_ns, request.scope["headers"])
+            call = inference.receive("http", given.timeout_ns, trace, received_ns, scope["headers"])
             content = await inference.serve(
                 call,
                 GenerateRequest(
@@ -152,7 +139,7 @@ class Generation:
             )
         headers = {"server-timing": call.timing.server_timing().decode()}
         reports = self._load_reports
-        if reports is not None and (chosen := head.read.load_format or reports.default) is not None:
+        if reports is not None and (chosen := given.load_format or reports.default) is not None:
             name, value = reports.header(chosen)
             headers[name.decode()] = value.decode()
         return Response(content, media_type=_EVENTS if is_stream else _JSON, headers=headers)

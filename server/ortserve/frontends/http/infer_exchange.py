@@ -13,7 +13,7 @@ from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.connection import Connection, Exchange
 from ortserve.frontends.http.request_body import IncomingBody, inflate
-from ortserve.frontends.http.request_head import HeadCache, InferHead, InferHeaders
+from ortserve.frontends.http.request_head import HeadCache, InferHead, InferHeaders, credentials
 from ortserve.frontends.http.responses import (
     HttpResponse,
     compressed,
@@ -55,8 +55,9 @@ class InferEndpoint:
         """``guard`` checks the keys of callers; None if callers need no key."""
         self.service: Final = service
         self.admission: Final = BodyAdmission(
-            "http", service.gate, service.count_rejected_body, max_body_bytes=max_body_bytes, guard=guard
+            "http", service.gate, service.count_rejected_body, max_body_bytes=max_body_bytes
         )
+        self.guard: Final = guard
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
         self.traces: Final = traces
@@ -85,7 +86,7 @@ class InferExchange(Exchange):
     def __init__(
         self, connection: Connection, endpoint: InferEndpoint, head: InferHead, body: bytes | None = None
     ) -> None:
-        """Admit the request.
+        """Admit the request: check its key, its headers and its size, and reserve memory for its body, in this order.
 
         ``body`` is the body of a request that arrived whole and whose ``head`` is cached, and None for any other. Its
         length counts, because a cached ``head`` may announce the length of another body.
@@ -108,14 +109,17 @@ class InferExchange(Exchange):
             self._trace = endpoint.traces.begin("infer", head.version, head.url.partition(b"?")[0], head.headers)
         admission = endpoint.admission
         try:
-            body_bytes = None if body is None else len(body)
-            self._hold = admission.admit(head, self._received_ns, self._trace, body_bytes)
-            self._headers = head.read()
+            refusal = None if endpoint.guard is None else endpoint.guard.refusal(credentials(head.headers))
+            if refusal is not None:
+                raise refusal
+            self._headers = headers = head.read()
+            self._hold = admission.reserve(headers.body_bytes if body is None else len(body))
             if body is None:
                 self._incoming = IncomingBody(
-                    self._hold, max_bytes=admission.max_body_bytes, announced_bytes=self._headers.body_bytes
+                    self._hold, max_bytes=admission.max_body_bytes, announced_bytes=headers.body_bytes
                 )
         except ServeError as error:
+            admission.count(error, self._received_ns, self._trace)
             self.rejection = error
 
     def start(self) -> None:

@@ -88,7 +88,7 @@ def repository_routes(
         check_uncompressed(request)
         # The HTTP parser has checked that the length is a number.
         announced_bytes = int(request.headers.get("content-length", 0))
-        with admission.admit(None, 0, None, announced_bytes) as held:
+        with admission.reserve(announced_bytes) as held:
             body = await read_body(request.receive, held, max_bytes=admission.max_body_bytes)
             await repository.load(model, await read_load(body))
         return _nothing()

@@ -313,7 +313,7 @@ class HttpProtocol(asyncio.Protocol):
             return
         self._n_unknown_heads += 1
         # If the body has this size, the parser found the same end of the head, and no second request.
-        if found is not None and 0 < len(found[1]) == exchange.head.body_bytes():
+        if found is not None and 0 < len(found[1]) == exchange.head.read().body_bytes:
             self._infer.heads.keep(found[0], exchange.head)
 
     def _renew_parser(self) -> None:

@@ -292,14 +292,6 @@ class InferHead:
             read = self._read = read_infer_headers(self.headers)
         return read
 
-    def credentials(self) -> list[bytes]:
-        """All values of ``authorization``."""
-        return credentials(self.headers)
-
-    def body_bytes(self) -> int:
-        """Return the announced length of the body. Raises ServeError: As from ``read_infer_headers``."""
-        return self.read().body_bytes
-
     def without_values(self) -> "InferHead":
         """Return a copy for the cache, without the values of varying headers."""
         varying = tuple(index for index, (name, _) in enumerate(self.headers) if name not in _KEPT)
