@@ -199,10 +199,11 @@ class BatchRuns:
         now_ns = self._clock()
         if not self.share.may_start():
             return  # the share wakes this batcher when its turn comes
-        if (limit := self._row_limit) is None:
-            group = self._scheduler.next_group(self.policy, now_ns)
-        else:
-            group = limit.next_group(self._scheduler, self.queue, self.policy, now_ns)
+        usual, limit = self.policy, self._row_limit
+        policy = usual if limit is None else limit.next_policy(self.queue, usual, now_ns)
+        group = self._scheduler.next_group(policy, now_ns)
+        if limit is not None and policy is not usual and isinstance(group, RequestGroup):
+            limit.begin(group)
         if group is None and self._row_checks is not None:
             group = self._next_check(self._row_checks, now_ns)
         if not isinstance(group, RequestGroup):
@@ -374,12 +375,10 @@ class BatchRuns:
         if group.tries_one_row and group.rows > 1:
             self._run_whole(group)
             return
-        if len(group.requests) > 1:
-            groups = divide(group, error)
-            if groups:
-                self._scheduler.run_again(groups)
-                return
-        fail_group(group, taken_ns, error)
+        if len(group.requests) > 1 and (groups := divide(group, error)):
+            self._scheduler.run_again(groups)
+        else:
+            fail_group(group, taken_ns, error)
 
     def _run_whole(self, group: RequestGroup) -> None:
         """Run all rows of a request whose first row was tried, even if that row failed."""

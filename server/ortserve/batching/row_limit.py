@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ortserve.batching.groups import RequestGroup
-from ortserve.batching.planner import BatchPolicy, WaitUntil
+from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue, ShapeClass
-from ortserve.batching.scheduler import Scheduler
 
 _TRIALS: Final = 8
 """Number of batches of another size that decide about it, by the median, so that interrupted ones do not matter."""
@@ -91,26 +90,27 @@ class RowLimit:
         self._since_trial = 0
         """Number of batches that ended since it began."""
 
-    def next_group(
-        self, scheduler: Scheduler, queue: RequestQueue, policy: BatchPolicy, now_ns: int
-    ) -> RequestGroup | WaitUntil | None:
-        """The next group of the scheduler: at times with twice or half of the maximum, if enough rows are queued."""
+    def next_policy(self, queue: RequestQueue, policy: BatchPolicy, now_ns: int) -> BatchPolicy:
+        """The policy of the next batch: at times with twice or half of the maximum, if enough rows are queued.
+
+        Another policy than ``policy`` is for one batch, which is reported to ``begin``.
+        """
         max_rows = policy.max_rows
         if self._trial is not None or not self._recent or queue.rows < max_rows:
-            return scheduler.next_group(policy, now_ns)
+            return policy
         if 2 * max_rows <= min(queue.rows, self._most_rows) and self._larger.is_due:
             rows, self._tried = 2 * max_rows, self._larger
         elif max_rows > 1 and self._recent[-1].ns >= _LONG_NS and self._smaller.is_due:
             rows, self._tried = max_rows // 2, self._smaller
         else:
-            return scheduler.next_group(policy, now_ns)
+            return policy
         self._tried.begin()
-        if not _has_time(queue, rows, now_ns):
-            return scheduler.next_group(policy, now_ns)
-        group = scheduler.next_group(replace(policy, max_rows=rows), now_ns)
-        if isinstance(group, RequestGroup) and group.search is None:
+        return replace(policy, max_rows=rows) if _has_time(queue, rows, now_ns) else policy
+
+    def begin(self, group: RequestGroup) -> None:
+        """Note that a batch of another size runs. A part of a failed batch has no size of its own."""
+        if group.search is None:
             self._trial, self._since_trial = group, 0
-        return group
 
     def learn(self, group: RequestGroup, ns: int, policy: BatchPolicy) -> BatchPolicy:
         """Learn from a batch that took ``ns``. Returns the policy from now on."""

@@ -49,8 +49,11 @@ class Line:
         """Form a batch."""
         while self._queue.rows < self._queued:
             self.add()
-        group = self._limit.next_group(self._scheduler, self._queue, self.policy, 0)
+        policy = self._limit.next_policy(self._queue, self.policy, 0)
+        group = self._scheduler.next_group(policy, 0)
         assert isinstance(group, RequestGroup)
+        if policy is not self.policy:
+            self._limit.begin(group)
         return group
 
     def end(self, group: RequestGroup, ns: float) -> None:
