@@ -60,6 +60,7 @@ class Frontend:
         self.streams = Streams(chosen.grpc_max_streams)
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
         service: Any = inference
+        any_models: Any = models
         infer = InferCalls(service, inference.admission)
         calls: list[Calls] = [
             infer,
@@ -70,9 +71,9 @@ class Frontend:
                 max_requests=chosen.grpc_stream_requests,
                 max_bytes=chosen.grpc_stream_bytes,
             ),
-            ModelCalls(models),
+            ModelCalls(any_models),
             SharedMemoryCalls(SharedMemory(is_allowed=True)),
-            HealthCalls(models, self.streams, services),
+            HealthCalls(any_models, self.streams, services),
             *(ReflectionCalls(service, self.streams, services) for service in REFLECTION_SERVICES),
         ]
         router = Router(calls)

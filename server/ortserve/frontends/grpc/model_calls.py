@@ -1,38 +1,13 @@
 """RPCs that read the state of the server and its models: health, metadata and configuration."""
 
-from typing import Protocol
-
 from google.protobuf.message import Message
 
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve._pb import management_pb2
-from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.codecs.grpc_infer import parse_message, require_version
 from ortserve.core.signature import TensorSpec
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
-from ortserve.service.models import ModelMetadata, ServerMetadata
-
-
-class Models(Protocol):
-    """The parts of the model service that these RPCs use."""
-
-    def is_live(self) -> bool: ...
-    def is_ready(self) -> bool: ...
-    def is_model_ready(self, name: str, version: str) -> bool:
-        """Whether a model accepts requests; False for an unknown model. ``version`` is ``""`` for any version."""
-        ...
-
-    async def prepare(self, name: str, version: str) -> None:
-        """Load the model if it is not in memory. Raises ServeError: not_ready."""
-
-    def server_metadata(self) -> ServerMetadata: ...
-    def model_metadata(self, name: str, version: str) -> ModelMetadata:
-        """Raises ServeError: not_found, not_ready."""
-        ...
-
-    async def model_config(self, name: str, version: str) -> ModelConfig:
-        """Raises ServeError: not_found, not_ready."""
-        ...
+from ortserve.service.models import ModelService
 
 
 class ModelCalls:
@@ -40,7 +15,7 @@ class ModelCalls:
 
     service = SERVICE_NAME
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelService) -> None:
         self._models = models
 
     def handlers(self) -> Handlers:

@@ -1,8 +1,7 @@
 """grpc.health.v1 and grpc.reflection: services that load balancers, Kubernetes and tools such as grpcurl expect."""
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor
@@ -14,6 +13,7 @@ from ortserve._pb import health_v1_pb2, private_pool, reflection_v1_pb2, reflect
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.frontends.grpc.calls import Context, Handlers, answering, read, read_one, streaming, write
 from ortserve.frontends.grpc.streams import Streams
+from ortserve.service.models import ModelService
 
 REFLECTION_SERVICES: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
@@ -25,24 +25,14 @@ _NAMED_BY: Final[Mapping[str | None, str]] = {
 """What the fields of a reflection request name, for errors."""
 
 
-class Readiness(Protocol):
-    """The parts of the model service that the health service uses."""
-
-    def is_ready(self) -> bool: ...
-
-    def readiness_change(self) -> asyncio.Event:
-        """Return an event that is set when readiness may have changed since this call."""
-        ...
-
-
 class HealthCalls:
     """Handlers of the health service. Every service name gets the readiness of the whole server."""
 
     service = "grpc.health.v1.Health"
 
-    def __init__(self, readiness: Readiness, streams: Streams, services: Iterable[str]) -> None:
+    def __init__(self, models: ModelService, streams: Streams, services: Iterable[str]) -> None:
         """``streams`` counts the ``Watch`` calls. ``services`` are the names that ``List`` returns."""
-        self._readiness = readiness
+        self._models = models
         self._streams = streams
         self._services = ("", *services)
 
@@ -62,7 +52,7 @@ class HealthCalls:
             parse_message(health_v1_pb2.HealthCheckRequest, await self._streams.until_drain(read_one(context)))
             sent: health_v1_pb2.HealthCheckResponse | None = None
             while True:
-                change = self._readiness.readiness_change()
+                change = self._models.readiness_change()
                 status = self._status()
                 if status != sent:
                     await write(context, status.SerializeToString())
@@ -71,7 +61,7 @@ class HealthCalls:
 
     def _status(self) -> health_v1_pb2.HealthCheckResponse:
         response = health_v1_pb2.HealthCheckResponse
-        return response(status=response.SERVING if self._readiness.is_ready() else response.NOT_SERVING)
+        return response(status=response.SERVING if self._models.is_ready() else response.NOT_SERVING)
 
 
 class ReflectionCalls:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import orjson
 from fastapi import APIRouter, Response
@@ -39,17 +39,7 @@ _LOOP_TIMEOUT_S: Final = 10.0
 Probe = Literal["live", "ready"]
 
 
-class HealthState(Protocol):
-    """State of the server, read on the event loop."""
-
-    @property
-    def is_exiting(self) -> bool: ...
-    @property
-    def lost(self) -> str: ...
-    def is_ready(self) -> bool: ...
-
-
-def answer_health(models: HealthState, probe: Probe) -> HttpResponse:
+def answer_health(models: ModelService, probe: Probe) -> HttpResponse:
     """Answer a probe on the event loop: whether the process works, or whether it should receive requests."""
     if models.is_exiting or models.lost:
         return failure(ServeError(ErrorKind.NOT_READY, "Server exiting" if models.is_exiting else models.lost))
@@ -63,7 +53,7 @@ def answer_health(models: HealthState, probe: Probe) -> HttpResponse:
 class HealthFromThreads:
     """Answers probes on other threads. It asks the event loop, so a server with a blocked loop is not live."""
 
-    def __init__(self, models: HealthState, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, models: ModelService, loop: asyncio.AbstractEventLoop) -> None:
         self._models = models
         self._loop = loop
 

@@ -96,7 +96,8 @@ def of(handlers: Handlers) -> Handler:
 
 
 def watch() -> Handler:
-    return HealthCalls(FakeModelService(), Streams(5), ()).handlers()["Watch"]
+    models: Any = FakeModelService()
+    return HealthCalls(models, Streams(5), ()).handlers()["Watch"]
 
 
 def infer_stream() -> Handler:

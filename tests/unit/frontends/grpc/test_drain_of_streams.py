@@ -50,8 +50,9 @@ class SlowCaller:
 async def test_drain_finishes_the_current_write_before_the_stream_ends(name: str) -> None:
     streams = Streams(1)
     inference: Any = FakeInferenceService()
+    models: Any = FakeModelService()
     calls: dict[str, tuple[Calls, bytes]] = {
-        "Watch": (HealthCalls(FakeModelService(), streams, ()), b""),
+        "Watch": (HealthCalls(models, streams, ()), b""),
         "ServerReflectionInfo": (
             ReflectionCalls(REFLECTION_SERVICES[0], streams, ()),
             reflection_v1_pb2.ServerReflectionRequest(list_services="").SerializeToString(),

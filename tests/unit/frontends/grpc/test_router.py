@@ -1,5 +1,7 @@
 """The handler of each call, and the limit on its message size."""
 
+from typing import Any
+
 import pytest
 
 from fakes.service import FakeModelService
@@ -9,7 +11,8 @@ from ortserve.frontends.grpc.router import SMALL_MESSAGE_BYTES, Router, is_small
 
 
 def test_method_with_two_handlers_stops_the_start() -> None:
-    calls = ModelCalls(FakeModelService())
+    models: Any = FakeModelService()
+    calls = ModelCalls(models)
     with pytest.raises(ValueError, match="two handlers for /inference"):
         Router([calls, calls])
 

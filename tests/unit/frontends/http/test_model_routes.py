@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def test_only_the_two_health_paths_are_answered(loop: asyncio.AbstractEventLoop) -> None:
-    models = Models()
+    models: Any = Models()
     answer = HealthFromThreads(models, loop).answer
     assert answer("/v2/health/live") == (200, b'{"live":true}')
     assert answer("/v2/health/ready") == (200, b'{"ready":true}')
@@ -54,6 +55,7 @@ def test_blocked_loop_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: 
     monkeypatch.setattr(model_routes, "_LOOP_TIMEOUT_S", 0.05)
     is_seen = threading.Event()
     loop.call_soon_threadsafe(is_seen.wait)
-    answer = HealthFromThreads(Models(), loop).answer("/v2/health/live")
+    models: Any = Models()
+    answer = HealthFromThreads(models, loop).answer("/v2/health/live")
     is_seen.set()
     assert answer == (503, b'{"error":"the event loop did not answer within 0.05 s"}')
