@@ -78,13 +78,13 @@ def why_without_effect(options: RolloutOptions, model: str, stable: int | None) 
     return ""
 
 
-def make_rollout_options(given: Mapping[str, object], source: str) -> RolloutOptions:
+def make_rollout_options(given: Mapping[str, object]) -> RolloutOptions:
     """Validate options that do not come from a ``model.yaml``.
 
     Raises:
-        ServeError: invalid_input; the message has ``source`` and every invalid key.
+        ServeError: invalid_input; the message names every invalid key.
     """
     try:
         return validate(RolloutOptions, given)
     except InvalidValuesError as error:
-        raise invalid_input(f"{source}: {error}") from None
+        raise invalid_input(f"rollout: {error}") from None

@@ -27,7 +27,7 @@ from ortserve.engine.text_gathers import text_gather_edits
 from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
-from ortserve.model_file.editing import Edits, edited_model, write_opset
+from ortserve.model_file.editing import Edits, edited_model
 from ortserve.model_file.graph import Graph, Model, all_nodes
 from ortserve.model_file.reading import read_model
 from ortserve.telemetry.logs import log_event
@@ -155,7 +155,7 @@ def _open(
             named = option_text(options.settings.entries.get(_DISABLED_OPTIMIZERS, ""))
             native.add_session_config_entry(_DISABLED_OPTIMIZERS, ";".join((named, *harmful)).lstrip(";"))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
-        edited = edited_model(path, edits, b"" if "" in model.opsets else write_opset("", _OPSET)) if edits else None
+        edited = edited_model(path, edits, 0 if "" in model.opsets else _OPSET) if edits else None
         if edited is not None and _WEIGHTS_FOLDER not in options.settings.entries:
             native.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
         attached = attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu)

@@ -96,22 +96,26 @@ def first_output(node: Node) -> str:
     return next(filter(None, node.outputs), "")
 
 
-def edited_model(path: Path, edits: Edits, opset: bytes = b"") -> bytes:
-    """The serialized model with these edits, and with ``opset`` (from ``write_opset``) added. Blocks on the file."""
+def edited_model(path: Path, edits: Edits, opset: int = 0) -> bytes:
+    """The serialized model with these edits. Blocks on the file.
+
+    Args:
+        path: The file of the model.
+        edits: The replacements.
+        opset: The version of ONNX's own operators to import; 0 if the model imports them already.
+    """
     with mapped_file(path) as model:
-        return _edit(model, edits, opset)
+        return _edit(model, edits, _write_opset(opset) if opset else b"")
 
 
 def write_model(graph: bytes, opset: int, ir_version: int) -> bytes:
     """Serialize a model with only ONNX's own operators; ``graph`` holds the serialized fields of its graph."""
-    return write_number(_MODEL_IR_VERSION, ir_version) + write_message(_MODEL_GRAPH, graph) + write_opset("", opset)
+    return write_number(_MODEL_IR_VERSION, ir_version) + write_message(_MODEL_GRAPH, graph) + _write_opset(opset)
 
 
-def write_opset(domain: str, version: int) -> bytes:
-    """An imported operator set, for ``edited_model``."""
-    return write_message(
-        _MODEL_OPSET, write_message(_OPSET_DOMAIN, domain.encode()) + write_number(_OPSET_VERSION, version)
-    )
+def _write_opset(version: int) -> bytes:
+    """The import of ONNX's own operators."""
+    return write_message(_MODEL_OPSET, write_message(_OPSET_DOMAIN, b"") + write_number(_OPSET_VERSION, version))
 
 
 def write_node(

@@ -160,7 +160,7 @@ def _state_of(name: str, given: Any) -> ModelState:
         return ModelState(
             labels,
             previous,
-            None if rollout is None else make_rollout_options(rollout, "rollout"),
+            None if rollout is None else make_rollout_options(rollout),
             None if ended is None else EndedRollout(ended["candidate"], str(ended["result"]), str(ended["reason"])),
         )
     except (ServeError, LookupError) as error:

@@ -84,7 +84,7 @@ async def test_change_that_was_refused_keeps_no_version_loaded(tmp_path: Path, r
 async def test_rollout_stays_attached_to_stable_when_that_is_loaded_again(tmp_path: Path, registry: Registry) -> None:
     folder = put(tmp_path, 1, 2, options="labels: {stable: 1}")
     await registry.load_all()
-    options = make_rollout_options({"candidate": 2}, "test")
+    options = make_rollout_options({"candidate": 2})
     with ThreadPoolExecutor() as threads:
         rollout = LiveRollout("m", options, registry.find, time.monotonic_ns, threads, lambda *decision: None)
         registry.set_rollout("m", rollout)

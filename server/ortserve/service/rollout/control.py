@@ -104,7 +104,7 @@ class RolloutService:
                 stored; not_ready, if the candidate does not serve.
         """
         self._labels.read(model)
-        options = make_rollout_options(document, "rollout")
+        options = make_rollout_options(document)
         async with self._labels.lock(model):
             await self._labels.check_serves(model, options.candidate, "candidate")
             if problem := self._problem(model, options):

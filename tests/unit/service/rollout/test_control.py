@@ -23,7 +23,7 @@ class FakeRegistry:
     """A model ``m`` with versions that serve, whose state is in memory."""
 
     def __init__(self) -> None:
-        self.state = ModelState({STABLE: 1}, rollout=make_rollout_options({"candidate": 2}, "test"))
+        self.state = ModelState({STABLE: 1}, rollout=make_rollout_options({"candidate": 2}))
         self.records = [VersionRecord("m", version, lambda: None) for version in (1, 2, 3)]
         for record in self.records:
             record.state = State.READY

@@ -62,7 +62,7 @@ class Trial:
         self.threads = ThreadPoolExecutor(1)
         self.rollout = LiveRollout(
             "m",
-            make_rollout_options({"candidate": 2, "share": 0.5, **options}, "test"),
+            make_rollout_options({"candidate": 2, "share": 0.5, **options}),
             lambda _, version: self.versions[version],  # type: ignore[arg-type, return-value]
             FakeClock(),
             self.threads,
