@@ -21,6 +21,7 @@ from ortserve.frontends.http.request_body import SMALL_BYTES
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, triton_clients
 
 FORM = {"content-type": "application/x-www-form-urlencoded"}
+INFERENCE = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,4],"data":[1,2,3,4]}]}'
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,17 @@ def refusal(server: ServerProcess, path: str, body: bytes) -> tuple[int, str]:
     answer = httpx.post(f"http://{server.http}{path}", content=body, headers=FORM, timeout=LONG_S)
     assert list(answer.json()) == ["error"]
     return answer.status_code, answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v2/repository/models/identity/unload", "/v2/models/identity/labels", "/v2/logging"])
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "?"])
+def test_page_of_another_origin_changes_nothing(managed: ServerProcess, path: str, site: str) -> None:
+    """A browser sends such a POST without asking the server first, as its Content-Type is one of forms."""
+    headers = {"content-type": "text/plain", "origin": "http://example.org", "sec-fetch-site": site}
+    answer = httpx.post(f"http://{managed.http}{path}", content=b"{}", headers=headers, timeout=LONG_S)
+    assert answer.status_code == 403
+    assert answer.json()["error"].endswith(f"expected 'Sec-Fetch-Site: same-origin' or 'none', got '{site}'")
+    assert call(managed, "/v2/models/identity/infer", INFERENCE, headers)["outputs"]
 
 
 @pytest.mark.parametrize("headers", [FORM, {}, {"content-type": "application/octet-stream"}])

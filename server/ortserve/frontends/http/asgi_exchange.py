@@ -37,6 +37,23 @@ _INVALID_NAME: Final = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _INVALID_VALUE: Final = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 
 
+def _foreign_change(headers: list[Header]) -> ServeError | None:
+    """Return the error for a call without a key that a page of another origin sends to change the server.
+
+    Any page that an operator opens could send one to a port that only the operator's machine reaches. Browsers send
+    ``Sec-Fetch-Site`` to loopback addresses and over TLS, and no page can set it. ``Origin`` is not compared with
+    ``Host``, because proxies may replace ``Host``.
+    """
+    for name, value in headers:
+        if name == b"sec-fetch-site" and value not in (b"same-origin", b"none"):
+            return ServeError(
+                ErrorKind.FORBIDDEN,
+                "a page of another origin changes the server only with a key: expected 'Sec-Fetch-Site: same-origin' or"
+                f" 'none', got '{value.decode('latin-1')}'",
+            )
+    return None
+
+
 class AsgiEndpoint:
     """The application, and the guards of the groups of calls. All exchanges of a server share it."""
 
@@ -45,7 +62,7 @@ class AsgiEndpoint:
         self._guards: Final = guards
 
     def check(self, method: str, path: str, headers: list[Header], *, is_infer: bool) -> ServeError | None:
-        """Check the key of a request by the decoded path that routes it.
+        """Check the key of a request by the decoded path that routes it; where none is needed, the page that sends it.
 
         Returns:
             The error if the request is rejected; None if it is admitted.
@@ -54,7 +71,9 @@ class AsgiEndpoint:
             return unknown_path(path)
         group = Group.INFER if is_infer else http_group(method, path)
         guard = None if group is None else self._guards.get(group)
-        return None if guard is None else guard.refusal(credentials(headers))
+        if guard is not None:
+            return guard.refusal(credentials(headers))
+        return _foreign_change(headers) if group is Group.CONTROL and method not in ("GET", "HEAD") else None
 
 
 class AsgiExchange(Exchange):
