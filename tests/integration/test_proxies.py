@@ -5,9 +5,9 @@ import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import numpy as np
@@ -23,7 +23,7 @@ from models import builders
 from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.request_head import match_infer_path
 from pages import DOCS, blocks
-from proxies import CONFIGURATIONS, HaProxy, Ports, Proxy, find_proxy, free_ports, proxying, until
+from proxies import CONFIGURATIONS, HaProxy, Nginx, Ports, Proxy, find_proxy, free_ports, proxying, until
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, serving, starting
 from triton_load import CALLERS, Failure, Load, loading
 
@@ -349,29 +349,50 @@ async def _is_ready(client: triton_grpc_aio.InferenceServerClient) -> bool:
     return ready
 
 
+def documented(language: str) -> str:
+    """The lines that the page adds to the configuration of a proxy."""
+    (lines,) = blocks(language, (DOCS / "operations" / "load-balancers.md").read_text())
+    return lines
+
+
 class LimitingHaProxy(HaProxy):
     """HAProxy with the documented limits for each caller on both ports, made smaller."""
 
     def command(self) -> Sequence[str | Path]:
         command = super().command()
-        (lines,) = blocks("haproxy", (DOCS / "operations" / "load-balancers.md").read_text())
-        for documented, smaller in LIMITS.items():
-            assert documented in lines
-            lines = lines.replace(documented, smaller)
+        lines = documented("haproxy")
+        for limit, smaller in LIMITS.items():
+            assert limit in lines
+            lines = lines.replace(limit, smaller)
         file = self._folder / "haproxy.cfg"
         file.write_text(re.sub(r"^( *bind .*\n)", lambda bind: bind[1] + lines, file.read_text(), flags=re.MULTILINE))
         return command
 
 
-def test_documented_limits_apply_to_each_caller(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        server = stack.enter_context(serving("--example", *SHORT_WARMUP))
+class CorsNginx(Nginx):
+    """nginx with the documented headers for pages of another origin."""
+
+    def _configured(self, *arguments: Any) -> str:
+        listen, lines = f"listen {self.rest};\n", documented("nginx")
+        return super()._configured(*arguments).replace(listen, listen + lines)
+
+
+@contextmanager
+def examples_behind(kind: type[Proxy], folder: Path) -> Iterator[Proxy]:
+    """The bundled models behind a proxy."""
+    name = "nginx" if issubclass(kind, Nginx) else "haproxy"
+    with serving("--example", *SHORT_WARMUP) as server, ExitStack() as stack:
         ports = Ports(*(int(address.rpartition(":")[2]) for address in (server.http, server.grpc)))
         try:
-            proxy = stack.enter_context(proxying("haproxy", tmp_path / "proxy", ports, ports, LimitingHaProxy))
+            proxy = stack.enter_context(proxying(name, folder / "proxy", ports, ports, kind))
         except UnavailableError as error:
             pytest.skip(str(error))
         asyncio.run(proxy.wait_until_listening())  # HAProxy may count its connections as requests
+        yield proxy
+
+
+def test_documented_limits_apply_to_each_caller(tmp_path: Path) -> None:
+    with examples_behind(LimitingHaProxy, tmp_path) as proxy, ExitStack() as stack:
         answers = [httpx.get(f"http://{proxy.rest}/v2", timeout=LONG_S) for _ in range(6)]
         assert (answers[0].status_code, answers[-1].status_code) == (200, 429)
         assert answers[-1].headers["retry-after"] == "10"
@@ -383,3 +404,13 @@ def test_documented_limits_apply_to_each_caller(tmp_path: Path) -> None:
         host, _, port = proxy.rest.partition(":")
         with pytest.raises(ConnectionResetError):  # of the last one, when it is opened or read
             [stack.enter_context(socket.create_connection((host, int(port)), LONG_S)) for _ in range(4)][-1].recv(1)
+
+
+def test_documented_headers_let_a_page_of_another_origin_read_answers(tmp_path: Path) -> None:
+    calls = [("GET", "", 200), ("OPTIONS", "/infer", 204), ("POST", "/infer", 400)]
+    with examples_behind(CorsNginx, tmp_path) as proxy:
+        for method, path, status in calls:
+            answer = httpx.request(method, f"http://{proxy.rest}/v2/models/simple{path}", timeout=LONG_S)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://app.example.com"
+            assert answer.headers["access-control-allow-headers"] == "authorization, content-type"
