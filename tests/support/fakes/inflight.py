@@ -1,7 +1,7 @@
 """In-flight requests that are created in one line, and their outcomes."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
 from ortserve.batching.batcher import Batcher
@@ -107,21 +107,6 @@ def submit(
     request = InflightRequest(timing, inputs, rows)
     batcher.submit(request, shape_class, terms)
     return Outcome(request)
-
-
-def submit_in_pieces(
-    batcher: Batcher,
-    inputs: Arrays,
-    rows: int,
-    shape_class: Hashable,
-    timing: Timing,
-    terms: Terms = NO_TERMS,
-) -> Coroutine[Any, Any, Arrays]:
-    return _wait_for(submit(batcher, inputs, rows, shape_class, timing, terms))
-
-
-async def _wait_for(outcome: Outcome) -> Arrays:
-    return await outcome
 
 
 def submit_to(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
-from fakes.inflight import Outcome, submit, submit_in_pieces
+from fakes.inflight import Outcome, submit
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
@@ -67,12 +67,6 @@ class Stage:
     ) -> Outcome:
         shape_class = Alone() if is_alone else rows.shape[1:]
         return submit(self.batcher, (rows,), len(rows), shape_class, timing or Timing(self.clock()), terms)
-
-    def submit_in_pieces(
-        self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
-    ) -> Coroutine[Any, Any, Arrays]:
-        timing = timing or Timing(self.clock())
-        return submit_in_pieces(self.batcher, (rows,), len(rows), rows.shape[1:], timing, terms)
 
     def within(self, finish_ns: int | None = None, start_ns: int | None = None, level: int = 0) -> Terms:
         """Terms with times relative to now."""
@@ -191,7 +185,7 @@ def test_tap_observes_the_batches_that_were_answered(tries_one_row: bool) -> Non
             *map(stage.submit, [rows_of(5), rows_of(POISON), rows_of(7, 8)]), return_exceptions=True
         )
         assert [isinstance(outcome, ServeError) for outcome in outcomes] == [False, True, False]
-        await stage.submit_in_pieces(rows_of(*range(10, 23)))
+        await stage.submit(rows_of(*range(10, 23)))
         await stage.submit(rows_of(30, 31), is_alone=True)
         stage.batcher.tap_batches(None)
         await stage.submit(rows_of(40))
@@ -439,7 +433,7 @@ def test_full_queue_rejects_at_once_until_there_is_room() -> None:
             )
             assert caught.value.retry_after_s == 1, "nothing is known of how long a batch takes"
         with pytest.raises(ServeError, match="Exceeds maximum queue size"):
-            await stage.submit_in_pieces(rows_of(*range(20)))
+            await stage.submit(rows_of(*range(20)))
         assert stage.queue.rows == 4
         await asyncio.gather(running, *waiting)
         assert_answered(await stage.submit(rows_of(7)), rows_of(7))
@@ -450,7 +444,7 @@ def test_full_queue_rejects_at_once_until_there_is_room() -> None:
 def test_request_larger_than_the_queue_is_accepted_by_an_empty_queue() -> None:
     async def main(stage: Stage) -> None:
         rows = rows_of(*range(1, 11))
-        assert_answered(await stage.submit_in_pieces(rows), rows)
+        assert_answered(await stage.submit(rows), rows)
 
     play(main, max_rows=2, max_queue_rows=4)
 
@@ -458,7 +452,7 @@ def test_request_larger_than_the_queue_is_accepted_by_an_empty_queue() -> None:
 def test_number_of_queued_pieces_of_a_request_is_limited() -> None:
     async def main(stage: Stage) -> None:
         rows = rows_of(*range(1, 1001))
-        task = stage.loop.create_task(stage.submit_in_pieces(rows))
+        task = asyncio.ensure_future(stage.submit(rows))
         waited = 0
         while not task.done():
             await asyncio.sleep(RUN_NS / 2e9)
@@ -473,9 +467,9 @@ def test_number_of_queued_pieces_of_a_request_is_limited() -> None:
 def test_rows_without_bytes_count_towards_the_row_limit() -> None:
     async def main(stage: Stage) -> None:
         few, many = np.empty((4, 0), np.float32), np.empty((5, 0), np.float32)
-        assert_answered(await stage.submit_in_pieces(few), few)
+        assert_answered(await stage.submit(few), few)
         with pytest.raises(ServeError, match=r"at most max_queue_rows 4 rows .* got 5 rows of 0 bytes") as caught:
-            await stage.submit_in_pieces(many)
+            await stage.submit(many)
         assert caught.value.kind is ErrorKind.INVALID_INPUT
 
     play(main, max_rows=2, max_queue_rows=4)
@@ -484,7 +478,7 @@ def test_rows_without_bytes_count_towards_the_row_limit() -> None:
 def test_close_waits_for_a_request_of_which_pieces_are_still_to_come() -> None:
     async def main(stage: Stage) -> None:
         rows = rows_of(*range(1, 301))
-        task = stage.loop.create_task(stage.submit_in_pieces(rows))
+        task = asyncio.ensure_future(stage.submit(rows))
         await asyncio.sleep(RUN_NS / 2e9)
         await stage.batcher.close()
         assert task.done()
@@ -501,7 +495,7 @@ def test_large_request_runs_in_pieces_beside_others() -> None:
         async def submit_small() -> Arrays:
             return await stage.submit(rows_of(11))
 
-        outputs, other = await asyncio.gather(stage.submit_in_pieces(large, timing), submit_small())
+        outputs, other = await asyncio.gather(stage.submit(large, timing), submit_small())
         assert_answered(outputs, large)
         assert_answered(other, rows_of(11))
         assert [run.sizes for run in stage.runner.runs] == [[4], [4], [2, 1]]
@@ -517,7 +511,7 @@ def test_large_request_of_short_runs_has_longer_pieces_until_memory_is_too_small
         await asyncio.gather(*(stage.submit(rows_of(number)) for number in range(6)))
         with pytest.raises(OutOfMemoryError):
             await stage.submit(rows_of(*[77] * 12))
-        assert_answered(await stage.submit_in_pieces(large), large)
+        assert_answered(await stage.submit(large), large)
         sizes = [run.sizes for run in stage.runner.runs]
         assert sizes == [[10], [1, 1, 1, 1], [1, 1], [12], [4], [4], [2]]
 
@@ -535,7 +529,7 @@ def test_longer_pieces_take_no_more_rows_of_the_queue_than_batches() -> None:
     async def main(stage: Stage) -> None:
         most = MAX_QUEUED_PIECES * 4
         large = np.ones((10 * most, 2), np.float32)
-        task = asyncio.ensure_future(stage.submit_in_pieces(large))
+        task = asyncio.ensure_future(stage.submit(large))
         while not task.done():
             assert stage.queue.rows <= most
             await asyncio.sleep(RUN_NS / 4e9)
@@ -548,7 +542,7 @@ def test_longer_pieces_take_no_more_rows_of_the_queue_than_batches() -> None:
 def test_large_request_fails_with_its_piece_and_leaves_nothing_in_the_queue() -> None:
     async def main(stage: Stage) -> None:
         with pytest.raises(ServeError, match="a row is poisoned"):
-            await stage.submit_in_pieces(rows_of(1, 2, POISON, 4, 5, 6, 7, 8))
+            await stage.submit(rows_of(1, 2, POISON, 4, 5, 6, 7, 8))
         await stage.submit(rows_of(9))
         ran = [first_values(run.parts) for run in stage.runner.runs]
         assert ran[-1] == [9]
@@ -559,7 +553,7 @@ def test_large_request_fails_with_its_piece_and_leaves_nothing_in_the_queue() ->
 
 def test_cancelled_large_request_does_not_run_its_remaining_pieces() -> None:
     async def main(stage: Stage) -> None:
-        task = stage.loop.create_task(stage.submit_in_pieces(rows_of(*range(1, 11))))
+        task = asyncio.ensure_future(stage.submit(rows_of(*range(1, 11))))
         await asyncio.sleep(RUN_NS / 2e9)
         task.cancel()
         await asyncio.wait({task})
@@ -585,7 +579,7 @@ def test_large_request_and_small_ones_of_its_shape_are_answered_while_more_shape
 def test_large_request_is_an_internal_error_when_a_piece_has_other_rows() -> None:
     async def main(stage: Stage) -> None:
         with pytest.raises(ServeError, match=r"output 0 has shape \[1, 2\] for a batch of 2 rows") as caught:
-            await stage.submit_in_pieces(rows_of(1, 2, 3))
+            await stage.submit(rows_of(1, 2, 3))
         assert caught.value.kind is ErrorKind.INTERNAL
 
     play(main, max_rows=2, compute=lambda rows: (rows[:1], rows[:1]))
@@ -602,7 +596,7 @@ def test_close_answers_admitted_requests_and_rejects_new_ones() -> None:
         assert "scheduler for model has stopped accepting new inference requests" in caught.value.message
         assert caught.value.retry_after_s == 1
         with pytest.raises(ServeError, match="stopped accepting"):
-            await stage.submit_in_pieces(rows_of(*range(20)))
+            await stage.submit(rows_of(*range(20)))
         await closing
         assert all(future.done() for future in futures)
         assert len(stage.runner.runs) == 2
@@ -834,7 +828,7 @@ def test_passed_deadline_is_rejected_before_the_queue() -> None:
             stage.submit(rows_of(1), terms=stage.within(finish_ns=0))
         assert (caught.value.kind, caught.value.retry_after_s) == (ErrorKind.DEADLINE, None)
         with pytest.raises(ServeError, match="deadline cannot be met"):
-            await stage.submit_in_pieces(rows_of(*range(20)), terms=stage.within(finish_ns=-1))
+            await stage.submit(rows_of(*range(20)), terms=stage.within(finish_ns=-1))
         assert not stage.runner.runs
         assert stage.batcher.learned().decisions == Decisions(refused_late=2)
 

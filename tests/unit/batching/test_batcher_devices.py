@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
-from fakes.inflight import Outcome, submit, submit_in_pieces
+from fakes.inflight import Outcome, submit
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
@@ -178,7 +178,7 @@ def test_a_request_too_large_for_the_memory_fails_and_the_next_one_runs_in_piece
         with pytest.raises(OutOfMemoryError):
             await stage.submit(large)
         assert stage.batcher.max_rows == 4
-        (whole, _) = await submit_in_pieces(stage.batcher, (large,), 8, None, Timing(stage.clock()))
+        (whole, _) = await submit(stage.batcher, (large,), 8, None, Timing(stage.clock()))
         np.testing.assert_array_equal(whole, answer(large)[0])
 
     play(main, compute=out_of_memory_over(4))
@@ -215,7 +215,7 @@ def test_a_size_that_fails_twice_at_once_makes_batches_smaller_once() -> None:
 def test_a_request_in_pieces_is_put_together_though_batches_became_smaller_meanwhile() -> None:
     async def main(stage: Stage) -> None:
         large = rows_of(*range(16))
-        answered = asyncio.ensure_future(submit_in_pieces(stage.batcher, (large,), 16, None, Timing(stage.clock())))
+        answered = submit(stage.batcher, (large,), 16, None, Timing(stage.clock()))
         await asyncio.sleep(0)
         failing = stage.submit(rows_of(*[OVER] * 8))
         np.testing.assert_array_equal((await answered)[0], answer(large)[0])

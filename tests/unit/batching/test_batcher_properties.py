@@ -8,16 +8,16 @@ import asyncio
 import math
 import os
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
-from fakes.inflight import Outcome, submit, submit_in_pieces
+from fakes.inflight import Outcome, submit
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRun, FakeRunner, answer
 from ortserve.batching.admission import QueueLimits
@@ -373,29 +373,18 @@ class Theatre:
         )
         batcher = self.batchers[arrival.model]
         args = (batcher, (rows,), len(rows), rows.shape[1], caller.timing, caller.terms)
-        future: Outcome | asyncio.Task[Arrays]
         try:
-            if caller.is_piece_wise:
-                future = self.loop.create_task(self._ask_in_pieces(caller, submit_in_pieces(*args)))
-            else:
-                future = submit(*args)
+            outcome = caller.outcome = submit(*args)
         except ServeError as error:
             self._settle(caller, error)
             return
-        caller.outcome = future if isinstance(future, Outcome) else None
-        future.add_done_callback(lambda future: self._settle(caller, _outcome(future)))
+        outcome.add_done_callback(lambda outcome: self._settle(caller, _outcome(outcome)))
         if arrival.cancel_after_ns is not None:
-            self.loop.call_later(arrival.cancel_after_ns / 1e9, future.cancel)
-
-    async def _ask_in_pieces(self, caller: Caller, asking: Coroutine[Any, Any, Arrays]) -> Arrays:
-        try:
-            return await asking
-        finally:
-            caller.settled_ns = self.clock()  # this task's outcome is recorded later
+            self.loop.call_later(arrival.cancel_after_ns / 1e9, outcome.cancel)
 
     def _settle(self, caller: Caller, outcome: Arrays | ServeError | Literal["cancelled"]) -> None:
         caller.outcomes.append(outcome)
-        caller.settled_ns = caller.settled_ns or self.clock()
+        caller.settled_ns = self.clock()
         if caller.arrival.cancels is not None and not isinstance(outcome, tuple):
             other = self.callers[caller.arrival.cancels].outcome
             if other is not None:
@@ -418,12 +407,12 @@ class Theatre:
         return None if close_ns is None else closing_ns, self.clock()
 
 
-def _outcome(future: "asyncio.Future[Arrays] | Outcome") -> Arrays | ServeError | Literal["cancelled"]:
-    if future.cancelled():
+def _outcome(outcome: Outcome) -> Arrays | ServeError | Literal["cancelled"]:
+    if outcome.cancelled():
         return "cancelled"
-    error = future.exception()
+    error = outcome.exception()
     if error is None:
-        return future.result()[:2]
+        return outcome.result()[:2]
     assert isinstance(error, ServeError)
     return error
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
-from fakes.inflight import Outcome, inflight, submit, submit_in_pieces
+from fakes.inflight import Outcome, inflight, submit
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, answer, rows_of
 from ortserve.batching.admission import QueueLimits
@@ -177,7 +177,7 @@ def test_large_request_still_runs_in_pieces_of_as_many_rows_as_before() -> None:
         await stage.ask(rows_of(1), rows_of(LOUD))
         await stage.rest()
         rows = rows_of(*range(20))
-        await submit_in_pieces(stage.batcher, (rows,), 20, rows.shape[1:], Timing(stage.clock()))
+        await submit(stage.batcher, (rows,), 20, rows.shape[1:], Timing(stage.clock()))
         assert stage.sizes()[3:] == [[8], [8], [4]]
 
     play(main, mixing)
