@@ -1,5 +1,6 @@
 """Shadow and canary rollouts on real servers: wrong, slow and crashing candidates do not affect callers."""
 
+import os
 import re
 import threading
 from collections import Counter
@@ -399,6 +400,35 @@ def test_rollout_of_the_file_begins_when_its_candidate_has_arrived(tmp_path: Pat
         server.wait_for_line("rollout began", "model=m candidate=2")
         assert caller.ask()[0] == ("2" if mode == "canary" else "1")
         assert rollout_of(server, "m")["ended"] is None
+
+
+@pytest.mark.parametrize("next_rollout", ["", "rollout: {candidate: 3, mode: canary, share: 1}\n"])
+def test_rollout_that_the_file_drops_ends_before_new_versions_are_loaded(tmp_path: Path, next_rollout: str) -> None:
+    """The new file names a sample that is a pipe, so that the loads wait until the test ends them."""
+    repository = tmp_path / "repository"
+    add_pair(repository, "m", builders.identity, builders.identity)
+    folder = add_model(repository, "m", builders.identity, version=3)
+    begun = "version_policy: {specific: [1, 2]}\nrollout: {candidate: 2, mode: canary, share: 1}\n"
+    (folder / "model.yaml").write_text(f"labels: {{stable: 1}}\n{begun}")
+    sample = folder / "warmup" / "row"
+    sample.parent.mkdir()
+    os.mkfifo(sample)
+    polled = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
+    with serving(repository, *polled) as server, calling(server, "m") as caller:
+        assert caller.ask()[0] == "2"
+        samples = "warmup_samples: [{inputs: {x: {file: row}}}]\n"
+        (tmp_path / "model.yaml").write_text(f"labels: {{stable: 1}}\n{ALL}{samples}{next_rollout}")
+        (tmp_path / "model.yaml").replace(folder / "model.yaml")
+        with sample.open("wb") as writer:  # returns when a load opens the sample
+            wait_until(lambda: caller.ask()[0] == "1")
+            document = rollout_of(server, "m")
+            assert (document["rollout"] is None, document["figures"]["requests"]) == (not next_rollout, 0)
+            sample.unlink()
+            sample.write_bytes(ONES["x"].tobytes())
+            writer.write(ONES["x"].tobytes())
+        server.wait_for_line("model is ready", "version=3")
+        wait_until(lambda: caller.ask()[0] == ("3" if next_rollout else "1"))
+    assert "rollout has no effect" not in server.output
 
 
 def in_repository(server: ServerProcess, model: str, to: str) -> None:

@@ -200,6 +200,7 @@ class Reconciler:
         if not is_forced and self.waits_for_request(source):
             self._versions.offer(source)
             self._retries.forget(name)
+            self._on_versions(name)
             return []
         self._versions.forget(
             record
@@ -236,11 +237,9 @@ class Reconciler:
         if versions:
             log_without_effect(name, source.without_effect)
         failed = self._known_failures(source) if is_awaited else {}
-        incoming = [
-            self._versions.announce(name, version, source, is_awaited=is_awaited)
-            for version in versions
-            if version not in failed
-        ]
+        due = [version for version in versions if version not in failed]
+        incoming = [self._versions.announce(name, version, source, is_awaited=is_awaited) for version in due]
+        self._on_versions(name)  # A rollout that the source lacks must not last until the loads have ended.
         for record in incoming[1:]:
             record.continues = True
         failures = [f"version {version}: {reason}" for version, reason in failed.items()] + [

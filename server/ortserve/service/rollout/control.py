@@ -193,12 +193,14 @@ class RolloutService:
         elif self._reported.get(model) != problem:
             self._reported[model] = problem
             log_event(logger, logging.WARNING, "rollout has no effect", model=model, reason=problem)
-        if options is None or compared is None or problem:
-            if live is not None:
-                live.is_over = True
-                del self._live[model], self._compared[model]
+        if live is not None and live.options == options and self._compared[model] == compared and not problem:
+            return
+        if live is not None:
+            live.is_over = True
+            del self._live[model], self._compared[model]
+        if options is None or compared is None or problem or self._is_coming(model, options.candidate):
             self._registry.set_rollout(model, None)
-        elif live is None or live.options != options or self._compared.get(model) != compared:
+        else:
             self._live[model] = LiveRollout(
                 model, options, self._registry.find, self._clock, self._threads, self._on_decision
             )
@@ -213,6 +215,10 @@ class RolloutService:
                 mode=options.mode,
                 share=options.share,
             )
+
+    def _is_coming(self, model: str, candidate: int) -> bool:
+        """Whether the candidate is being loaded, so that the rollout begins later."""
+        return any(record.version == candidate and record.is_loading for record in self._registry.records_of(model))
 
     def _what_is_compared(self, model: str, candidate: int) -> _Compared:
         stable = self._registry.labels(model).get(STABLE)
