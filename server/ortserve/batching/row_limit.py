@@ -15,8 +15,12 @@ from ortserve.batching.groups import RequestGroup
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue, ShapeClass
 
-_TRIALS: Final = 8
-"""Number of batches of another size that decide about it, by the median, so that interrupted ones do not matter."""
+_MIN_TRIALS: Final = 8
+_MAX_TRIALS: Final = 64
+"""Numbers of batches of another size that decide about it, by how many of them were better, so that interrupted ones do
+not matter. More than the minimum run while chance could explain the result."""
+_CLEARLY: Final = 2.0
+"""Standard deviations of the number of better batches if chance alone decided, beyond which a result is clear."""
 _FIRST_INTERVAL: Final = 4
 _MAX_INTERVAL: Final = 4096
 """Numbers of full batches between two batches of another size. The interval doubles with each decision against it."""
@@ -25,7 +29,9 @@ _WORTHWHILE: Final = 0.95
 _LONG_NS: Final = 10_000_000
 """Smaller batches are tried only if full ones take longer, and so delay requests that arrive meanwhile."""
 _RECENT: Final = 16
-"""A batch of another size is compared with a full batch of its shape class among so many last ones."""
+_COMPARED: Final = 5
+"""A batch of another size is compared with the median of so many full batches of its shape class, among the last
+``_RECENT``."""
 _LOST: Final = 64
 """Number of batches after which one of another size counts as failed if its result is not known."""
 
@@ -34,19 +40,19 @@ class _Full(NamedTuple):
     """A full batch that ran."""
 
     shape_class: ShapeClass
-    ns: int
     row_ns: float
 
 
 class _Size:
     """The batches of twice or half the maximum, compared with full batches."""
 
-    __slots__ = ("_full", "_interval", "_ratios")
+    __slots__ = ("_better", "_full", "_interval", "_trials")
 
     def __init__(self) -> None:
         self._interval = _FIRST_INTERVAL
         self._full = 0
-        self._ratios: list[float] = []
+        self._trials = 0
+        self._better = 0
 
     @property
     def is_due(self) -> bool:
@@ -58,14 +64,18 @@ class _Size:
     def begin(self) -> None:
         self._full = 0
 
-    def add(self, ratio: float) -> float | None:
-        """Add the time per row of a batch, divided by that of a full one. Returns the median of enough of them."""
-        self._ratios.append(ratio)
-        return statistics.median(self._ratios) if len(self._ratios) == _TRIALS else None
+    def add(self, *, is_better: bool) -> bool | None:
+        """Add a batch. Returns whether most batches were better, once that is clear or enough of them ran."""
+        self._trials += 1
+        self._better += is_better
+        lead = 2 * self._better - self._trials
+        if self._trials < _MIN_TRIALS or (self._trials < _MAX_TRIALS and lead**2 < _CLEARLY**2 * self._trials):
+            return None
+        return lead > 0
 
     def decide(self, *, is_rarer: bool) -> None:
-        """Forget the ratios, and possibly double the interval."""
-        self._ratios = []
+        """Forget the batches, and possibly double the interval."""
+        self._trials = self._better = 0
         if is_rarer:
             self._interval = min(2 * self._interval, _MAX_INTERVAL)
 
@@ -100,7 +110,7 @@ class RowLimit:
             return policy
         if 2 * max_rows <= min(queue.rows, self._most_rows) and self._larger.is_due:
             rows, self._tried = 2 * max_rows, self._larger
-        elif max_rows > 1 and self._recent[-1].ns >= _LONG_NS and self._smaller.is_due:
+        elif max_rows > 1 and self._smaller.is_due and self._are_long(max_rows):
             rows, self._tried = max_rows // 2, self._smaller
         else:
             return policy
@@ -124,7 +134,7 @@ class RowLimit:
                 self._trial = None
                 return self._judge(math.inf, policy)
         if rows <= max_rows < 2 * rows and not (group.is_check or group.tries_one_row or group.shape_class.runs_alone):
-            self._recent.append(_Full(group.shape_class, ns, ns / rows))
+            self._recent.append(_Full(group.shape_class, ns / rows))
             self._larger.count_full()
             self._smaller.count_full()
         return policy
@@ -138,17 +148,24 @@ class RowLimit:
             is_of_size = rows <= max_rows // 2 < 2 * rows
         if not is_of_size or group.tries_one_row or group.shape_class.runs_alone:
             return None
-        full = next((full for full in reversed(self._recent) if full.shape_class is group.shape_class), None)
-        return ns / rows / full.row_ns if full is not None and full.row_ns else None
+        full_ns = [full.row_ns for full in reversed(self._recent) if full.shape_class is group.shape_class]
+        row_ns = statistics.median(full_ns[:_COMPARED]) if full_ns else 0.0
+        return ns / rows / row_ns if row_ns else None
+
+    def _are_long(self, max_rows: int) -> bool:
+        """Whether full batches take long. Not by the last one: it is compared with the trial, and may be an outlier."""
+        latency = self._recent[-1].shape_class.batch_latency
+        return (latency.predict_ns(max_rows) or 0.0) >= _LONG_NS
 
     def _judge(self, ratio: float | None, policy: BatchPolicy) -> BatchPolicy:
-        """Add a ratio, and decide if there are enough of them. Returns the policy from now on."""
-        tried = self._tried
-        median = None if ratio is None else tried.add(ratio)
-        if median is None:
+        """Add a ratio, and decide once that is possible. Returns the policy from now on."""
+        if ratio is None:
             return policy
+        tried = self._tried
         is_larger = tried is self._larger
-        is_better = median < _WORTHWHILE if is_larger else median <= 1
+        is_better = tried.add(is_better=ratio < _WORTHWHILE if is_larger else ratio <= 1)
+        if is_better is None:
+            return policy
         tried.decide(is_rarer=not is_better)
         if not is_better:
             return policy

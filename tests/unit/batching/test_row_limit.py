@@ -117,6 +117,31 @@ def test_other_work_on_the_machine_decides_no_maximum(
     assert line.policy.max_rows in expected
 
 
+def test_chance_seldom_decides_for_a_maximum(loop: asyncio.AbstractEventLoop) -> None:
+    """Of twenty models without gain whose runs vary by a fifth, few run in larger batches."""
+    found = []
+    for seed in range(20):
+        noise = random.Random(seed)
+
+        def batch_ns(rows: int, noise: random.Random = noise) -> float:
+            return rows * 0.1 * MS * noise.lognormvariate(0, 0.2)
+
+        line = Line(1, 16, loop)
+        line.run(batch_ns, 2000)
+        found.append(line.policy.max_rows)
+    assert max(found) <= 2
+    assert found.count(1) >= 12
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_interrupted_full_batch_makes_no_batches_smaller(seed: int, loop: asyncio.AbstractEventLoop) -> None:
+    """Full batches take 8 ms, and now and then over 10 ms. Smaller ones take longer per row."""
+    noise = random.Random(seed)
+    line = Line(8, 8, loop)
+    line.run(lambda rows: (1 + rows) * 0.9 * MS * noise.lognormvariate(0, 0.3), 3000)
+    assert line.changes == []
+
+
 def test_nearly_equal_sizes_are_changed_ever_more_rarely(loop: asyncio.AbstractEventLoop) -> None:
     noise = random.Random(0)
     line = Line(16, 128, loop)
