@@ -43,6 +43,7 @@ _apart("elementwise: PRelu", "float[N,3,5] x", "y = PRelu(x, w)", "float[3,1] w"
 _apart("elementwise: dropout in inference", _X, "y = Dropout(x, r)", "float r = {0.5}")
 _apart("elementwise: fused", _SEQUENCE, "a = com.microsoft.BiasGelu(x, w) b = com.microsoft.FastGelu(a) c = com.microsoft.QuickGelu(b) y = com.microsoft.Gelu(c)", "float[8] w")
 _apart("elementwise: a mask as long as two sequences together", "float[N,A,2] x, float[N,B,2] z, float[N,C] m", "c = Concat<axis=1>(x, z) r = ReduceSum<keepdims=0>(c, two) a = Add(r, m) g = Unsqueeze(a, one) e = Expand(g, heads) l = Shape<start=1, end=2>(c) t = Concat<axis=0>(less, l) f = Reshape(e, t) p = Softmax<axis=1>(f) k = Concat<axis=0>(less, two, l) y = Reshape(p, k)", "int64[1] two = {2}, int64[1] one = {1}, int64[1] less = {-1}, int64[3] heads = {1, 2, 1}", sizes={"A": 2, "B": 3, "C": 5})
+_apart("elementwise: the bits of numbers", _X, "a = BitCast<to=6>(x) b = BitwiseNot(a) y = BitCast<to=1>(b)", opset=26)
 _apart("elementwise: texts", "string[N,3] x", "y = Equal(x, w)", 'string[1] w = {"red"}', opset=19)
 _meet("elementwise: a column and a vector", "float[N,1] x, float[N] z", "y = Sub(x, z)")
 _meet("elementwise: rows on two axes", "float[N,1] x, float[1,N] z", "y = Add(x, z)")
@@ -231,6 +232,9 @@ _meet("gather: rows by rows", "float[N,4] x, int64[N] i", "y = Gather(x, i)", fe
 _meet("gather: elements over rows", "float[N,4] x, int64[N,4] i", "y = GatherElements<axis=0>(x, i)", feeds={"i": [[[0, -1, 0, 0]], [[-1, 0, 0, -1]], [[0, 0, 0, 0]]]})
 _meet("gather: GatherND without a batch", "float[N,4] x, int64[N,1] i", "y = GatherND(x, i)", feeds={"i": [[[0]], [[-1]], [[-1]]]})
 _apart("gather: columns of quantized blocks", "int64[N] i", "y = com.microsoft.GatherBlockQuantized<gather_axis=1, quantize_axis=0, block_size=16>(w, i, s)", "uint4[32,4] w, float[2,4] s")
+_apart("gather: a cache that is updated", "float[N,2,6,4] p, float[N,2,3,4] x, int64[N] i", "y = TensorScatter(p, x, i)", opset=24)
+_apart("gather: a ring that is updated", "float[N,6,4] p, float[N,3,4] x, int64[N] i", "y = TensorScatter<axis=1, mode=\"circular\">(p, x, i)", opset=24, below=6)
+_meet("gather: a ring of rows that is updated", "float[2,N,4] p, float[2,N,4] x", "y = TensorScatter<mode=\"circular\">(p, x, i)", "int64[2] i = {1, 1}", opset=24)
 _meet("gather: scattered over rows", "float[N,4] x, int64[N,4] i, float[N,4] z", "y = ScatterElements<axis=0>(x, i, z)", feeds={"i": [[[0, 0, 0, 0]], [[0, 0, -1, -1]], [[0, 0, 0, 0]]]})
 _apart("reshape: a table cut to the length, which is called like it", "float[N,L,4] x", "l = Shape<start=1, end=2>(x) p = Slice(w, zero, l, zero) a = Add(x, p) f = Flatten<axis=2>(a) s = Shape(x) r = Reshape(f, s) y = Softmax<axis=1>(r)", "float[9,4] w, int64[1] zero = {0}, float[L,4] p")
 _apart("reshape: positions in a square grid", "float[N,4,3] x", "r = Pow(n, h) w = Cast<to=7>(r) q = Sqrt(n) v = Cast<to=7>(q) t = Concat<axis=0>(one, w, v, c) p = Reshape(k, t) u = Reshape(p, flat) y = Add(x, u)", "float[1] n = {4}, float h = {0.5}, int64[1] one = {1}, int64[1] c = {3}, float[1,4,3] k, int64[3] flat = {1, -1, 3}")
@@ -271,6 +275,12 @@ _meet("quantize: QLinearConcat along rows", "uint8[N,4] x, uint8[N,4] v", "y = c
 
 # Attention.
 _apart("attention: com.microsoft", _SEQUENCE, "y = com.microsoft.Attention<num_heads=2>(x, w, b)", "float[8,24] w, float[24] b")
+for _domain, _opset in (("", 27), ("com.microsoft.", 17)):
+    _apart(f"attention: linear, {_domain}", "float[N,L,8] q, float[N,L,4] k, float[N,L,6] v, float[N,2,2,3] p, float[N,L,2] d, float[N,L,2] b", f"a, s = {_domain}LinearAttention<q_num_heads=4, kv_num_heads=2>(q, k, v, p, d, b) y, y1 = {_domain}LinearAttention<q_num_heads=4, kv_num_heads=2>(q, k, v, s, d, b)", opset=_opset, scale=0.5)
+    _meet(f"attention: linear, along the rows, {_domain}", "float[1,N,4] x", f'y, s = {_domain}LinearAttention<q_num_heads=2, kv_num_heads=2, update_rule="linear">(x, x, x)', opset=_opset)
+    _apart(f"attention: a convolution of the past, {_domain}", "float[N,3,L] x, float[N,3,2] p", f'a, s = {_domain}CausalConvWithState<activation="silu">(x, w, b, p) c = Add(a, x) y, y1 = {_domain}CausalConvWithState(c, w, , s)', "float[3,1,3] w, float[3] b", opset=_opset)
+    _apart(f"attention: a convolution without a past, {_domain}", "float[N,3,L] x", f"y, y1 = {_domain}CausalConvWithState(x, w)", "float[3,1,3] w", opset=_opset)
+    _meet(f"attention: a convolution along the rows, {_domain}", "float[2,3,N] x", f"y, s = {_domain}CausalConvWithState(x, w)", "float[3,1,3] w", opset=_opset)
 _apart("attention: masked", "float[N,L,8] x, int32[N,L] m", "y = com.microsoft.Attention<num_heads=2>(x, w, b, m)", "float[8,24] w, float[24] b", below=2, feeds={"m": [[[1, 1, 1, 0, 0]], [[1, 1, 1, 1, 1]], [[1, 0, 0, 0, 0]]]})
 _apart("attention: many heads", "float[N,L,8] q, float[N,T,8] k, float[N,T,8] v", "y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v)")
 _apart("attention: of the standard", "float[N,2,L,4] q, float[N,2,T,4] k, float[N,2,T,4] v", "y = Attention(q, k, v)", opset=23)

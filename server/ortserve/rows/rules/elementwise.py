@@ -73,6 +73,11 @@ def test(call: Call) -> Output:
     return broadcast(call, call.present(), BOOL)
 
 
+def bit_cast(call: Call) -> Output:
+    """The bits of each element as another type of the same size."""
+    return call.same_shape(call.operand(0), call.integer("to", 0))
+
+
 def relu(call: Call) -> Output:
     value = call.operand(0)
     return broadcast(call, [value], value.dtype, Facts(nonnegative=value.is_integer))
@@ -337,6 +342,7 @@ RULES: Final[Rules] = {
     **{("", op): rule(plain) for op in (*_UNARY.split(), *_BINARY.split())},
     ("", "PRelu"): rule(parametric),
     **{("", op): rule(test) for op in _TESTS.split()},
+    ("", "BitCast"): rule(bit_cast),
     ("", "Relu"): rule(relu),
     ("", "Clip"): rule(clip),
     ("", "Dropout"): rule(dropout, parameters=(1, 2)),

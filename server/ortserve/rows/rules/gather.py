@@ -87,6 +87,14 @@ def scatter_elements(call: Call) -> Output:
     return call.result(dims, like, like.axis if like is not None else 0, value.dtype)
 
 
+def tensor_scatter(call: Call) -> Output:
+    """An update that is written into the cache of each batch entry, at positions of the entry."""
+    value = call.operand(0)
+    dims = call.dims(value)
+    like = _same_rows(call, call.axis("axis", -2, len(dims)))
+    return call.result(dims, like, like.axis if like is not None else 0, value.dtype)
+
+
 def _same_rows(call: Call, axis: int) -> Value | None:
     """An operand with rows; None without rows.
 
@@ -212,6 +220,7 @@ RULES: Final[Rules] = {
     ("", "GatherElements"): rule(gather_elements),
     ("", "ScatterElements"): rule(scatter_elements),
     ("", "Scatter"): rule(scatter_elements),
+    ("", "TensorScatter"): rule(tensor_scatter),
     ("", "GatherND"): rule(gather_nd, keeps_stride=True),
     ("com.microsoft", "GatherND"): rule(gather_nd, keeps_stride=True),
     ("", "ScatterND"): rule(scatter_nd, keeps_stride=True),

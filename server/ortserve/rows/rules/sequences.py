@@ -179,6 +179,46 @@ def onnx_attention(call: Call) -> Output:
     ]
 
 
+def linear_attention(call: Call) -> Output:
+    """``LinearAttention``: query, key, value, state, decay, update rate."""
+    query = call.operand(0)
+    dims, key, value = (call.dims(call.operand(index)) for index in range(3))
+    heads, shared = call.integer("q_num_heads", 0), call.integer("kv_num_heads", 0)
+    if not len(dims) == len(key) == len(value) == 3 or heads < 1 or shared < 1 or call.integer("state_window", 0):
+        raise NotKnownError("has operands that its rule does not expect")
+    _check_first(query)
+    for index in range(1, 6):
+        _check_rows(call, query, index)
+    symbols = call.symbols
+    width, per_head = (symbols.divide_whole(size, shared) for size in (key[2], value[2]))
+    state = call.operand(3).dtype if call.has(3) else query.dtype
+    return [
+        call.result((*dims[:2], symbols.multiply(per_head, max(heads, shared))), query, 0, query.dtype),
+        call.result((dims[0], shared, width, per_head), query, 0, state),
+    ]
+
+
+_OF_CONVOLVED_STATES: Final = (
+    "channels_last",
+    "state_window",
+    "state_update_capacity",
+    "state_length",
+    "input_channels",
+)
+
+
+def causal_convolution(call: Call) -> Output:
+    """``CausalConvWithState``: input, kernel, bias, state."""
+    value = call.operand(0)
+    dims = call.dims(value)
+    if len(dims) != 3 or call.integer("ndim", 1) != 1 or any(call.integer(name, 0) for name in _OF_CONVOLVED_STATES):
+        raise NotKnownError("has operands that its rule does not expect")
+    _check_first(value)
+    _check_rows(call, value, 3)
+    state = (*dims[:2], call.dims(call.operand(3))[2] if call.has(3) else call.symbols.fresh(0))
+    return [call.same_shape(value), call.result(state, value, 0, value.dtype)]
+
+
 def embed(call: Call) -> Output:
     """``EmbedLayerNormalization``: ids, segments, three tables, gamma, beta, mask, positions."""
     ids = call.operand(0)
@@ -293,6 +333,10 @@ RULES: Final[Rules] = {
     ("com.microsoft", "MultiHeadAttention"): rule(multi_head, parameters=(3,)),
     ("com.microsoft", "GroupQueryAttention"): rule(group_query, parameters=(6, 7, 8, 11, 12, 13, 14, 15)),
     ("", "Attention"): rule(onnx_attention),
+    **{(domain, "LinearAttention"): rule(linear_attention) for domain in ("", "com.microsoft")},
+    **{
+        (domain, "CausalConvWithState"): rule(causal_convolution, parameters=(1, 2)) for domain in ("", "com.microsoft")
+    },
     ("com.microsoft", "EmbedLayerNormalization"): rule(embed, parameters=(2, 3, 4, 5, 6)),
     ("com.microsoft", "RotaryEmbedding"): rule(rotary, parameters=(2, 3)),
     ("", "RotaryEmbedding"): rule(onnx_rotary),
