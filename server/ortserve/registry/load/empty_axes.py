@@ -24,13 +24,14 @@ _QUANTIZED_PRODUCTS: Final = {
     "DynamicQuantizeMatMul": 1,
     "MatMulInteger": 1,
     "MatMulIntegerToFloat": 1,
+    "QGemm": 3,
     "QLinearMatMul": 3,
 }
 _PRODUCTS: Final = {"MatMul": 1, "Gemm": 1} | _QUANTIZED_PRODUCTS
 """Products of matrices, with the index of the second one. The first two are quantized behind DequantizeLinear."""
 _COMPUTED_PRODUCTS: Final = frozenset({"FusedMatMul", "MatMul"})
 """Products that are not quantized, of which some are not written, or end the process, before ONNX Runtime 1.32."""
-_KERNELS: Final = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
+_KERNELS: Final = {"Conv": 1, "ConvInteger": 1, "FusedConv": 1, "QLinearConv": 3}
 """Convolutions, with the place of the kernel."""
 _QUANTIZED_TERMS: Final = frozenset({"QLinearAdd", "QLinearMul"})
 _TERMS: Final = frozenset({"Add", "Mul"})
