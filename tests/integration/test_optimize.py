@@ -115,12 +115,16 @@ def test_a_copy_of_the_source_is_written_but_not_published(run: Run, tmp_path: P
     folder.mkdir(parents=True)
     source = Path(shutil.copy(CORPUS / "torch_mlp.onnx", folder / "model.onnx"))
 
-    done = run(tmp_path / "models" / "cnn", "--publish", "-o", tmp_path / "out.onnx", "--json", *FAST)
+    done = run(tmp_path / "models" / "cnn", "--publish", "-o", tmp_path / "out.onnx", "--json", *FAST, "--seconds", "1")
 
     assert done.returncode == 0, done.stderr
-    assert not any(step["is_kept"] for step in json.loads(done.stdout)["steps"])
+    result = json.loads(done.stdout)
+    assert not any(step["is_kept"] for step in result["steps"])
     assert (tmp_path / "out.onnx").read_bytes() == source.read_bytes()
-    assert "nothing is published" in done.stdout
+    copied, unpublished = result["delivered"]["notes"]
+    assert "out.onnx is a copy of the source" in copied
+    assert "nothing is published" in unpublished
+    assert (result["speed"], result["agreement"]["outputs"][0]["cosine"]) == (None, 0)
     assert [path.name for path in folder.parent.iterdir()] == ["1"]
 
 

@@ -167,16 +167,22 @@ def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Mak
 
 
 def _compare(given: argparse.Namespace, work: Work) -> CompareResult:
-    return compare_models(work.reference, work.reference.at(work.model), work.inputs, seconds=given.seconds)
+    """Compare the model with the source. The speed of a copy is that of the source, so it is not measured."""
+    seconds = given.seconds if any(step.is_kept for step in work.steps) else 0.0
+    return compare_models(work.reference, work.reference.at(work.model), work.inputs, seconds=seconds)
 
 
 def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, work: Work) -> Delivered:
     kept = [step.name for step in work.steps if step.is_kept]
-    notes: tuple[str, ...] = ()
-    if given.publish is not None and not kept:
-        given.publish, notes = None, ("nothing is published, because no step improved the model",)
+    notes: list[str] = []
+    if not kept:
+        if given.output is not None:
+            notes.append(f"{given.output} is a copy of the source, because no step improved the model")
+        if given.publish is not None:
+            given.publish = None
+            notes.append("nothing is published, because no step improved the model")
         if given.output is None:
-            return Delivered(notes=notes)
+            return Delivered(notes=tuple(notes))
     provenance = make_provenance(
         source,
         staged,
