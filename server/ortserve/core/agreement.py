@@ -230,8 +230,9 @@ class _OutputMeter:
 
 
 def _cosine_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """The cosine error of the worst row. A row of zeros agrees only with zeros."""
+    """The cosine error of the worst row. A row of zeros agrees only with zeros, and equal rows have no error at all."""
     lengths = np.linalg.norm(expected, axis=1), np.linalg.norm(found, axis=1)
     product = lengths[0] * lengths[1]
     cosines = (expected * found).sum(axis=1) / np.where(product == 0, 1, product)
-    return float(max(0.0, 1 - np.where(product == 0, lengths[0] == lengths[1], cosines).min()))
+    cosines = np.where(product == 0, 0, cosines)
+    return float(max(0.0, 1 - np.where((expected == found).all(axis=1), 1, cosines).min()))

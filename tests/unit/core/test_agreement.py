@@ -16,9 +16,10 @@ def compare(reference: np.ndarray, candidate: np.ndarray, samples: int = 2) -> A
 
 
 def test_equal_outputs_have_no_error() -> None:
-    (error,) = compare(REFERENCE, REFERENCE).outputs
-    assert (error.max, error.relative, error.top1) == (0, 0, 0)
-    assert error.cosine == pytest.approx(0)
+    """The cosine of a row with itself is not exactly 1 in floating point."""
+    rows = np.random.default_rng(0).random((50, 10), np.float32)
+    (error,) = compare(rows, rows, 50).outputs
+    assert (error.max, error.relative, error.cosine, error.top1) == (0, 0, 0, 0)
 
 
 def test_errors_of_numbers_are_measured() -> None:
