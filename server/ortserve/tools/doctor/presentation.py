@@ -60,8 +60,8 @@ def _entries(record: Any) -> dict[str, Cell]:
         if field.name in ("models", "metrics"):
             continue
         if field.name == "instruction_sets":
-            entries["has"] = " ".join(name for name, has in value.items() if has)
-            entries["has not"] = " ".join(name for name, has in value.items() if not has)
+            entries["has"] = " ".join(name for name, has in value.items() if has) or None
+            entries["has not"] = " ".join(name for name, has in value.items() if not has) or None
         elif isinstance(value, Mapping):
             entries |= {f"{_words(field.name)} {name}": _cell("", each) for name, each in value.items()}
         else:
