@@ -68,6 +68,13 @@ def test_workflows_run_targets_and_scripts_that_exist() -> None:
     assert all((ROOT / script).is_file() for script in scripts)
 
 
+def test_actions_are_pinned_to_commits() -> None:
+    """A tag can move to other code, which would run with the secrets of a release. Dependabot updates both parts."""
+    used = [line for path in WORKFLOWS for line in re.findall(r"\buses: (.*)", path.read_text())]
+    assert used
+    assert not [line for line in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)]
+
+
 def test_images_are_stages_of_the_dockerfile() -> None:
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     built = {image["target"] for image in workflow("release")["jobs"]["image"]["strategy"]["matrix"]["include"]}
