@@ -88,6 +88,9 @@ def test_wheels_are_built_of_every_supported_version() -> None:
     matrix = workflow("ci")["jobs"]["steps"]["strategy"]["matrix"]
     assert built == [*matrix["python"], *(job["python"] for job in matrix["include"])]
     assert PYPROJECT["project"]["requires-python"] == f">={built[0]}"
+    assert {f"Programming Language :: Python :: {version}" for version in built} <= set(
+        PYPROJECT["project"]["classifiers"]
+    )
     script = re.search(r"\{project\}/(\S+)", settings["test-command"])
     assert script is not None
     assert (ROOT / script[1]).is_file()
