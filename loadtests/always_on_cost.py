@@ -79,7 +79,7 @@ class Callers:
         self._connections: list[Any] = []
         for _ in range(CONNECTIONS):
             connection = inside.config.http_protocol_class(
-                config=inside.config, server_state=inside.server_state, app_state={}, _loop=loop
+                config=inside.config, server_state=inside.server_state, _loop=loop
             )
             connection.connection_made(FakeSocket(self._on_answer))
             self._connections.append(connection)
