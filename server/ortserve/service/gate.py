@@ -131,8 +131,8 @@ class Hold:
         gate.held_bytes += size
         self._size += size
 
-    def count(self, size: int) -> None:
-        """Set the reservation to ``size`` bytes without a check, for bytes that are in memory already."""
+    def set_unchecked(self, size: int) -> None:
+        """Set the reservation to ``size`` bytes beyond any limit, for bytes that are in memory already."""
         self._gate.held_bytes += size - self._size
         self._size = size
 

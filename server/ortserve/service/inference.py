@@ -208,7 +208,7 @@ class InferenceService:
     async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]", hold: Hold) -> Arrays:
         """Run a request that is being decoded. ``hold`` reserves the memory of decoding, then that of the tensors."""
         request = await asyncio.shield(decoding)
-        hold.count(sum([_memory_bytes(tensor) for tensor in request.inputs]))
+        hold.set_unchecked(sum([_memory_bytes(tensor) for tensor in request.inputs]))
         call.request = request
         try:
             call.served = self._registry.find(request.model_name, request.model_version)

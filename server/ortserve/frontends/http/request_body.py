@@ -67,7 +67,7 @@ class IncomingBody:
     def settle(self) -> None:
         """Shrink the reservation to the received bytes, so that announcements alone do not block other callers."""
         if self._hold.size > self._size:
-            self._hold.count(self._size)
+            self._hold.set_unchecked(self._size)
 
     def place_rest(self) -> LargeBody | None:
         """Return memory for the rest of the body; None if the rest arrives in parts, or has its memory already."""

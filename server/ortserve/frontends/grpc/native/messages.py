@@ -171,7 +171,7 @@ class _InflatedBytes:
         """Count inflated bytes. Raises ServeError: overloaded, only beyond the size of a window."""
         self._size += part_bytes
         if self._size <= STREAM_WINDOW:
-            self._hold.count(self._compressed_bytes + self._size)
+            self._hold.set_unchecked(self._compressed_bytes + self._size)
         else:
             self._hold.grow(part_bytes)
 

@@ -166,7 +166,7 @@ class Receiving:
             stream.since_ns, stream.since_bytes = self._life.heard_ns, 0
         kept = stream.kept_bytes
         if stream.takes_messages and stream.reader.length <= STREAM_WINDOW:
-            hold.count(kept)
+            hold.set_unchecked(kept)
             return True
         try:
             if announced > 0:
