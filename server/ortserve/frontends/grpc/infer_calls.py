@@ -93,6 +93,7 @@ class InferCalls:
         on_failure: OnFailure,
         answer: bytes | memoryview,
     ) -> None:
+        """Pass on an encoded answer, with the times of its phases and a load report."""
         hold.release()
         try:
             report = None

@@ -97,7 +97,9 @@ class InferExchange(Exchange):
         """The error that answers the request before its body is used."""
         self._endpoint: Final = endpoint
         self._whole = body
+        """The body if it arrived with its head, until it is used; otherwise None."""
         self._incoming: IncomingBody | None = None
+        """The body that arrives in parts, until it is complete; otherwise None."""
         self._call: Call | None = None
         self._hold: Hold | None = None
         self._headers = _EMPTY_HEADERS
@@ -219,6 +221,7 @@ class InferExchange(Exchange):
         self.connection.transport.abort()
 
     def _run(self) -> None:
+        """Begin the call, now that the body is complete and all earlier exchanges are."""
         try:
             body = self._take_body() if self._whole is None else self._whole
             self._whole = None
@@ -269,6 +272,7 @@ class InferExchange(Exchange):
         hold.release()  # again after ``abandon``: the hold may have grown since
 
     def _submit(self, body: bytes | memoryview) -> None:
+        """Start the call with its body, which is not compressed any more. One of the two callbacks follows."""
         assert self._call is not None
         encoded = RestRequest(body, self._headers.json_bytes, self.head.model, self.head.version)
         self._endpoint.service.start(self._call, encoded, _ENCODER, self._on_answer, self._on_error)

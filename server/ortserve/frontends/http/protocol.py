@@ -116,6 +116,10 @@ class HttpProtocol(asyncio.Protocol):
             self._timeouts = Timeouts(self, self.connection, self._limits, loop)
 
     def data_received(self, data: bytes) -> None:
+        """Begin the requests in ``data``, and continue the one that is incomplete.
+
+        A read that is one whole request with a known head needs no parser.
+        """
         connection = self.connection
         if self.stage is not _REQUEST or self._n_unknown_heads > _MAX_UNKNOWN_HEADS or connection.ignores_input:
             self._read(data)

@@ -117,6 +117,7 @@ class CallDispatcher:
         server_timing: bytes,
         further: MetadataEntry | None,
     ) -> None:
+        """Send the answer of a quick call, an ``OnAnswer``; in a task if it is to be compressed."""
         stream.cancel = None
         if not stream.encoding:
             trailing = literal(b"server-timing", server_timing)
