@@ -54,10 +54,10 @@ class HttpTraces:
 
 
 def begin_grpc_trace(
-    tracing: Tracing, operation: Operation, metadata: Iterable[tuple[str, str | bytes]] | None
+    tracing: Tracing, operation: Operation, metadata: Iterable[tuple[str, str | bytes]]
 ) -> Trace | None:
     """Begin the trace of a gRPC call; None for a call that is not sampled."""
-    return _begin(tracing, operation, metadata or (), "traceparent", "tracestate")
+    return _begin(tracing, operation, metadata, "traceparent", "tracestate")
 
 
 def _begin(

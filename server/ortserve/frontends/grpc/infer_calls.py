@@ -29,7 +29,7 @@ from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call
 from ortserve.service.gate import BodyAdmission, Hold
 from ortserve.service.inference import InferenceService
-from ortserve.telemetry.tracing import Trace, Tracing
+from ortserve.telemetry.tracing import Tracing
 
 _MODEL_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelInfer")
 
@@ -65,9 +65,7 @@ class InferCalls:
         on_failure: OnFailure,
     ) -> Callable[[], object] | None:
         """Start ModelInfer, as a ``QuickCall``."""
-        trace: Trace | None = None
-        if self._tracing is not None:
-            trace = begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
+        trace = None if self._tracing is None else begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
         call = self._inference.receive("grpc", timeout_ns, trace, 0, head.metadata)
         try:
             hold = self._admission.reserve(len(data))
@@ -105,10 +103,9 @@ class InferCalls:
             on_failure(visible_error(error))
 
     async def _model_infer(self, data: bytes | memoryview, context: Context) -> bytes | memoryview:
-        trace: Trace | None = None
-        if self._tracing is not None:
-            trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())
-        call = self._inference.receive("grpc", time_left_ns(context), trace, 0, context.invocation_metadata() or ())
+        metadata = context.invocation_metadata() or ()
+        trace = None if self._tracing is None else begin_grpc_trace(self._tracing, _MODEL_INFER, metadata)
+        call = self._inference.receive("grpc", time_left_ns(context), trace, 0, metadata)
         try:
             with self._admission.admit(len(data), call.timing.received_ns, trace):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)

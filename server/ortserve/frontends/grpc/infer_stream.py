@@ -30,7 +30,7 @@ from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import StreamPlace
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.inference import InferenceService
-from ortserve.telemetry.tracing import Trace, Tracing
+from ortserve.telemetry.tracing import Tracing
 
 _ENCODER: Final = StreamEncoder()
 _TURN_REQUESTS: Final = 16
@@ -199,9 +199,7 @@ class InferStream:
 
     async def _answer(self, data: bytes | memoryview, place: StreamPlace) -> bytes | memoryview | Status:
         calls, metadata = self._calls, self._context.invocation_metadata() or ()
-        trace: Trace | None = None
-        if calls.tracing is not None:
-            trace = begin_grpc_trace(calls.tracing, _MODEL_STREAM_INFER, metadata)
+        trace = None if calls.tracing is None else begin_grpc_trace(calls.tracing, _MODEL_STREAM_INFER, metadata)
         call = calls.inference.receive("grpc", time_left_ns(self._context), trace, 0, metadata)
         call.place = place
         try:
