@@ -11,7 +11,7 @@ from typing import TypeVar
 from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.json_process import unpack_load, unpack_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
-from ortserve.core.encoded import EncodedRequest, JsonRequest
+from ortserve.core.encoded import JsonRequest
 from ortserve.core.helper_process import HelperProcess
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
@@ -56,10 +56,6 @@ class CodecThreads:
         if len(body) <= INLINE_BYTES:
             return decode_load_body(body)
         return await self.run(lambda: unpack_load(self._process().call(("load", ()), body)))
-
-    def read(self, request: EncodedRequest) -> asyncio.Future[InferRequest]:
-        """Decode a request on a thread. The future raises ServeError as ``request.read`` does."""
-        return self.run(request.read)
 
     def _process(self) -> HelperProcess:
         process: HelperProcess | None = getattr(self._own, "process", None)

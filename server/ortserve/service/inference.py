@@ -198,7 +198,7 @@ class InferenceService:
             )
         hold, is_json = self.gate.hold(body.growth_bytes), reading is Reading.PROCESS
         try:
-            decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.read(body)
+            decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.run(body.read)
         except Exception:  # such as a MemoryError
             hold.release()
             raise
