@@ -208,6 +208,7 @@ def _read_head(message: ModelInferRequest) -> _Head:
 def _inputs(
     entries: Sequence[ModelInferRequest.InferInputTensor], model: str, in_regions: dict[int, RegionInput]
 ) -> tuple[_Input, ...]:
+    """Check the declared inputs. Those in shared memory are added to ``in_regions`` instead, by their position."""
     inputs: list[_Input] = []
     names: set[str] = set()
     for position, entry in enumerate(entries):
@@ -289,6 +290,7 @@ def _check_shape(shape: tuple[int, ...], name: str, model: str) -> None:
 def _outputs(
     entries: Iterable[ModelInferRequest.InferRequestedOutputTensor], places: dict[str, RegionSpan]
 ) -> tuple[RequestedOutput, ...]:
+    """Check the requested outputs. The places of those in shared memory are added to ``places``."""
     outputs: list[RequestedOutput] = []
     names: set[str] = set()
     for entry in entries:

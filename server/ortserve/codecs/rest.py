@@ -241,6 +241,10 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
 def _inputs(
     value: object, tail: memoryview, model: str, version: str, request_id: str, in_regions: list[RegionInput]
 ) -> list[Tensor]:
+    """Decode the array ``inputs``. ``tail`` holds the binary tensors, in its order and without gaps.
+
+    Inputs in shared memory are added to ``in_regions`` instead. The other arguments are for errors.
+    """
     if type(value) is not list:
         raise _parse_error("inputs", "an array", value)
     if len(value) > MAX_TENSORS:
@@ -303,6 +307,10 @@ def _inputs(
 
 
 def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: bool) -> list[RequestedOutput]:
+    """Decode the array ``outputs``. The places of those in shared memory are added to ``places``.
+
+    ``binary_output`` is the encoding of outputs that select none.
+    """
     if value is None:
         return []
     if type(value) is not list:
