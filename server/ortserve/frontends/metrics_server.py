@@ -13,14 +13,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-from ortserve.frontends.http.responses import wrong_method
+from ortserve.frontends.http.responses import HttpResponse, wrong_method
 from ortserve.listening import open_listener
 from ortserve.telemetry.families import CONTENT_TYPE
-
-Refusal: TypeAlias = tuple[int, bytes | memoryview, Sequence[tuple[bytes, bytes]]]
-"""Status, body and headers of an answer without metrics."""
 
 _MAX_S: Final = 30.0
 """Time limit of one connection, from its start to the end of the answer. Each connection has a thread."""
@@ -42,7 +39,7 @@ class MetricsServer:
         write: Returns all metrics in Prometheus' text format; called on the port's threads.
         host: Address to listen on.
         port: 0 selects a free port; the attribute ``port`` holds it.
-        health: Returns status and JSON for a health path, None for other paths; called on the port's threads.
+        health: Returns the answer to a health path, None for other paths; called on the port's threads.
         refuse: Receives the values of the Authorization header and returns the error answer, or None to accept the
             caller; called on the port's threads. Health probes need no key.
         tls: Returns the context of the next connection; None for plain text.
@@ -60,8 +57,8 @@ class MetricsServer:
         host: str,
         port: int,
         *,
-        health: Callable[[str], tuple[int, bytes] | None] = lambda _: None,
-        refuse: Callable[[Sequence[str]], Refusal | None] = lambda _: None,
+        health: Callable[[str], HttpResponse | None] = lambda _: None,
+        refuse: Callable[[Sequence[str]], HttpResponse | None] = lambda _: None,
         tls: Callable[[], ssl.SSLContext] | None = None,
         handshake_timeout_s: float = _MAX_S,
         max_s: float = _MAX_S,
@@ -165,8 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
     def __init__(
         self,
         write: Callable[[], bytes],
-        health: Callable[[str], tuple[int, bytes] | None],
-        refuse: Callable[[Sequence[str]], Refusal | None],
+        health: Callable[[str], HttpResponse | None],
+        refuse: Callable[[Sequence[str]], HttpResponse | None],
         *connection: Any,
     ) -> None:
         """Answer, with the callbacks of ``MetricsServer``; ``connection`` are the arguments of the base class."""
@@ -178,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         health = self._health(self.path)
         if health is not None:
-            self._answer(*health, _JSON)
+            self._answer(*health)
             return
         refusal = self._refuse(self.headers.get_all("Authorization", ()))
         if refusal is not None:

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.responses import HttpResponse
 from ortserve.frontends.metrics_server import MetricsServer
 from ortserve.telemetry.families import TextFormat
 from ortserve.telemetry.metrics import Metrics
@@ -97,9 +98,10 @@ def test_health_is_answered_at_its_paths_only() -> None:
     Metrics(registry)
     asked: list[str] = []
 
-    def health(path: str) -> tuple[int, bytes] | None:
+    def health(path: str) -> HttpResponse | None:
         asked.append(path)
-        return (503, b'{"error":"no"}') if path == "/v2/health/ready" else None
+        error = HttpResponse(503, b'{"error":"no"}', ((b"content-type", b"application/json"),))
+        return error if path == "/v2/health/ready" else None
 
     server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0, health=health)
     try:

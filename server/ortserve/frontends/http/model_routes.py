@@ -57,8 +57,8 @@ class HealthFromThreads:
         self._models = models
         self._loop = loop
 
-    def answer(self, path: str) -> tuple[int, bytes] | None:
-        """Return status and JSON for the path of a probe, with any query; None for any other path.
+    def answer(self, path: str) -> HttpResponse | None:
+        """Return the answer for the path of a probe, with any query; None for any other path.
 
         Any thread except that of the event loop.
         """
@@ -73,11 +73,10 @@ class HealthFromThreads:
         future: Future[HttpResponse] = Future()
         self._loop.call_soon_threadsafe(lambda: future.set_result(answer_health(self._models, probe)))
         try:
-            response = future.result(_LOOP_TIMEOUT_S)
+            return future.result(_LOOP_TIMEOUT_S)
         except TimeoutError:
             text = f"the event loop did not answer within {_LOOP_TIMEOUT_S:g} s"
-            response = failure(ServeError(ErrorKind.NOT_READY, text))
-        return response.status, bytes(response.body)
+            return failure(ServeError(ErrorKind.NOT_READY, text))
 
 
 def as_response(response: HttpResponse) -> Response:

@@ -10,6 +10,7 @@ import pytest
 
 from ortserve.frontends.http import model_routes
 from ortserve.frontends.http.model_routes import HealthFromThreads
+from ortserve.frontends.http.responses import HttpResponse
 
 
 @dataclass
@@ -22,6 +23,10 @@ class Models:
 
     def is_ready(self) -> bool:
         return self.is_loaded
+
+
+def json_answer(status: int, body: bytes) -> HttpResponse:
+    return HttpResponse(status, body, ((b"content-type", b"application/json"),))
 
 
 @pytest.fixture
@@ -38,17 +43,17 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def test_only_the_two_health_paths_are_answered(loop: asyncio.AbstractEventLoop) -> None:
     models: Any = Models()
     answer = HealthFromThreads(models, loop).answer
-    assert answer("/v2/health/live") == (200, b'{"live":true}')
-    assert answer("/v2/health/ready") == (200, b'{"ready":true}')
-    assert answer("/v2/health/ready?verbose=1") == (200, b'{"ready":true}')
+    assert answer("/v2/health/live") == json_answer(200, b'{"live":true}')
+    assert answer("/v2/health/ready") == json_answer(200, b'{"ready":true}')
+    assert answer("/v2/health/ready?verbose=1") == json_answer(200, b'{"ready":true}')
     assert answer("/metrics") is None
     assert answer("/v2/health/ready/") is None
     models.is_loaded = False
-    assert answer("/v2/health/ready") == (400, b'{"ready":false}')
+    assert answer("/v2/health/ready") == json_answer(400, b'{"ready":false}')
     models.lost = "cuda:0 is lost"
-    assert answer("/v2/health/live") == answer("/v2/health/ready") == (503, b'{"error":"cuda:0 is lost"}')
+    assert answer("/v2/health/live") == answer("/v2/health/ready") == json_answer(503, b'{"error":"cuda:0 is lost"}')
     models.is_exiting = True
-    assert answer("/v2/health/live") == answer("/v2/health/ready") == (503, b'{"error":"Server exiting"}')
+    assert answer("/v2/health/live") == answer("/v2/health/ready") == json_answer(503, b'{"error":"Server exiting"}')
 
 
 def test_blocked_loop_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,4 +63,4 @@ def test_blocked_loop_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: 
     models: Any = Models()
     answer = HealthFromThreads(models, loop).answer("/v2/health/live")
     is_seen.set()
-    assert answer == (503, b'{"error":"the event loop did not answer within 0.05 s"}')
+    assert answer == json_answer(503, b'{"error":"the event loop did not answer within 0.05 s"}')
