@@ -43,7 +43,7 @@ import numpy as np
 
 from harness import circumstances, table
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
-from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
@@ -86,6 +86,9 @@ def arms_of(size: str, nbytes: int) -> list[Arm]:
     by_typed_grpc = message.SerializeToString()
     response = InferResponse("m", "1", "", [Tensor("y", DataType.FP32, array)])
 
+    def grpc() -> object:
+        return GrpcEncoder().encode(InferRequest("m", "", "", [], [], {}), response)
+
     def rest(*, binary: bool) -> Callable[[], object]:
         request = InferRequest("m", "", "", [], [RequestedOutput("y", binary)], {})
         return lambda: RestEncoder().encode(request, response)
@@ -109,13 +112,13 @@ def arms_of(size: str, nbytes: int) -> list[Arm]:
             0,
             1,
         ),
-        Arm("gRPC raw", size, array, lambda: GrpcRequest(by_grpc).read(), lambda: encode_response(response), 0, 1),
+        Arm("gRPC raw", size, array, lambda: GrpcRequest(by_grpc).read(), grpc, 0, 1),
         Arm(
             "gRPC typed",
             size,
             array,
             lambda: GrpcRequest(by_typed_grpc).read(),
-            lambda: encode_response(response),
+            grpc,
             0,
             1,
         ),

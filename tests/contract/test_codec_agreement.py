@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import wire
-from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
@@ -62,7 +62,7 @@ def test_answer_is_the_same_in_every_encoding(name: str) -> None:
         else:  # tritonclient accepts half precision in binary data only
             numbers = np.array(document["outputs"][0]["data"], expected.dtype).reshape(array.shape)
             expect_same(numbers, expected)
-    came, message = wire.read_grpc_answer(bytes(encode_response(response)))
+    came, message = wire.read_grpc_answer(bytes(GrpcEncoder().encode(request, response)))
     assert (message.model_name, message.model_version, message.id) == ("m", "3", "7")
     assert len(message.raw_output_contents) == len(message.outputs) == 1
     assert not message.outputs[0].HasField("contents")

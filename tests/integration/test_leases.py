@@ -26,7 +26,7 @@ from fakes.encoded import EncodedBy, Given
 from interpreted import interpreted_only
 from models import builders
 from ortserve.codecs.binary_tensor import encode_binary_tensor
-from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.rest import RestEncoder
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchResult
@@ -124,8 +124,8 @@ def keep_bytes(_request: InferRequest, response: InferResponse) -> object:
     return encode_binary_tensor(output.array, output.datatype)
 
 
-def as_grpc(_request: InferRequest, response: InferResponse) -> object:
-    return encode_response(response)
+def as_grpc(request: InferRequest, response: InferResponse) -> object:
+    return GrpcEncoder().encode(request, response)
 
 
 def refuse(_request: InferRequest, _response: InferResponse) -> object:

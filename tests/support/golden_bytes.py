@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import golden_calls
 import wire
-from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.rest import RestEncoder
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -29,7 +29,7 @@ def answers(response: InferResponse) -> dict[str, wire.Body]:
         request = InferRequest("m", "3", "7", [], [RequestedOutput("y", binary=form == "binary")], {})
         encoded = RestEncoder().encode(request, response)
         made[f"rest_{form}"] = wire.Body(bytes(encoded.body), encoded.json_size)
-    return made | {"grpc": wire.Body(bytes(encode_response(response)))}
+    return made | {"grpc": wire.Body(bytes(GrpcEncoder().encode(request, response)))}
 
 
 def spell(body: wire.Body) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
-from ortserve.errors import invalid_input
+from ortserve.errors import ServeError, invalid_input
 
 MAX_MESSAGE_BYTES: Final = 2**31 - 1
 """Maximum size of a message in gRPC and protobuf."""
@@ -30,34 +30,8 @@ _CACHED_HEADS: Final = 1024
 """Maximum number of cached heads of answers. The least recently used one is evicted first."""
 
 
-def encode_response(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
-    """Serialize a ``ModelInferResponse`` with raw contents for each output and without typed contents.
-
-    The message is written to ``memory``, if given.
-
-    Raises:
-        ServeError: invalid_input if the answer exceeds ``MAX_MESSAGE_BYTES``.
-    """
-    placed = response.placed
-    announced = []
-    raw: list[bytes | memoryview] = []
-    for tensor in response.outputs:
-        array = tensor.array
-        announced.append((tensor.name, tensor.datatype, array.shape))
-        # Clients expect one entry of raw contents per output, even if it is empty.
-        content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype, memory)
-        raw.append(_RAW_OUTPUT_TAG + varint(len(content)))
-        raw.append(content)
-    names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))
-    pieces = [names, _id_field(response.id) if response.id else b"", outputs, *raw]
-    size = sum(map(len, pieces))
-    if size > MAX_MESSAGE_BYTES:
-        raise invalid_input(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.")
-    return b"".join(pieces) if memory is None else memory.join(pieces)
-
-
 class GrpcEncoder:
-    """Encodes unary answers. An ``AnswerEncoder``."""
+    """Encodes unary answers as ``ModelInferResponse``, with raw contents for each output. An ``AnswerEncoder``."""
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         texts = 0
@@ -69,7 +43,31 @@ class GrpcEncoder:
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
     ) -> bytes | memoryview:
-        return encode_response(response, memory)
+        """Serialize an answer. The message is written to ``memory``, if given.
+
+        Raises:
+            ServeError: invalid_input if the answer exceeds ``MAX_MESSAGE_BYTES``.
+        """
+        placed = response.placed
+        announced = []
+        raw: list[bytes | memoryview] = []
+        for tensor in response.outputs:
+            array = tensor.array
+            announced.append((tensor.name, tensor.datatype, array.shape))
+            # Clients expect one entry of raw contents per output, even if it is empty.
+            content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype, memory)
+            raw.append(_RAW_OUTPUT_TAG + varint(len(content)))
+            raw.append(content)
+        names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))
+        pieces = [names, _id_field(response.id) if response.id else b"", outputs, *raw]
+        size = sum(map(len, pieces))
+        if size > MAX_MESSAGE_BYTES:
+            raise _too_large(size)
+        return b"".join(pieces) if memory is None else memory.join(pieces)
+
+
+def _too_large(size: int) -> ServeError:
+    return invalid_input(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.")
 
 
 def _id_field(request_id: str) -> bytes:
@@ -101,31 +99,20 @@ _ANSWER_TAG: Final = bytes([ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
 _FINAL_PARAMETER: Final = _final_parameter()
 
 
-def encode_stream_answer(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
-    """Serialize the answer of one request on a stream.
-
-    Raises:
-        ServeError: invalid_input if the answer exceeds ``MAX_MESSAGE_BYTES``.
-    """
-    answer = encode_response(response, memory)
-    # Fields of a message may come in any order, so the parameter can follow the tensors.
-    size = len(answer) + len(_FINAL_PARAMETER)
-    head = _ANSWER_TAG + varint(size)
-    if len(head) + size > MAX_MESSAGE_BYTES:
-        raise invalid_input(
-            f"Response has byte size {len(head) + size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}."
-        )
-    parts = [head, answer, _FINAL_PARAMETER]
-    return b"".join(parts) if memory is None else memory.join(parts)
-
-
 class StreamEncoder(GrpcEncoder):
-    """Encodes answers on streams. An ``AnswerEncoder``."""
+    """Encodes the answer of one request on a stream. An ``AnswerEncoder``."""
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
     ) -> bytes | memoryview:
-        return encode_stream_answer(response, memory)
+        answer = super().encode(request, response, memory)
+        # Fields of a message may come in any order, so the parameter can follow the tensors.
+        size = len(answer) + len(_FINAL_PARAMETER)
+        head = _ANSWER_TAG + varint(size)
+        if len(head) + size > MAX_MESSAGE_BYTES:
+            raise _too_large(len(head) + size)
+        parts = [head, answer, _FINAL_PARAMETER]
+        return b"".join(parts) if memory is None else memory.join(parts)
 
 
 def encode_stream_error(request: bytes | memoryview, text: str, version: str = "") -> bytes:

@@ -6,11 +6,15 @@ from tritonclient.grpc import service_pb2
 
 from interpreted import interpreted_only
 from ortserve.codecs import grpc_answer
-from ortserve.codecs.grpc_answer import encode_stream_answer, encode_stream_error
+from ortserve.codecs.grpc_answer import StreamEncoder, encode_stream_error
 from ortserve.core.dtypes import DataType
-from ortserve.core.request import InferResponse
+from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
+
+
+def encode_stream_answer(response: InferResponse) -> bytes | memoryview:
+    return StreamEncoder().encode(InferRequest("m", "", "", [], [], {}), response)
 
 
 def read(data: bytes) -> service_pb2.ModelStreamInferResponse:

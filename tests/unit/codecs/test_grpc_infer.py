@@ -20,7 +20,7 @@ from ortserve._pb.grpc_service_pb2 import InferTensorContents, ModelInferRequest
 from ortserve.codecs import grpc_answer, grpc_infer
 from ortserve.codecs.binary_tensor import encode_bytes_elements
 from ortserve.codecs.bounds import MAX_TEXT_BYTES
-from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.grpc_wire import malformed, split_small_request, varint
 from ortserve.core.dtypes import DataType
@@ -51,6 +51,10 @@ def in_region(parameters: Any, region: str, byte_size: int, *, offset: int = 0) 
     parameters["shared_memory_byte_size"].int64_param = byte_size
     if offset:
         parameters["shared_memory_offset"].int64_param = offset
+
+
+def encode_response(response: InferResponse) -> bytes | memoryview:
+    return GrpcEncoder().encode(InferRequest("m", "", "", [], [], {}), response)
 
 
 def decode(message: ModelInferRequest) -> InferRequest:
