@@ -5,7 +5,7 @@ generators, so that a model is identical each time. Unless stated otherwise the 
 the axis named ``batch`` is free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -18,11 +18,12 @@ from ortserve.core.dtypes import DataType
 
 OPSET: Final = 21
 IR_VERSION: Final = 10
+_OPSETS: Final[Mapping[str, int]] = {"": OPSET}
 
 POISON: Final = 99
 """A value that makes a run of ``poison`` fail."""
 
-ELEMENT_TYPES: Final = {
+_ELEMENT_TYPES: Final = {
     DataType.BOOL: TensorProto.BOOL,
     DataType.UINT8: TensorProto.UINT8,
     DataType.UINT16: TensorProto.UINT16,
@@ -73,7 +74,7 @@ def quantized_counts(path: Path) -> Path:
         helper.make_node("Cast", ["i"], ["c"], to=TensorProto.FLOAT),
         helper.make_node("Mul", ["c", "s"], ["y"]),
     ]
-    counts = helper.make_tensor_value_info("x", TensorProto.INT64, ["batch", 4])
+    counts = _int64("x", "batch", 4)
     return write(path, nodes, [counts], [_fp32("y", "batch", 3)], constants)
 
 
@@ -82,13 +83,8 @@ def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int
 
     A dimension is a size, the name of a free axis, or None for a free axis without a name.
     """
-    element_type = ELEMENT_TYPES[datatype]
-    return write(
-        path,
-        [helper.make_node("Identity", ["x"], ["y"])],
-        [helper.make_tensor_value_info("x", element_type, shape)],
-        [helper.make_tensor_value_info("y", element_type, shape)],
-    )
+    node = helper.make_node("Identity", ["x"], ["y"])
+    return write(path, [node], [tensor("x", datatype, *shape)], [tensor("y", datatype, *shape)])
 
 
 def counting(path: Path) -> Path:
@@ -98,8 +94,8 @@ def counting(path: Path) -> Path:
         helper.make_node("Range", ["start", "limit", "delta"], ["y"]),
     ]
     weights = [numpy_helper.from_array(np.array(value, np.int32), name) for name, value in (("start", 0), ("delta", 1))]
-    x = helper.make_tensor_value_info("x", TensorProto.INT32, [1])
-    y = helper.make_tensor_value_info("y", TensorProto.INT32, [None])
+    x = tensor("x", DataType.INT32, 1)
+    y = tensor("y", DataType.INT32, None)
     return write(path, nodes, [x], [y], weights)
 
 
@@ -170,7 +166,7 @@ def lower_case(path: Path, locale: str = "") -> Path:
     """A StringNormalizer: x BYTES [n] → y BYTES [n]; it needs a locale of the system, usually en_US.UTF-8."""
     named = {"locale": locale} if locale else {}
     node = helper.make_node("StringNormalizer", ["x"], ["y"], case_change_action="LOWER", **named)
-    x, y = (helper.make_tensor_value_info(name, TensorProto.STRING, ["n"]) for name in ("x", "y"))
+    x, y = (tensor(name, DataType.BYTES, "n") for name in ("x", "y"))
     return write(path, [node], [x], [y])
 
 
@@ -285,11 +281,11 @@ def repeats(path: Path, steps: int | None = None) -> Path:
         ],
         "step",
         [
-            helper.make_tensor_value_info("i", TensorProto.INT64, []),
-            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            _int64("i"),
+            tensor("go_on", DataType.BOOL),
             _int64("h"),
         ],
-        [helper.make_tensor_value_info("go_on_next", TensorProto.BOOL, []), _int64("h_next")],
+        [tensor("go_on_next", DataType.BOOL), _int64("h_next")],
     )
     nodes = [
         helper.make_node("Squeeze", ["x"], ["steps_of_x"]),
@@ -419,8 +415,7 @@ def two_outputs(path: Path) -> Path:
         helper.make_node("Sub", ["INPUT0", "INPUT1"], ["OUTPUT1"]),
     ]
     inputs, outputs = (
-        [helper.make_tensor_value_info(f"{role}{n}", TensorProto.INT32, ["batch", 16]) for n in (0, 1)]
-        for role in ("INPUT", "OUTPUT")
+        [tensor(f"{role}{n}", DataType.INT32, "batch", 16) for n in (0, 1)] for role in ("INPUT", "OUTPUT")
     )
     return write(path, nodes, inputs, outputs)
 
@@ -468,21 +463,26 @@ def _dense_loop(start: str, weight: str, end: str, *, rows: int | str, width: in
         ],
         "step",
         [
-            helper.make_tensor_value_info("i", TensorProto.INT64, []),
-            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            _int64("i"),
+            tensor("go_on", DataType.BOOL),
             _fp32("h", rows, width),
         ],
-        [helper.make_tensor_value_info("go_on_next", TensorProto.BOOL, []), _fp32("h_next", rows, width)],
+        [tensor("go_on_next", DataType.BOOL), _fp32("h_next", rows, width)],
     )
     return helper.make_node("Loop", ["steps", "", start], [end], body=body)
 
 
+def tensor(name: str, datatype: DataType, *shape: int | str | None) -> onnx.ValueInfoProto:
+    """An input or output of a graph."""
+    return helper.make_tensor_value_info(name, _ELEMENT_TYPES[datatype], shape)
+
+
 def _fp32(name: str, *shape: int | str | None) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+    return tensor(name, DataType.FP32, *shape)
 
 
 def _int64(name: str, *shape: int | str | None) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, TensorProto.INT64, shape)
+    return tensor(name, DataType.INT64, *shape)
 
 
 def _weight(rng: np.random.Generator, name: str, shape: tuple[int, int], gain: float = 1.0) -> onnx.TensorProto:
@@ -497,9 +497,10 @@ def write(
     inputs: Sequence[onnx.ValueInfoProto],
     outputs: Sequence[onnx.ValueInfoProto],
     weights: Sequence[onnx.TensorProto] = (),
+    opsets: Mapping[str, int] = _OPSETS,
 ) -> Path:
     """Write a graph as a model."""
     graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
-    path.write_bytes(model.SerializeToString())
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    path.write_bytes(helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION).SerializeToString())
     return path

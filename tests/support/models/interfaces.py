@@ -4,6 +4,7 @@ As in ``models.builders``, every builder writes a model file to ``path`` and ret
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,10 +12,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from models.builders import ELEMENT_TYPES, IR_VERSION, OPSET
+from models.builders import OPSET, tensor, write
 from ortserve.core.dtypes import DataType
 
-_ML_OPSET: Final = 3
+_write: Final = partial(write, opsets={"": OPSET, "ai.onnx.ml": 3, "com.microsoft": 1})
 
 
 def bfloat16_sum(path: Path) -> Path:
@@ -25,14 +26,14 @@ def bfloat16_sum(path: Path) -> Path:
         helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.BFLOAT16),
         helper.make_node("Identity", ["n"], ["m"]),
     ]
-    inputs = [_tensor("x", DataType.BF16, "batch", 4), _tensor("n", DataType.FP32, "batch", 4)]
-    outputs = [_tensor("y", DataType.BF16, "batch", 4), _tensor("m", DataType.FP32, "batch", 4)]
+    inputs = [tensor("x", DataType.BF16, "batch", 4), tensor("n", DataType.FP32, "batch", 4)]
+    outputs = [tensor("y", DataType.BF16, "batch", 4), tensor("m", DataType.FP32, "batch", 4)]
     return _write(path, nodes, inputs, outputs)
 
 
 def bfloat16_beside_its_input(path: Path) -> Path:
     """An input that is also an output: x BF16 [batch, 4] → x, and y BF16 [batch, 4], the same."""
-    x, y = _tensor("x", DataType.BF16, "batch", 4), _tensor("y", DataType.BF16, "batch", 4)
+    x, y = tensor("x", DataType.BF16, "batch", 4), tensor("y", DataType.BF16, "batch", 4)
     return _write(path, [helper.make_node("Identity", ["x"], ["y"])], [x], [x, y])
 
 
@@ -42,29 +43,29 @@ def joined(path: Path) -> Path:
         helper.make_node("Concat", ["f", "x"], ["y"], axis=2),
         helper.make_node("Concat", ["past", "x"], ["present"], axis=-2),
     ]
-    x, f = _tensor("x", DataType.FP32, "batch", "time", 4), _tensor("f", DataType.FP32, "batch", "steps", 4)
-    past, present = (_tensor(name, DataType.FP32, "batch", name, 4) for name in ("past", "present"))
-    return _write(path, nodes, [x, f, past], [_tensor("y", DataType.FP32, "batch", "time", 8), present])
+    x, f = tensor("x", DataType.FP32, "batch", "time", 4), tensor("f", DataType.FP32, "batch", "steps", 4)
+    past, present = (tensor(name, DataType.FP32, "batch", name, 4) for name in ("past", "present"))
+    return _write(path, nodes, [x, f, past], [tensor("y", DataType.FP32, "batch", "time", 8), present])
 
 
 def free_heads(path: Path) -> Path:
     """An attention with 2 heads of any size: x FP32 [batch, length, hidden] → y, of the same shape."""
     node = helper.make_node("MultiHeadAttention", ["x", "x", "x"], ["y"], domain="com.microsoft", num_heads=2)
-    x, y = (_tensor(name, DataType.FP32, "batch", "length", "hidden") for name in ("x", "y"))
+    x, y = (tensor(name, DataType.FP32, "batch", "length", "hidden") for name in ("x", "y"))
     return _write(path, [node], [x], [y])
 
 
 def free_window(path: Path) -> Path:
     """A spectrum with a window of any size: x FP32 [batch, 16, 1], window FP32 [size] → y [batch, frames, bins, 2]."""
     node = helper.make_node("STFT", ["x", "step", "window"], ["y"])
-    inputs = [_tensor("x", DataType.FP32, "batch", 16, 1), _tensor("window", DataType.FP32, "size")]
-    y = _tensor("y", DataType.FP32, "batch", "frames", "bins", 2)
+    inputs = [tensor("x", DataType.FP32, "batch", 16, 1), tensor("window", DataType.FP32, "size")]
+    y = tensor("y", DataType.FP32, "batch", "frames", "bins", 2)
     return _write(path, [node], inputs, [y], [numpy_helper.from_array(np.array(4), "step")])
 
 
 def running_sum(path: Path) -> Path:
     """The sum over steps, by a Scan along axis 1: x FP32 [batch, steps, 2] → last FP32 [batch, 2]."""
-    state, step, total = (_tensor(name, DataType.FP32, "batch", 2) for name in ("state", "step", "total"))
+    state, step, total = (tensor(name, DataType.FP32, "batch", 2) for name in ("state", "step", "total"))
     body = helper.make_graph([helper.make_node("Add", ["state", "step"], ["total"])], "body", [state, step], [total])
     nodes = [
         helper.make_node("Shape", ["x"], ["shape"]),
@@ -72,38 +73,38 @@ def running_sum(path: Path) -> Path:
         helper.make_node("ConstantOfShape", ["size"], ["zeros"]),
         helper.make_node("Scan", ["zeros", "x"], ["last"], body=body, num_scan_inputs=1, scan_input_axes=[1]),
     ]
-    x, last = _tensor("x", DataType.FP32, "batch", "steps", 2), _tensor("last", DataType.FP32, "batch", 2)
+    x, last = tensor("x", DataType.FP32, "batch", "steps", 2), tensor("last", DataType.FP32, "batch", 2)
     return _write(path, nodes, [x], [last], [numpy_helper.from_array(np.array([0, 2]), "kept")])
 
 
 def upsampled_volume(path: Path) -> Path:
     """A transposed convolution: x FP32 [batch, 1, depth, height, 4] → y FP32 [batch, 1, deeper, higher, 6]."""
     node = helper.make_node("ConvTranspose", ["x", "kernel"], ["y"], kernel_shape=[3, 3, 3])
-    x = _tensor("x", DataType.FP32, "batch", 1, "depth", "height", 4)
-    y = _tensor("y", DataType.FP32, "batch", 1, "deeper", "higher", 6)
+    x = tensor("x", DataType.FP32, "batch", 1, "depth", "height", 4)
+    y = tensor("y", DataType.FP32, "batch", 1, "deeper", "higher", 6)
     return _write(path, [node], [x], [y], [numpy_helper.from_array(np.ones((1, 1, 3, 3, 3), np.float32), "kernel")])
 
 
 def transposed_product(path: Path) -> Path:
     """An Einsum over an axis of any length: x FP32 [batch, inner], z FP32 [3, inner] → y FP32 [3, batch]."""
     node = helper.make_node("Einsum", ["x", "z"], ["y"], equation="ij,kj->ki")
-    inputs = [_tensor("x", DataType.FP32, "batch", "inner"), _tensor("z", DataType.FP32, 3, "inner")]
-    return _write(path, [node], inputs, [_tensor("y", DataType.FP32, 3, "batch")])
+    inputs = [tensor("x", DataType.FP32, "batch", "inner"), tensor("z", DataType.FP32, 3, "inner")]
+    return _write(path, [node], inputs, [tensor("y", DataType.FP32, 3, "batch")])
 
 
 def skip_normalized(path: Path) -> Path:
     """A normalized sum: x FP32 [batch, length, 4], skip FP32 [others, length, 4] → y FP32 [batch, length, 4]."""
     node = helper.make_node("SkipLayerNormalization", ["x", "skip", "gamma"], ["y"], domain="com.microsoft")
-    inputs = [_tensor("x", DataType.FP32, "batch", "length", 4), _tensor("skip", DataType.FP32, "others", "length", 4)]
-    y = _tensor("y", DataType.FP32, "batch", "length", 4)
+    inputs = [tensor("x", DataType.FP32, "batch", "length", 4), tensor("skip", DataType.FP32, "others", "length", 4)]
+    y = tensor("y", DataType.FP32, "batch", "length", 4)
     return _write(path, [node], inputs, [y], [numpy_helper.from_array(np.ones(4, np.float32), "gamma")])
 
 
 def joined_features(path: Path) -> Path:
     """Concatenated features: x FP32 [batch, 2] and z FP32 [batch, 2] → y FP32 [batch, 4]."""
     node = helper.make_node("FeatureVectorizer", ["x", "z"], ["y"], domain="ai.onnx.ml", inputdimensions=[2, 2])
-    inputs = [_tensor(name, DataType.FP32, "batch", 2) for name in ("x", "z")]
-    return _write(path, [node], inputs, [_tensor("y", DataType.FP32, "batch", 4)])
+    inputs = [tensor(name, DataType.FP32, "batch", 2) for name in ("x", "z")]
+    return _write(path, [node], inputs, [tensor("y", DataType.FP32, "batch", 4)])
 
 
 def quantized_product(path: Path) -> Path:
@@ -116,8 +117,8 @@ def quantized_product(path: Path) -> Path:
         helper.make_node("Mul", ["a_scale", "b_scale"], ["scale"]),
         helper.make_node("Mul", ["wide", "scale"], ["y"]),
     ]
-    inputs = [_tensor("a", DataType.FP32, "batch", "inner"), _tensor("b", DataType.FP32, "inner", 3)]
-    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, "batch", 3)])
+    inputs = [tensor("a", DataType.FP32, "batch", "inner"), tensor("b", DataType.FP32, "inner", 3)]
+    return _write(path, nodes, inputs, [tensor("y", DataType.FP32, "batch", 3)])
 
 
 def quantized_multiple(path: Path) -> Path:
@@ -135,15 +136,15 @@ def quantized_multiple(path: Path) -> Path:
         helper.make_node("QuantizeLinear", ["product", "half", "zero"], ["y8"]),
         helper.make_node("DequantizeLinear", ["y8", "half", "zero"], ["y"]),
     ]
-    x, y = (_tensor(name, DataType.FP32, "batch", "length") for name in "xy")
+    x, y = (tensor(name, DataType.FP32, "batch", "length") for name in "xy")
     return _write(path, nodes, [x], [y], [numpy_helper.from_array(value, name) for name, value in weights.items()])
 
 
 def product_with_vector(path: Path) -> Path:
     """A product with a vector without rows: a FP32 [rows, inner] and b FP32 [inner] → y FP32 [rows]."""
-    inputs = [_tensor("a", DataType.FP32, "rows", "inner"), _tensor("b", DataType.FP32, "inner")]
+    inputs = [tensor("a", DataType.FP32, "rows", "inner"), tensor("b", DataType.FP32, "inner")]
     node = helper.make_node("MatMul", ["a", "b"], ["y"])
-    return _write(path, [node], inputs, [_tensor("y", DataType.FP32, "rows")])
+    return _write(path, [node], inputs, [tensor("y", DataType.FP32, "rows")])
 
 
 def product_of_transposed(path: Path) -> Path:
@@ -163,11 +164,11 @@ def bfloat16_and_text(path: Path) -> Path:
         helper.make_node("Identity", ["s"], ["t"]),
         helper.make_node("Identity", ["x"], ["y"]),
     ]
-    inputs = [_tensor("x", DataType.BF16, "batch"), _tensor("s", DataType.BYTES, "batch")]
+    inputs = [tensor("x", DataType.BF16, "batch"), tensor("s", DataType.BYTES, "batch")]
     outputs = [
-        _tensor("wide", DataType.FP32, "batch"),
-        _tensor("t", DataType.BYTES, "batch"),
-        _tensor("y", DataType.BF16, "batch"),
+        tensor("wide", DataType.FP32, "batch"),
+        tensor("t", DataType.BYTES, "batch"),
+        tensor("y", DataType.BF16, "batch"),
     ]
     return _write(path, nodes, inputs, outputs)
 
@@ -176,14 +177,14 @@ def float8_output(path: Path) -> Path:
     """An element type without a name in the protocol: x FP32 [4] → y FLOAT8E4M3FN [4]."""
     nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT8E4M3FN)]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT8E4M3FN, [4])]
-    return _write(path, nodes, [_tensor("x", DataType.FP32, 4)], outputs)
+    return _write(path, nodes, [tensor("x", DataType.FP32, 4)], outputs)
 
 
 def sequence_input(path: Path) -> Path:
     """An input that is not a tensor: x, a sequence of FP32 → n INT64 [], its length."""
     nodes = [helper.make_node("SequenceLength", ["x"], ["n"])]
     inputs = [helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)]
-    return _write(path, nodes, inputs, [_tensor("n", DataType.INT64)])
+    return _write(path, nodes, inputs, [tensor("n", DataType.INT64)])
 
 
 def zipmap_classifier(path: Path, classes: Sequence[int] | Sequence[str] = (0, 1), *, is_tree: bool = False) -> Path:
@@ -227,9 +228,9 @@ def zipmap_classifier(path: Path, classes: Sequence[int] | Sequence[str] = (0, 1
             post_transform="SOFTMAX",
             **names,
         )
-    label = _tensor("label", DataType.BYTES if is_text else DataType.INT64, "batch")
+    label = tensor("label", DataType.BYTES if is_text else DataType.INT64, "batch")
     nodes = [node, zip_map(classes, "scores")]
-    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch", count)], [label, maps(classes)])
+    return _write(path, nodes, [tensor("x", DataType.FP32, "batch", count)], [label, maps(classes)])
 
 
 def zip_map(classes: Sequence[int] | Sequence[str], scores: str) -> onnx.NodeProto:
@@ -248,7 +249,7 @@ def maps(classes: Sequence[int] | Sequence[str]) -> onnx.ValueInfoProto:
 
 def zipped_scores(path: Path, classes: Sequence[int] = (0, 1, 2), shape: Sequence[int | str] = ("batch", 3)) -> Path:
     """Scores as maps: x FP32 ``shape`` → probabilities, maps."""
-    return _write(path, [zip_map(classes, "x")], [_tensor("x", DataType.FP32, *shape)], [maps(classes)])
+    return _write(path, [zip_map(classes, "x")], [tensor("x", DataType.FP32, *shape)], [maps(classes)])
 
 
 def split_sequence(path: Path, lengths: Sequence[int] = (2, 2), shape: Sequence[int | str] = ("batch", 4)) -> Path:
@@ -260,7 +261,7 @@ def split_sequence(path: Path, lengths: Sequence[int] = (2, 2), shape: Sequence[
     ]
     parts = helper.make_tensor_sequence_value_info("parts", TensorProto.FLOAT, None)
     return _write(
-        path, nodes, [_tensor("x", DataType.FP32, *shape)], [parts, _tensor("y", DataType.FP32, *shape)], [given]
+        path, nodes, [tensor("x", DataType.FP32, *shape)], [parts, tensor("y", DataType.FP32, *shape)], [given]
     )
 
 
@@ -271,7 +272,7 @@ def bfloat16_and_sequence(path: Path) -> Path:
         helper.make_node("SequenceConstruct", ["x"], ["parts"]),
     ]
     parts = helper.make_tensor_sequence_value_info("parts", TensorProto.FLOAT, None)
-    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch")], [_tensor("y", DataType.BF16, "batch"), parts])
+    return _write(path, nodes, [tensor("x", DataType.FP32, "batch")], [tensor("y", DataType.BF16, "batch"), parts])
 
 
 def text_sequence(path: Path) -> Path:
@@ -281,7 +282,7 @@ def text_sequence(path: Path) -> Path:
         helper.make_node("SplitToSequence", ["x"], ["parts"], axis=0, keepdims=0),
     ]
     outputs = [helper.make_tensor_sequence_value_info(name, TensorProto.STRING, None) for name in ("y", "parts")]
-    return _write(path, nodes, [_tensor("x", DataType.BYTES, "n")], outputs)
+    return _write(path, nodes, [tensor("x", DataType.BYTES, "n")], outputs)
 
 
 def empty_sequence(path: Path) -> Path:
@@ -291,16 +292,16 @@ def empty_sequence(path: Path) -> Path:
         helper.make_node("Identity", ["x"], ["y"]),
     ]
     none = helper.make_tensor_sequence_value_info("none", TensorProto.INT64, [2, "n"])
-    outputs = [none, _tensor("y", DataType.FP32, "batch", 4)]
-    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch", 4)], outputs)
+    outputs = [none, tensor("y", DataType.FP32, "batch", 4)]
+    return _write(path, nodes, [tensor("x", DataType.FP32, "batch", 4)], outputs)
 
 
 def default_scale(path: Path, shape: Sequence[int | str] = (1,)) -> Path:
     """An input with a default: x FP32 [batch, 4], scale FP32 ``shape``, or a 2 → y FP32 [batch, 4], x * scale."""
     default = numpy_helper.from_array(np.full([1 for _ in shape], 2, np.float32), "scale")
     nodes = [helper.make_node("Mul", ["x", "scale"], ["y"])]
-    inputs = [_tensor("x", DataType.FP32, "batch", 4), _tensor("scale", DataType.FP32, *shape)]
-    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, "batch", 4)], [default])
+    inputs = [tensor("x", DataType.FP32, "batch", 4), tensor("scale", DataType.FP32, *shape)]
+    return _write(path, nodes, inputs, [tensor("y", DataType.FP32, "batch", 4)], [default])
 
 
 def optional_bias(path: Path, rows: int | str = "batch") -> Path:
@@ -312,21 +313,21 @@ def optional_bias(path: Path, rows: int | str = "batch") -> Path:
         ],
         "with",
         [],
-        [_tensor("with_bias", DataType.FP32, rows, 4)],
+        [tensor("with_bias", DataType.FP32, rows, 4)],
     )
     else_branch = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["without_bias"])],
         "without",
         [],
-        [_tensor("without_bias", DataType.FP32, rows, 4)],
+        [tensor("without_bias", DataType.FP32, rows, 4)],
     )
     nodes = [
         helper.make_node("OptionalHasElement", ["bias"], ["has"]),
         helper.make_node("If", ["has"], ["y"], then_branch=then_branch, else_branch=else_branch),
     ]
     bias = helper.make_optional_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [rows, 4]))
-    inputs = [_tensor("x", DataType.FP32, rows, 4), helper.make_value_info("bias", bias)]
-    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, rows, 4)])
+    inputs = [tensor("x", DataType.FP32, rows, 4), helper.make_value_info("bias", bias)]
+    return _write(path, nodes, inputs, [tensor("y", DataType.FP32, rows, 4)])
 
 
 def optional_sequence(path: Path) -> Path:
@@ -338,21 +339,21 @@ def optional_sequence(path: Path) -> Path:
         helper.make_node("OptionalHasElement", ["more"], ["has"]),
         helper.make_node("Identity", ["x"], ["y"]),
     ]
-    inputs = [_tensor("x", DataType.FP32, 4), helper.make_value_info("more", more)]
-    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, 4), _tensor("has", DataType.BOOL)])
+    inputs = [tensor("x", DataType.FP32, 4), helper.make_value_info("more", more)]
+    return _write(path, nodes, inputs, [tensor("y", DataType.FP32, 4), tensor("has", DataType.BOOL)])
 
 
 def constant(path: Path) -> Path:
     """No inputs: → y INT64 [3], 1, 2, 3."""
     value = numpy_helper.from_array(np.array([1, 2, 3], np.int64))
-    return _write(path, [helper.make_node("Constant", [], ["y"], value=value)], [], [_tensor("y", DataType.INT64, 3)])
+    return _write(path, [helper.make_node("Constant", [], ["y"], value=value)], [], [tensor("y", DataType.INT64, 3)])
 
 
 def any_shape(path: Path) -> Path:
     """Inputs without a declared shape: x FP32 → y FP32, x. s FP32 [] has a shape → t FP32 [], s, has none."""
     nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Identity", ["s"], ["t"])]
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None), _tensor("s", DataType.FP32)]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None), _tensor("t", DataType.FP32)]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None), tensor("s", DataType.FP32)]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None), tensor("t", DataType.FP32)]
     return _write(path, nodes, inputs, outputs)
 
 
@@ -360,7 +361,7 @@ def reversed_of_any_shape(path: Path) -> Path:
     """X FP32 without a declared shape, but 2 axes or more; lengths INT64 [n] → y FP32, reversed rows."""
     node = helper.make_node("ReverseSequence", ["x", "lengths"], ["y"], batch_axis=0, time_axis=1)
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
-    return _write(path, [node], [x, _tensor("lengths", DataType.INT64, "n")], [y])
+    return _write(path, [node], [x, tensor("lengths", DataType.INT64, "n")], [y])
 
 
 def positive(path: Path) -> Path:
@@ -370,22 +371,4 @@ def positive(path: Path) -> Path:
         helper.make_node("Greater", ["x", "zero"], ["is_positive"]),
         helper.make_node("Compress", ["x", "is_positive"], ["y"], axis=0),
     ]
-    return _write(path, nodes, [_tensor("x", DataType.FP32, "n")], [_tensor("y", DataType.FP32, None)], [zero])
-
-
-def _tensor(name: str, datatype: DataType, *shape: int | str | None) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, ELEMENT_TYPES[datatype], shape)
-
-
-def _write(
-    path: Path,
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[onnx.ValueInfoProto],
-    outputs: Sequence[onnx.ValueInfoProto],
-    defaults: Sequence[onnx.TensorProto] = (),
-) -> Path:
-    graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=defaults)
-    versions = {"": OPSET, "ai.onnx.ml": _ML_OPSET, "com.microsoft": 1}
-    opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
-    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
-    return path
+    return _write(path, nodes, [tensor("x", DataType.FP32, "n")], [tensor("y", DataType.FP32, None)], [zero])
