@@ -32,10 +32,10 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from harness import Load, checking, post, running, spread, table, write_report, wrk  # noqa: E402
+from harness import Load, checking, post, serving, spread, table, write_report, wrk  # noqa: E402
 from models.builders import heavy  # noqa: E402
 
-HTTP, GRPC, METRICS = 18000, 18001, 18002
+PORT = 18000
 DEFAULT_STEPS = 60
 MIN_MS = 20.5
 
@@ -74,7 +74,7 @@ def bare_rows_per_s(session: ort.InferenceSession, rows: int, seconds: int) -> f
 
 
 def batches_and_rows() -> tuple[float, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT + 2}/metrics", timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     samples = {
         sample.name: sample.value
@@ -99,16 +99,14 @@ def main() -> None:
         expected = session.run(None, {"x": array})[0].ravel()
         data = [float(f"{value:.6f}") for value in array.ravel()]
         body = json.dumps({"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": data}]}).encode()
-        url = f"http://127.0.0.1:{HTTP}/v2/models/heavy/infer"
+        url = f"http://127.0.0.1:{PORT}/v2/models/heavy/infer"
 
         def check() -> None:
             outputs = post(url, body)["outputs"]
             assert isinstance(outputs, list)
             np.testing.assert_allclose(np.array(outputs[0]["data"], np.float32), expected, rtol=1e-3, atol=1e-5)
 
-        command = [sys.executable, "-m", "ortserve", "serve", str(folder), "--log-level=warning"]
-        flags = [f"--http-port={HTTP}", f"--grpc-port={GRPC}", f"--metrics-port={METRICS}", "--intra-op-threads=1"]
-        with running([*command, *flags], f"http://127.0.0.1:{HTTP}/v2/health/ready") as pid:
+        with serving(folder, PORT, "--intra-op-threads=1") as pid:
             wrk(url, body, folder, pid=pid, connections=options.connections, seconds=2)  # warm-up, not counted
             batches, rows = batches_and_rows()
             mean_rows = round(rows / batches)

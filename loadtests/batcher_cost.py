@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import uvloop  # noqa: E402
 
-from harness import running, spread, write_report, wrk  # noqa: E402
+from harness import serving, spread, write_report, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batch_runs import BatchRuns  # noqa: E402
@@ -39,7 +39,7 @@ from ortserve.core.timing import Timing  # noqa: E402
 
 CALLERS = 32
 TURNS = 3000
-HTTP, GRPC, METRICS = 18000, 18001, 18002
+PORT = 18000
 
 
 class InstantRunner:
@@ -117,10 +117,8 @@ def main() -> None:
         folder = Path(temporary)
         (folder / "mlp" / "1").mkdir(parents=True)
         mlp(folder / "mlp" / "1" / "model.onnx")
-        command = [sys.executable, "-m", "ortserve", "serve", str(folder), "--log-level=warning"]
-        flags = [f"--http-port={HTTP}", f"--grpc-port={GRPC}", f"--metrics-port={METRICS}"]
-        with running([*command, *flags], f"http://127.0.0.1:{HTTP}/v2/health/ready") as pid:
-            url = f"http://127.0.0.1:{HTTP}/v2/models/mlp/infer"
+        with serving(folder, PORT) as pid:
+            url = f"http://127.0.0.1:{PORT}/v2/models/mlp/infer"
             wrk(url, body, folder, pid=pid, connections=CALLERS, seconds=1)
             for _ in range(options.rounds):
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

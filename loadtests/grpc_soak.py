@@ -29,7 +29,7 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
-from harness import running, table, write_report  # noqa: E402
+from harness import serving, table, write_report  # noqa: E402
 from models.builders import identity  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
@@ -147,10 +147,7 @@ def main() -> int:
         folder = Path(temporary)
         (folder / "models" / "identity" / "1").mkdir(parents=True)
         identity(folder / "models" / "identity" / "1" / "model.onnx")
-        serve = [sys.executable, "-m", "ortserve", "serve", str(folder / "models"), "--log-level", "warning"]
-        serve += ["--grpc-transport=native", f"--http-port={PORT}", f"--grpc-port={PORT + 1}"]
-        serve += [f"--metrics-port={PORT + 2}"]
-        with running(serve, f"http://127.0.0.1:{PORT}/v2/health/ready") as pid:
+        with serving(folder / "models", PORT, "--grpc-transport=native") as pid:
             soak = Soak(f"127.0.0.1:{PORT + 1}", folder)
             files = psutil.Process(pid).num_fds()
             seen = asyncio.run(run(soak, pid, seconds=60 * options.minutes, calls=options.calls))

@@ -35,7 +35,7 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import checking, cpu_s, running, spread, table, write_report  # noqa: E402
+from harness import checking, cpu_s, serving, spread, table, write_report  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
@@ -146,10 +146,7 @@ def main() -> None:
         )
         arms = []
         for transport, port in PORTS.items():
-            serve = [sys.executable, "-m", "ortserve", "serve", str(folder / "models"), "--log-level", "warning"]
-            serve += [f"--grpc-transport={transport}", f"--http-port={port}", f"--grpc-port={port + 1}"]
-            serve += [f"--metrics-port={port + 2}"]
-            pid = servers.enter_context(running(serve, f"http://127.0.0.1:{port}/v2/health/ready"))
+            pid = servers.enter_context(serving(folder / "models", port, f"--grpc-transport={transport}"))
             arms.append(Arm(transport, pid, f"127.0.0.1:{port + 1}", request.SerializeToString(), expected))
         for offer in offers.values():  # warm-up, not counted
             for arm in arms:

@@ -27,11 +27,11 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import Load, checking, post, running, spread, table, write_report, wrk  # noqa: E402
+from harness import Load, checking, post, running, serving, spread, table, write_report, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.example import repository_path  # noqa: E402
 
-HTTP, GRPC, METRICS = 18000, 18001, 18002
+PORT = 18000
 NAIVE = {"naive": (18010, []), "naive, one thread": (18011, ["--one-thread"])}
 
 
@@ -90,10 +90,8 @@ def main() -> None:
             make_case("mlp", mlp_file, "x", generator.uniform(-1, 1, (1, 64)).round(6).astype(np.float32)),
             make_case("digits", digits_file, "image", generator.integers(0, 17, (1, 1, 8, 8)).astype(np.float32)),
         )
-        serve = [sys.executable, "-m", "ortserve", "serve", str(folder), "--example", "--log-level", "warning"]
-        ports = [f"--http-port={HTTP}", f"--grpc-port={GRPC}", f"--metrics-port={METRICS}"]
-        ours = servers.enter_context(running([*serve, *ports], f"http://127.0.0.1:{HTTP}/v2/health/ready"))
-        arms = [make_arm("ortserve", case, ours, HTTP) for case in cases]
+        ours = servers.enter_context(serving(folder, PORT, "--example"))
+        arms = [make_arm("ortserve", case, ours, PORT) for case in cases]
         files = [f"{case.model}={case.file}" for case in cases]
         for server, (port, flags) in NAIVE.items():
             naive = [sys.executable, str(HERE / "naive_server.py"), str(port), *files, *flags]
