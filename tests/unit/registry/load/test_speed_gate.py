@@ -8,7 +8,14 @@ from typing import Final
 import pytest
 
 from ortserve.registry.load.batch_sizes import SizeLatency
-from ortserve.registry.load.speed_gate import MAX_REJECTED, MAX_ROUNDS, MIN_ROUNDS, common_sizes, find_slowdown
+from ortserve.registry.load.speed_gate import (
+    CERTAIN_RUNS,
+    MAX_REJECTED,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    common_sizes,
+    find_slowdown,
+)
 
 MS: Final = 1_000_000
 
@@ -47,15 +54,21 @@ def slowdown(
 @pytest.mark.parametrize(
     ("candidate", "serving", "runs"),
     [
-        ([1], [1], 2 * MIN_ROUNDS),
-        ([1.4], [1], 2 * MIN_ROUNDS),
-        ([9, 9, 9, 1.5], [1], 2 * 4),  # other work on the machine delayed its first runs
-        ([0.15], [0.06], 2 * MIN_ROUNDS),  # 2.5 times slower, but only by 0.09 ms
-        ([1], [0, 0, 1], 2 * MIN_ROUNDS + 2),  # the serving version rejected the first runs
+        ([1], [1], 2 * CERTAIN_RUNS),
+        ([1.4], [1], 2 * CERTAIN_RUNS),
+        ([9] * CERTAIN_RUNS + [1.5], [1], 2 * CERTAIN_RUNS + 2),  # other work on the machine delayed its first runs
+        ([1], [9, 8, 1], 2 * CERTAIN_RUNS + 4),  # it delayed those of the serving version
+        ([1], range(1, MAX_ROUNDS + 1), 2 * MAX_ROUNDS),  # it delayed all of them
+        ([0.15], [0.06], 2 * CERTAIN_RUNS),  # 2.5 times slower, but only by 0.09 ms
+        ([1], [0, 0, 1], 2 * CERTAIN_RUNS + 2),  # the serving version rejected the first runs
     ],
 )
-def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: list[float], runs: int) -> None:
+def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: Sequence[float], runs: int) -> None:
     assert slowdown(candidate, serving) == ("", runs)
+
+
+def test_few_interrupted_runs_of_the_serving_version_do_not_hide_a_slow_candidate() -> None:
+    assert "takes 3.000 ms, 3.00 times the 1.000 ms" in (slowdown([3], [4, 2.5, 9, 3, 6, 8, 2, 1])[0] or "")
 
 
 def test_candidate_that_could_not_be_compared_passes_without_a_verdict() -> None:
@@ -64,7 +77,7 @@ def test_candidate_that_could_not_be_compared_passes_without_a_verdict() -> None
 
 
 def test_size_that_could_not_be_compared_leaves_no_verdict_but_hides_no_slow_one() -> None:
-    compared, rejected = [1] * MIN_ROUNDS, [0] * MAX_REJECTED
+    compared, rejected = [1] * CERTAIN_RUNS, [0] * MAX_REJECTED
     assert slowdown([1], [*compared, *rejected], sizes=(1, 4))[0] is None
     assert "a batch of 4 rows takes" in (slowdown([3], [*rejected, 1], sizes=(1, 4))[0] or "")
 
