@@ -1,9 +1,9 @@
 """Prints reports and progress bars. Both adapt to pipes, narrow terminals and ASCII."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TextIO, TypeAlias
+from typing import Final, Literal, TextIO, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,10 @@ from rich.text import Text as RichText
 from ortserve.tools.report import Facts, Findings, Picture, Report, Table, Text, cell_text
 
 _PIPE_WIDTH: Final = 120
+_GAP: Final = 3
+"""Columns of a terminal between two columns of a table."""
+_LONG_WORD: Final = 24
+"""Words up to this length, such as ``session.spinning:``, are broken only if a table does not fit otherwise."""
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _STYLES: Final = {"problem": "bold red", "warning": "yellow", "advice": "cyan"}
 
@@ -105,16 +109,36 @@ def _facts(block: Facts) -> RichTable:
 
 def _print_table(block: Table, console: Console) -> None:
     table = RichTable(box=_box(console), pad_edge=False)
-    for name, is_number in zip(block.columns, block.are_numbers, strict=True):
-        table.add_column(_text(name), justify="right" if is_number else "left", overflow="fold")
     shown = block.rows if block.max_rows is None else block.rows[: block.max_rows]
-    for row in shown:
-        table.add_row(*(_text(cell_text(cell)) for cell in row))
+    texts = [[printable(cell_text(cell)) for cell in row] for row in shown]
+    for name, is_number, width in zip(block.columns, block.are_numbers, _widths(block, texts, console), strict=True):
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(_text(name), justify=justify, overflow="fold", width=width)
+    for row in texts:
+        table.add_row(*map(RichText, row))
     console.print(table)
     if len(shown) < len(block.rows):
         console.print(_text(f"and {len(block.rows) - len(shown):,} more rows, in --json and in pages (-o)", "dim"))
     if block.note:
         console.print(_text(block.note, "dim"))
+
+
+def _widths(block: Table, texts: Sequence[Sequence[str]], console: Console) -> Sequence[int | None]:
+    """Widths of columns that break no word, except very long ones; None for all if they do not fit.
+
+    Columns that need little room for their longest text get it first, so that figures keep their units, and names of
+    columns last.
+    """
+    columns = list(zip(map(printable, block.columns), *texts, strict=True))
+    widths = [max(min(_LONG_WORD, len(word)) for text in cells for word in [*text.split(), " "]) for cells in columns]
+    spare = console.width - sum(widths) - _GAP * len(widths)
+    for first in (1, 0):
+        needs = [max(map(len, cells[first:]), default=0) - width for cells, width in zip(columns, widths, strict=True)]
+        for need, number in sorted(zip(needs, range(len(needs)), strict=True)):
+            more = max(0, min(spare, need))
+            widths[number] += more
+            spare -= more
+    return widths if spare >= 0 else [None] * len(widths)
 
 
 def _print_findings(block: Findings, console: Console) -> None:

@@ -118,6 +118,21 @@ def test_titles_are_not_broken_by_narrow_tables(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines().count(title) == 3
 
 
+def test_wide_tables_break_no_words_while_there_is_room_for_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without room, every word may be broken, and lines are never longer than the terminal is wide."""
+    words = ["session.spinning: true, intra_op_threads: 1", "1.30 (1.12 to 1.51)", "101 MiB"]
+    wide = Report("x", [Table("Trials", ["changes", "times as good", "memory"], [words])])
+    for width, is_broken in ((80, False), (45, False), (20, True)):
+        monkeypatch.setattr("ortserve.tools.console._PIPE_WIDTH", width)
+        print_report(wide)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        shown = {word for line in lines for word in line.split()}
+        assert ({word for text in words for word in text.split()} <= shown) is not is_broken
+
+
 def test_findings_that_are_empty_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(Report("x", [Findings([])]))
 
