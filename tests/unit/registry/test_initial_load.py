@@ -29,12 +29,12 @@ MIB = 1024 * 1024
 class Start:
     """A registry of the folder ``models`` and of a store that has one model, ``far``, whose content does not arrive."""
 
-    def __init__(self, folder: Path, budget_bytes: int | None = None, options: str = "") -> None:
+    def __init__(self, folder: Path, budget_bytes: int | None = None, configuration: str = "") -> None:
         self.models = folder / "models"
         self.models.mkdir()
         self.store = StoreInMemory(far=members.affine(folder / "far.onnx", 1, 1).read_bytes())
-        if options:
-            self.store.files["far/model.yaml"] = options.encode()
+        if configuration:
+            self.store.files["far/model.yaml"] = configuration.encode()
         self.arrive = self.store.slow["far/1/model.onnx"] = threading.Event()
         cache = StoreCache(folder / "cache", 10**6)
         options = LoadOptions(warmup_s=0, intra_op_threads=1)
