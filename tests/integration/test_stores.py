@@ -417,6 +417,19 @@ def test_slow_fetch_delays_no_other_model(lab: Lab, tmp_path: Path) -> None:
         assert answer_of(server, "large") == 1
 
 
+def test_newer_files_end_the_fetch_of_an_object_that_trickles(lab: Lab, tmp_path: Path) -> None:
+    """One byte per second is no stall, so that no time limit ends the fetch. The log reports its progress."""
+    bucket = lab.bucket("trickle")
+    upload(bucket, version(tmp_path, "m", 1, 1))
+    with lab.serving("trickle", *POLL) as server:
+        lab.proxy.fault, lab.proxy.spoiled = "trickle", "/m/2/model.onnx"
+        upload(bucket, version(tmp_path, "m", 2, 2))
+        wait_for_path(lab.proxy, "/m/2/model.onnx")
+        server.wait_for_line("models are being fetched", "trickle")
+        upload(bucket, version(tmp_path, "m", 3, 3))
+        wait_for_answer(server, 3)
+
+
 def test_loads_by_clients_do_not_wait_for_other_stores(lab: Lab, tmp_path: Path) -> None:
     buckets, folder = [lab.bucket("stuck"), lab.bucket("loads")], tmp_path / "folder"
     upload(buckets[0], version(tmp_path, "m", 1, 1))

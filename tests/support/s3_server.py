@@ -22,6 +22,7 @@ from servers import LONG_S, LOOK_S
 ACCESS_KEY: Final = "TESTACCESSKEY"
 SECRET_KEY: Final = "TESTSECRETKEY-never-in-logs"
 _PIECE_BYTES: Final = 65536
+_TRICKLE_S: Final = 1.0
 
 
 class S3Server:
@@ -85,8 +86,8 @@ class FaultyProxy:
     Attributes:
         fault: ``""``; ``down`` (connections are closed at once); ``cut`` (the connection ends in the middle of an
             object); ``corrupt`` (bytes of an object are changed); ``stall`` (an object stops in the middle, its
-            connection stays open); ``pause`` (an object stops in the middle until the fault is another one); ``error``
-            (503).
+            connection stays open); ``pause`` (an object stops in the middle until the fault is another one);
+            ``trickle`` (its second half arrives at one byte per second); ``error`` (503).
         spoiled: Part of the paths to which faults apply; ``down`` applies to all.
         paths: The paths of requests so far.
     """
@@ -150,7 +151,7 @@ class FaultyProxy:
         rest = b""
         if fault == "corrupt":
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
-        elif fault in ("cut", "stall", "pause"):
+        elif fault in ("cut", "stall", "pause", "trickle"):
             body, rest = body[:middle], body[middle:]
         client.sendall(head + b"\r\n\r\n" + body)
         if fault == "stall":
@@ -159,6 +160,10 @@ class FaultyProxy:
             while self.fault == "pause":
                 time.sleep(LOOK_S)
             client.sendall(rest)
+        elif fault == "trickle":
+            for place in range(len(rest)):
+                client.sendall(rest[place : place + 1])
+                time.sleep(_TRICKLE_S)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreErr
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
-_CHUNK_BYTES: Final = 1 << 20
 _LIST_OBJECTS: Final = 1000
 _MAX_RETRIES: Final = 3
 _CONNECT_S: Final = 5.0
@@ -95,7 +94,9 @@ def tag_of(meta: Mapping[str, Any]) -> str:
 
 
 def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
-    """Read the content of an object with this size and tag, in pieces.
+    """Read the content of an object with this size and tag, in pieces as they arrive.
+
+    Larger pieces would save no time, and a slow object would neither show progress nor end when it is outdated.
 
     Raises:
         StoreError: The object cannot be read, or has changed.
@@ -112,7 +113,7 @@ def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
     if (meta["size"], tag_of(meta)) != (size, tag):  # for servers that ignore If-Match
         raise StoreError("it changed while it was fetched", is_final=True)
     try:
-        for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
+        for chunk in result.stream(min_chunk_size=1):
             yield bytes(chunk)
     except Exception as error:  # noqa: BLE001
         raise StoreError(f"its content ended early: {explain(error).message}") from None
