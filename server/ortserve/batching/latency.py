@@ -21,6 +21,11 @@ _QUANTILE: Final = 0.95
 """Share of the observations whose error ``LatencyModel.residual_ns`` is to exceed."""
 _QUANTILE_GAIN: Final = 0.1
 """How far an observation moves ``residual_ns``, as a share of the prediction."""
+_FALL: Final = 0.98
+_RISE: Final = _FALL ** (-_QUANTILE / (1 - _QUANTILE))
+"""An observation moves ``residual_ns`` by at least these factors. Other work that slows down all batches for seconds
+raises it to a multiple of the prediction; in steps of the prediction, it would reject requests for hundreds of batches
+afterwards. A rise takes back as many falls as there are for each rise, so the share of larger errors stays the same."""
 
 _MEAN_GAIN: Final = 1 / 8
 _DEVIATION_GAIN: Final = 1 / 4
@@ -83,9 +88,9 @@ class LatencyModel:
             return
         residual_ns, step = ns - predicted, _QUANTILE_GAIN * predicted
         if residual_ns > self.residual_ns:
-            self.residual_ns += step * _QUANTILE
+            self.residual_ns = max(self.residual_ns + step * _QUANTILE, self.residual_ns * _RISE)
         else:
-            self.residual_ns = max(0.0, self.residual_ns - step * (1 - _QUANTILE))
+            self.residual_ns = max(0.0, min(self.residual_ns - step * (1 - _QUANTILE), self.residual_ns * _FALL))
         ratio = min(max(ns / predicted, 1 / self._max_ratio), self._max_ratio) - 1
         if size == rows:
             self._knots[rows] *= 1 + _GAIN * ratio

@@ -121,6 +121,16 @@ def test_one_batch_in_twenty_takes_longer_than_predicted_and_the_residual(seed: 
     assert late / batches == pytest.approx(0.05, abs=0.006)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_residual_returns_soon_after_other_work_slowed_down_all_batches(seed: int) -> None:
+    draw = random.Random(seed)
+    latency = LatencyModel([(8, 100 * US)])
+    for slowdown, batches in ((1, 300), (5, 30), (1, 200)):
+        for _ in range(batches):
+            latency.observe(8, slowdown * 100 * US * draw.lognormvariate(0, 0.1))
+    assert latency.residual_ns < 80 * US
+
+
 def test_residual_is_never_negative_and_falls_when_batches_take_as_long_as_predicted() -> None:
     latency = LatencyModel([(1, 1000)])
     latency.observe(1, 3000)
