@@ -19,6 +19,16 @@ MAX_SWEPT_ROWS: Final = 64
 
 _MAX_RUNS: Final = 5
 """Maximum number of runs of one size, after its first run."""
+_MIN_DOUBTFUL_RUNS: Final = 3
+_MAX_DOUBTFUL_RUNS: Final = 20
+"""The same numbers while it is in doubt whether a run is shorter than a threshold that decides more than the batch
+size."""
+_INTERRUPTED: Final = 50
+_DOUBTFUL: Final = 4
+"""The shortest run is in doubt up to these multiples of the threshold: other work may interrupt each of the first runs,
+and later ones find cold caches beside it."""
+_VARIED: Final = 1.2
+"""Beside other work, the longest run is over this multiple of the shortest one. Otherwise nothing is in doubt."""
 _ENOUGH_NS: Final = 20_000_000
 """Total time of runs after which a size needs no more runs: a few long runs are as exact as five short ones."""
 _MAX_HOP_NS: Final = 1_000_000
@@ -133,6 +143,7 @@ class SizeLatency:
         run_ns: Median duration of the run alone.
         round_trip_ns: Median duration of the run including the round trip to the worker.
         least_ns: The shortest run plus the shortest known round trip to the worker.
+        least_run_ns: The shortest run.
         first_ns: Duration of the first round trip, which allocates memory.
     """
 
@@ -140,6 +151,7 @@ class SizeLatency:
     run_ns: int
     round_trip_ns: int
     least_ns: int
+    least_run_ns: int
     first_ns: int = 0
 
     @property
@@ -185,7 +197,7 @@ class SizeTimer:
         self.is_cut = self.is_cut or not is_in_time
         return is_in_time
 
-    def time_size(self, rows: int, row_ns_to_beat: float = math.inf) -> SizeLatency:
+    def time_size(self, rows: int, row_ns_to_beat: float = math.inf, *, short_ns: int = 0) -> SizeLatency:
         """Time a few runs of one size.
 
         The first run allocates memory and counts only if there is no time for another one.
@@ -194,6 +206,7 @@ class SizeTimer:
             rows: Number of rows of the batch.
             row_ns_to_beat: The size is worth having if its time per row is below this. Runs repeat within the limits
                 until that is so, because other work on the machine only makes runs longer.
+            short_ns: Runs also repeat while their times vary and leave in doubt whether the shortest is below this.
 
         Raises:
             ServeError: The error of ``WorkerRuns.run``.
@@ -202,7 +215,7 @@ class SizeTimer:
         batch = generate_batch(self.inputs, rows, rows)
         runs: list[int] = []
         round_trips: list[int] = []
-        while not runs or self._wants_another(rows, runs, round_trips, row_ns_to_beat):
+        while not runs or self._wants_another(rows, runs, round_trips, row_ns_to_beat, short_ns):
             began_ns = self.clock()
             runs.append(self.worker.run(batch).run_ns)
             round_trips.append(self.clock() - began_ns)
@@ -213,20 +226,37 @@ class SizeTimer:
             int(statistics.median(runs[warm])),
             int(statistics.median(round_trips[warm])),
             min(runs) + self._hop_ns,
+            min(runs),
             round_trips[0],
         )
 
-    def _wants_another(self, rows: int, runs: list[int], round_trips: list[int], row_ns_to_beat: float) -> bool:
+    def _wants_another(
+        self, rows: int, runs: list[int], round_trips: list[int], row_ns_to_beat: float, short_ns: int
+    ) -> bool:
         warm_runs = len(runs) - 1
         if warm_runs < self.min_warm_runs:
             return True
-        if warm_runs == _MAX_RUNS or self.clock() + min(runs) > self.stop_ns:
+        if self.clock() + min(runs) > self.stop_ns:
+            return False
+        if _may_be_short(runs, short_ns):
+            return warm_runs < _MAX_DOUBTFUL_RUNS
+        if warm_runs >= _MAX_RUNS:
             return False
         row_ns = (min(runs) + self._hop_ns) / rows
         if row_ns >= row_ns_to_beat or not warm_runs:
             return True
         is_clear = row_ns < _CLEARLY * row_ns_to_beat < math.inf
         return not is_clear and sum(round_trips[1:]) < _ENOUGH_NS
+
+
+def _may_be_short(runs: Sequence[int], short_ns: int) -> bool:
+    """Whether a run may take less than ``short_ns`` although none of these did."""
+    least_ns = min(runs)
+    if least_ns < short_ns:
+        return False
+    if len(runs) <= _MIN_DOUBTFUL_RUNS:
+        return least_ns < _INTERRUPTED * short_ns
+    return least_ns < _DOUBTFUL * short_ns and max(runs[1:]) > _VARIED * least_ns
 
 
 def warming_step(rows: int) -> str:

@@ -239,6 +239,7 @@ class _Load:
                     bounds=self.bounds,
                     effort_s=max(opened.opening_s, _MIN_EFFORT_S) if choice.name == CPU else None,
                     give_back_memory=self.settings.memory_release(instance, choice),
+                    short_ns=self.settings.short_ns(choice) if is_first else 0,
                     keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
                 )
             self.spent_s += found.spent_ns / 1e9

@@ -95,9 +95,16 @@ class ProviderSettings:
         return 1 if self._model.nbytes < _SMALL_MODEL_NBYTES else usual
 
     def best_threads(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
-        """The number of threads for runs with these latencies, which begin with the smallest batch."""
-        is_short = bool(latencies) and latencies[0].run_ns < ONE_THREAD_BELOW_NS
-        return 1 if is_short and self._may_use_one_thread else self.usual_threads(choice)
+        """The number of threads for runs with these latencies, which begin with the smallest batch.
+
+        The shortest run counts: longer ones show other work on the machine, which must not decide for the whole load.
+        """
+        is_short = bool(latencies) and latencies[0].least_run_ns < self.short_ns(choice)
+        return 1 if is_short else self.usual_threads(choice)
+
+    def short_ns(self, choice: ProviderChoice) -> int:
+        """A model whose runs of one row are shorter gets one thread; 0 if the number does not depend on runs."""
+        return ONE_THREAD_BELOW_NS if self._may_use_one_thread and self.usual_threads(choice) > 1 else 0
 
     def plain_cpu(self) -> SessionOptions:
         """Options of a session on the CPU, without settings for another provider and settings that write files."""

@@ -90,6 +90,7 @@ def warm_up(
     bounds: RunBounds = DEFAULT_BOUNDS,
     effort_s: float | None = None,
     give_back_memory: Callable[[Batch], None] | None = None,
+    short_ns: int = 0,
     keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True,
 ) -> WarmUp:
     """Run synthetic inputs on the worker of an instance. Called on the thread of the load.
@@ -117,6 +118,7 @@ def warm_up(
             gain of sizes that are not measured is extrapolated from the measured ones. None for no limit.
         give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
             warm-up was larger than ``WarmUp.max_rows``.
+        short_ns: One row runs again while it is in doubt whether it takes less than this; 0 if that does not matter.
         keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
             will replace this one.
 
@@ -135,7 +137,7 @@ def warm_up(
     try:
         inputs = _choose_inputs(worker, InputGenerator(signature, padding), progress, stop_ns, clock)
         timer = SizeTimer(worker, inputs, stop_ns, clock, progress, min_warm_runs=1 if is_coarse else 0)
-        one_row = timer.time_size(1)
+        one_row = timer.time_size(1, short_ns=short_ns)
         if not keeps_session(one_row):
             return WarmUp(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
         trial = TrialOutcome(rows_depend or "")

@@ -103,7 +103,7 @@ def test_long_runs_end_early_but_each_size_is_compared() -> None:
 
 
 def test_sizes_are_those_that_both_have() -> None:
-    one, other = ([SizeLatency(rows, 1, 1, 1) for rows in sizes] for sizes in ([1, 2, 4, 8, 16], [1, 2, 4, 8]))
+    one, other = ([SizeLatency(rows, 1, 1, 1, 1) for rows in sizes] for sizes in ([1, 2, 4, 8, 16], [1, 2, 4, 8]))
 
     assert common_sizes(one, other) == [1, 4, 8]
     assert common_sizes(one, []) == []

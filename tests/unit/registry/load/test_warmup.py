@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +274,34 @@ def test_temporary_session_runs_one_row() -> None:
 
         found = warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, keeps_session=keeps_session)
         assert (found.max_rows, max(runner.ran)) == (most, most)
+
+
+@pytest.mark.parametrize(
+    ("run_us", "runs", "least_us"),
+    [
+        ([30_000, 2400, 1500, 2100, 1700, 1200, 1300, 1600, 900], 9, 900),
+        ([30_000, 40_000, 1200, 40_000, 600], 5, 600),
+        ([1300, 2500], 21, 1300),
+        ([2000, 2100], 6, 2000),
+        ([4100, 9000], 4, 4100),
+        ([30_000, 700, 2000], 4, 700),
+    ],
+    ids=["busy", "interrupted", "always busy", "quiet", "long", "short at once"],
+)
+def test_one_row_runs_until_other_work_leaves_no_doubt_whether_runs_are_short(
+    run_us: list[int], runs: int, least_us: int
+) -> None:
+    clock = FakeClock()
+    times = cycle(run_us)
+    runner = TimedRunner(clock, lambda rows: next(times) * 1000)
+    seen: list[int] = []
+
+    def keeps_session(one_row: SizeLatency) -> bool:
+        seen.append(one_row.least_run_ns)
+        return False
+
+    warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, short_ns=1_000_000, keeps_session=keeps_session)
+    assert (len(runner.ran), seen) == (runs, [least_us * 1000])
 
 
 @pytest.mark.parametrize(("max_rows", "kept"), [(None, MAX_SWEPT_ROWS), (7, 7)])
