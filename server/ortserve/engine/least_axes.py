@@ -26,6 +26,7 @@ _LEAST: Final[Mapping[str, tuple[int, ...]]] = {
     "ReverseSequence": (2, 1),
     "RoiAlign": (4, 2, 1),
     "STFT": (2, 0, 1),
+    "SparseAttention": (0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2),
 }
 """Operators, with the least axes of their inputs that ONNX, or ``docs/ContribOperators.md``, allows."""
 _KEEPING: Final = frozenset(

@@ -21,8 +21,19 @@ from ortserve.model_file.reading import read_model
         ("y = com.example.Conv (x, w)", {"x": 0, "w": 0}),
         ("y = com.microsoft.Attention (x, w)", {"x": 0, "w": 0}),
         ("y = Attention (x, x, x, , w, w)", {"x": 3, "w": 4}),
+        ("y = com.microsoft.SparseAttention (q, q, q, q, q, q, q, q, q, x, w)", {"x": 2, "w": 2}),
     ],
-    ids=["direct", "behind others", "an equation", "the most", "reshaped", "another domain", "fused", "a past"],
+    ids=[
+        "direct",
+        "behind others",
+        "an equation",
+        "the most",
+        "reshaped",
+        "another domain",
+        "fused",
+        "a past",
+        "tables",
+    ],
 )
 def test_operators_determine_the_least_axes_of_inputs(tmp_path: Path, nodes: str, expected: dict[str, int]) -> None:
     imports = '<ir_version: 8, opset_import: ["": 23, "com.microsoft": 1, "com.example": 1]>'
