@@ -71,10 +71,10 @@ class Evidence:
 
     @property
     def free_sizes(self) -> str:
-        """The setting that fixes all free sizes with names."""
+        """The setting that fixes all free sizes with names; empty if there are none."""
         names = dict.fromkeys(size for one in self.inputs for size in one.shape or () if isinstance(size, str))
-        sizes = ", ".join(f"{name}: SIZE" for name in names or ("NAME",))
-        return f"session.free_dimensions: {{{sizes}}} in model.yaml"
+        sizes = ", ".join(f"{name}: SIZE" for name in names)
+        return f"session.free_dimensions: {{{sizes}}} in model.yaml" if names else ""
 
 
 def find_all(evidence: Evidence) -> list[Finding]:
@@ -198,8 +198,8 @@ def _control_flow(evidence: Evidence) -> Iterator[Finding]:
         "with inner graphs",
         "The duration of a run depends on values. This excludes CUDA graphs and runs on the server's event loop, and "
         "on GPUs the host waits for each decision.",
-        "export without branches and loops that depend on data, as torch.onnx.export(…, dynamo=True) does, or fix "
-        f"sizes by {evidence.free_sizes}",
+        "export without branches and loops that depend on data, as torch.onnx.export(…, dynamo=True) does"
+        + (f", or fix sizes that decide them: {evidence.free_sizes}" if evidence.free_sizes else ""),
     )
 
 
@@ -212,7 +212,7 @@ def _shapes_on_gpu(evidence: Evidence) -> Iterator[Finding]:
             "node",
             f"that compute shapes on the CPU in each run, although {gpu} runs the model",
             "The next kernels on the GPU start only when the host has computed the shapes.",
-            f"fix sizes that do not vary: {evidence.free_sizes}",
+            f"fix sizes that do not vary: {evidence.free_sizes or 'in the export, as no free dimension has a name'}",
             level="advice",
         )
 

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
+from onnxruntime.tools.onnx_model_utils import make_dim_param_fixed
 
 from models import builders, patterns
 from ortserve.tools.inspect.arguments import read
@@ -111,7 +113,17 @@ def test_double_precision_is_found(tmp_path: Path) -> None:
 
 
 def test_control_flow_is_found(tmp_path: Path) -> None:
-    assert findings(patterns.branch(tmp_path / "if.onnx"))["control_flow"].where == ("If 'decide'",)
+    found = findings(patterns.branch(tmp_path / "if.onnx"))["control_flow"]
+    assert found.where == ("If 'decide'",)
+    assert "session.free_dimensions: {batch: SIZE} in model.yaml" in found.remedy
+
+
+def test_sizes_are_not_advised_to_be_fixed_if_no_free_dimension_has_a_name(tmp_path: Path) -> None:
+    path = patterns.branch(tmp_path / "if.onnx")
+    model = onnx.load(path)
+    make_dim_param_fixed(model.graph, "batch", 1)
+    onnx.save(model, path)
+    assert "free_dimensions" not in findings(path)["control_flow"].remedy
 
 
 def test_shapes_computed_beside_a_gpu_are_found_only_if_one_is_wanted(tmp_path: Path) -> None:
