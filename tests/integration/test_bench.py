@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 
 from certificates import Secret
 from models import builders, interfaces, sequences
@@ -639,6 +640,19 @@ def test_inputs_of_the_reference_may_have_another_order_but_no_other_names(tmp_p
     assert (ran.failures, ran.point["outputs"]["different"]) == ({}, 0)
     assert ran.point["outputs"]["checked"] > 0
     assert (status, line) == (2, f"--compare-outputs {other}: expected a model with the inputs x, z, got x")
+
+
+def test_models_in_process_are_compared_with_the_reference(tmp_path: Path) -> None:
+    first, same = builders.mlp(tmp_path / "first.onnx"), builders.mlp(tmp_path / "same.onnx")
+    model = onnx.load(same)
+    weight = model.graph.initializer[0]
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) + 1, weight.name))
+    onnx.save(model, tmp_path / "other.onnx")
+    ran = bench(first, "--way", "run,bound,batcher", "--compare-outputs", same, *SHORT, "--json")
+    assert [one["outputs"]["expected"] for one in ran.result["points"]] == [str(same)] * 3
+    assert all(one["outputs"]["checked"] and not one["outputs"]["different"] for one in ran.result["points"])
+    status, line = fails(first, "--compare-outputs", tmp_path / "other.onnx", *SHORT)
+    assert (status, line.startswith(f"{first}: not the outputs of {tmp_path / 'other.onnx'}: output 'y'")) == (1, True)
 
 
 def test_random_outputs_are_not_compared(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
+        ("bench digits --inputs data.npz --free-dim 4", "--free-dim: expected synthetic inputs, got --inputs"),
         (
             "bench digits --protocol grpc",
             "--protocol: expected the URL of a server, which begins with http:// or grpc://, got a model",

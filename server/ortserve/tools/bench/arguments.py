@@ -34,6 +34,8 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
     if kinds == {False}:
         parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
+    if given.inputs:
+        parser.refuse(given, ("--free-dim",), "synthetic inputs, got --inputs")
     if given.find_capacity:
         parser.refuse(given, ("--rounds", "--precision"), "--concurrency, --rate or --arrivals, got --find-capacity")
     return given
@@ -55,7 +57,7 @@ def build_parser() -> ToolParser:
     )
     right = (
         "Compare the answers with those of this model. Without it, they are compared with the answers to single "
-        "requests."
+        "requests, or with bare runs of a model in this process."
     )
     add("--model", default="", metavar="NAME[/VERSION]", help="Name of the model on the server.")
     add("--protocol", default="", metavar="P,…", help=protocols)

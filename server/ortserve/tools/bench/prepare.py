@@ -171,8 +171,10 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
     model = open_model(subject, provider=settings.provider, threads=settings.threads)
     inputs, arrays = _inputs(model.signature, target, batch, settings, lambda one: bare_run(model, one))
     outputs, expected, source = repeated(partial(bare_run, model), arrays, "bare runs")
-    arrays = arrays[: len(outputs)]
     signature = model.signature
+    if settings.compare_outputs:
+        outputs, expected, source = _compare_with(settings.compare_outputs, signature, arrays, outputs, target)
+    arrays = arrays[: len(outputs)]
     if way == "batcher":
         interface = resolve_interface(model.subject.options, signature)
         signature = interface.client
@@ -249,15 +251,15 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
 
 
 def _compare_with(
-    name: str, signature: ModelSignature, arrays: Sequence[Arrays], answers: Sequence[Outputs], url: str
+    name: str, signature: ModelSignature, arrays: Sequence[Arrays], answers: Sequence[Outputs], target: str
 ) -> tuple[Sequence[Outputs], Sequence[Outputs], str]:
-    """Run the model of ``--compare-outputs`` on the inputs of a server's answers.
+    """Run the model of ``--compare-outputs`` on the inputs of a target's answers.
 
     Returns:
         As ``repeated``: the answers for whose inputs there was time, the expected outputs, and their source.
 
     Raises:
-        ServeError: The model has other inputs, cannot be run, or gives other outputs than the server.
+        ServeError: The model has other inputs, cannot be run, or gives other outputs than the target.
     """
     reference = open_model(find_model(name))
     names, expects = ([spec.name for spec in one.inputs] for one in (signature, reference.signature))
@@ -270,7 +272,7 @@ def _compare_with(
     expected = [_common(*pair) for pair in zip(right, answers, strict=True)] if right else ()
     for wanted, came in zip(expected, answers, strict=False):
         if problem := difference(wanted, came):
-            raise ServeError(ErrorKind.INTERNAL, f"{url}: not the outputs of {source}: {problem}")
+            raise ServeError(ErrorKind.INTERNAL, f"{target}: not the outputs of {source}: {problem}")
     return answers, expected, source
 
 
