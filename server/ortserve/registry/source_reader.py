@@ -1,20 +1,39 @@
 """Reads the sources of models from folders, from stores, or from a client's request."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from ortserve.config.model import LoadOptions
+from ortserve.core.thread_pool import ThreadPool
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.dependents import members_of
 from ortserve.registry.repository.client_model import client_source, read_client_model
 from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, read_source, read_sources
 from ortserve.registry.stores.mirrors import Mirrors
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+Read = TypeVar("Read")
 
 NOT_POLLED: Final = "failed to poll from model repository"
+
+_READS: Final = 4
+"""Maximum number of reads of the repositories at a time. A folder of a server that does not answer, such as NFS, blocks
+their threads for as long as it likes, and must not block others, such as those that decompress requests."""
+
+_REPORT_S: Final = 10.0
+"""Time after which a read is logged, again and again."""
+
+_LISTING_S: Final = 5.0
+"""Maximum time that a caller waits for the names of the models in the repositories."""
 
 
 class SourceReader:
@@ -40,6 +59,7 @@ class SourceReader:
         self._defaults = defaults
         self._mirrors = mirrors
         self._named_versions = named_versions
+        self._threads = ThreadPool(_READS, "repositories", set_slice, (LONGEST_SLICE_NS,))
         if mirrors is not None:
             mirrors.follow(named_versions)
 
@@ -47,9 +67,14 @@ class SourceReader:
         """Names of the models that the repositories contain now.
 
         Raises:
-            ServeError: invalid_input, if a repository cannot be read.
+            ServeError: invalid_input, if a repository cannot be read; not_ready, if that takes too long.
         """
-        found = {files.name for files in await asyncio.to_thread(read_repositories, self._repositories)}
+        try:
+            async with asyncio.timeout(_LISTING_S):
+                found = {files.name for files in await self._on_disk(read_repositories, self._repositories)}
+        except TimeoutError:
+            text = f"the folders of the repositories have not been listed within {_LISTING_S:g} s"
+            raise ServeError(ErrorKind.NOT_READY, text) from None
         return sorted(found if self._mirrors is None else found | await self._mirrors.names())
 
     async def read_all(
@@ -96,7 +121,7 @@ class SourceReader:
     async def read(self, name: str) -> ModelSource | None:
         """Read a model from the disk. Returns None if it does not exist, or if a repository cannot be read."""
         try:
-            return await asyncio.to_thread(self._read, name)
+            return await self._on_disk(self._read, name)
         except ServeError:
             return None
 
@@ -118,7 +143,7 @@ class SourceReader:
             await self._fetch(self._mirrors, name, with_all_versions=config is not None)
         resources = ExitStack()
         try:
-            yield await asyncio.to_thread(self._find, resources, name, config, files)
+            yield await self._on_disk(self._find, resources, name, config, files)
         finally:
             await asyncio.to_thread(resources.close)
 
@@ -131,7 +156,7 @@ class SourceReader:
         wanted = {ensemble.name}
         try:
             while True:
-                closure = await asyncio.to_thread(self._find_members, ensemble)
+                closure = await self._on_disk(self._find_members, ensemble)
                 more = _other_members(wanted, closure.values())
                 if self._mirrors is None or not more:
                     return closure
@@ -156,12 +181,25 @@ class SourceReader:
 
     async def close(self) -> None:
         """Remove the folders of stores. Call it when no model is loaded any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._mirrors is not None:
             await self._mirrors.close()
 
+    async def _on_disk(self, read: Callable[..., Read], *arguments: object) -> Read:
+        """Read files on a thread that nothing else needs. Logs a read that takes long."""
+        reading = asyncio.get_running_loop().run_in_executor(self._threads, partial(read, *arguments))
+        waited_s = 0.0
+        try:
+            while not (await asyncio.wait({reading}, timeout=_REPORT_S))[0]:
+                waited_s += _REPORT_S
+                message = "the folders of the repositories are still being read"
+                log_event(logger, logging.WARNING, message, waited_s=waited_s)
+            return reading.result()
+        finally:
+            reading.cancel()
+
     async def _read_folders(self) -> list[ModelSource]:
-        # The threads of loads are not used, because the call would wait there for models that are loading.
-        sources = await asyncio.to_thread(self._read_all)
+        sources = await self._on_disk(self._read_all)
         return sources if self._mirrors is None else self._mirrors.with_problems(sources)
 
     def _read_all(self) -> list[ModelSource]:

@@ -1,8 +1,12 @@
 """The modes of a repository service, and the requests that are valid in each."""
 
+import asyncio
+import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -13,6 +17,7 @@ from models import builders
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry import source_reader
 from ortserve.registry.registry import Registry
 from ortserve.service.repository import ControlMode, IndexEntry, RepositoryService
 from ortserve.telemetry.metrics import Metrics
@@ -97,6 +102,37 @@ async def test_index_of_many_models_leaves_the_loop_to_others(tmp_path: Path) ->
     assert len(entries) == 1000
     assert turns >= 4
     await registry.close()
+
+
+async def test_folder_that_does_not_answer_delays_only_its_own_calls(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder of a server that is gone, such as NFS, blocks each thread that reads it."""
+    await registry.load_all({"a"})
+    answers = threading.Event()
+
+    def blocked(*_: object) -> list[Any]:
+        answers.wait()
+        return []
+
+    for read in ("read_repositories", "read_sources"):
+        monkeypatch.setattr(source_reader, read, blocked)
+    monkeypatch.setattr(source_reader, "_LISTING_S", 0.1)
+    monkeypatch.setattr(source_reader, "_REPORT_S", 0.05)
+    service = RepositoryService(registry, mode="poll")
+    watching = asyncio.create_task(service.watch(0))
+
+    async def list_all() -> list[IndexEntry]:
+        return [entry async for entry in service.index()]
+
+    callers = 2 * ((os.cpu_count() or 1) + 4)  # more than the threads of the loop
+    assert await asyncio.gather(*(list_all() for _ in range(callers))) == [[IndexEntry("a", "1", "READY")]] * callers
+    assert await asyncio.to_thread(int) == 0  # the threads of the loop are free
+    assert "the folders of the repositories are still being read" in caplog.messages
+    reasons = {record.__dict__["fields"]["reason"] for record in caplog.records if "known" in record.message}
+    assert reasons == {"the folders of the repositories have not been listed within 0.1 s"}
+    watching.cancel()
+    answers.set()
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
