@@ -274,7 +274,9 @@ def test_run_past_the_drain_timeout_does_not_delay_shutdown(tmp_path: Path) -> N
         server.send(signal.SIGTERM)
         assert server.wait() == 0
         assert time.monotonic() - began_s < 15
-        assert "drain timed out; connections with unanswered requests are closed" in server.output
+        for protocol, connections in (("http", 2), ("grpc", 1)):
+            message = "drain timed out; connections with unanswered requests are closed"
+            assert f"{message} protocol={protocol} connections={connections} " in server.output
         assert "all its requests were cancelled" in server.output
         for call in calls:
             assert call.exception() is not None

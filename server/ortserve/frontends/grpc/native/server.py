@@ -1,6 +1,7 @@
 """The gRPC port served by the native transport (``grpc_transport=native``)."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -13,6 +14,9 @@ from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsPort
 from ortserve.listening import draw_age_s, open_listener
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
 
 _BACKLOG: Final = 4096
 """Number of connections that may wait to be accepted. The system has a bound of its own."""
@@ -115,7 +119,16 @@ class NativeGrpcServer:
             connection.begin_drain()
         if connections:
             await asyncio.wait([connection.closed for connection in connections], timeout=grace_s)
-        for connection in list(self._connections):
+        if unanswered := list(self._connections):
+            log_event(
+                logger,
+                logging.WARNING,
+                "drain timed out; connections with unanswered requests are closed",
+                protocol="grpc",
+                connections=len(unanswered),
+                waited_s=round(grace_s, 1),
+            )
+        for connection in unanswered:
             connection.abort()
         if connections:
             await asyncio.wait([connection.closed for connection in connections])
