@@ -1,6 +1,7 @@
 """``ortserve models`` against a real server: every action, its errors, and progress."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -157,3 +158,13 @@ def test_interruption_ends_a_load_that_is_waited_for() -> None:
             finally:
                 loading.kill()
     assert (loading.returncode, said) == (130, b"ortserve models: interrupted\n")
+
+
+def test_watch_ends_silently_when_its_reader_does() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from ortserve.cli.main import main; raise SystemExit(main())"]
+    with small_server() as server, os.fdopen(writer, "wb") as output:
+        arguments = ["models", "list", "--watch", "--url", server.url]
+        ended = subprocess.run([*command, *arguments], stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from ortserve.config.expectation import with_suggestions
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.console import print_report, printable
+from ortserve.tools.console import OutputClosedError, print_report, printable
 from ortserve.tools.page import render_page
 from ortserve.tools.report import LEVELS, Finding, Report
 from ortserve.tools.staging import naming, replacement
@@ -161,6 +161,9 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
         return _fail(name, error.message, INVALID if error.kind is ErrorKind.INVALID_INPUT else FAILED)
     except KeyboardInterrupt:
         return _fail(name, "interrupted", INTERRUPTED)
+    except OutputClosedError:
+        _discard_output()
+        return OK
     except MemoryError as error:
         return _fail(name, f"too little memory: {error}", FAILED)
     except OSError as error:
@@ -202,8 +205,13 @@ def _print(outcome: Outcome, *, as_json: bool) -> None:
         else:
             print_report(outcome.report)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe; discard the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Discard the rest of the output, whose reader has closed the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -22,8 +22,12 @@ _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _STYLES: Final = {"problem": "bold red", "warning": "yellow", "advice": "cyan"}
 
 
+class OutputClosedError(BrokenPipeError):
+    """The reader of standard output has closed the pipe."""
+
+
 def print_report(report: Report) -> None:
-    """Print a report to standard output."""
+    """Print a report to standard output. Raises OutputClosedError."""
     console = _console(sys.stdout)
     console.print(_text(report.title, "bold"))
     for block in report.blocks:
@@ -67,7 +71,7 @@ def progress(doing: str, total: float | None = None) -> Iterator[Step]:
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Raise the error for the caller. Otherwise the process would exit with status 1."""
-        raise BrokenPipeError
+        raise OutputClosedError
 
 
 def _console(stream: TextIO) -> Console:
