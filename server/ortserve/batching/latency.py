@@ -21,8 +21,8 @@ _QUANTILE: Final = 0.95
 """Share of the observations whose error ``LatencyModel.residual_ns`` is to exceed."""
 _QUANTILE_GAIN: Final = 0.1
 """How far an observation moves ``residual_ns``, as a share of the prediction."""
-_FALL: Final = 0.98
-_RISE: Final = _FALL ** (-_QUANTILE / (1 - _QUANTILE))
+_FALL: Final = 0.985
+_RISE: Final = math.pow(_FALL, -_QUANTILE / (1 - _QUANTILE))
 """An observation moves ``residual_ns`` by at least these factors. Other work that slows down all batches for seconds
 raises it to a multiple of the prediction; in steps of the prediction, it would reject requests for hundreds of batches
 afterwards. A rise takes back as many falls as there are for each rise, so the share of larger errors stays the same."""
