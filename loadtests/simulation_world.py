@@ -20,6 +20,7 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
+from ortserve.batching.row_limit import RowLimit
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
@@ -131,8 +132,12 @@ def set_stage(
     limits: QueueLimits = _ROOM,
     shared: SharedThreads | None = None,
     seed: int = 0,
+    most_rows: int | None = None,
 ) -> Stage:
-    """Create a batcher in its state after warm-up: it knows the latency of batches of powers of two."""
+    """Create a batcher in its state after warm-up: it knows the latency of batches of powers of two.
+
+    The maximum rows of a batch are corrected, up to ``most_rows`` if that is set.
+    """
     runner = SimulatedRunner(machine, loop, clock, seed)
     sizes = {1 << power for power in range(machine.max_rows.bit_length())} | {machine.max_rows}
     known = [(rows, machine.latency_ns(rows)) for rows in sorted(sizes)]
@@ -146,6 +151,7 @@ def set_stage(
         loop=loop,
         clock=clock,
         observe_batch=lambda *_: None,
+        row_limit=None if most_rows is None else RowLimit(most_rows, lambda _: None),
     )
     batcher = Batcher(runs, limits, clock)
     return Stage(loop, clock, runner, batcher)
@@ -225,12 +231,19 @@ def open_loop(
     closed_loop_wait: bool = True,
     slo_ns: int | None = None,
     limits: QueueLimits = _ROOM,
+    most_rows: int | None = None,
 ) -> Outcome:
     """Send requests at given times, independent of earlier answers. ``slo_ns``, if set, is their deadline."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Outcome:
         stage = set_stage(
-            machine, loop, clock, queue_delay_ns=queue_delay_ns, closed_loop_wait=closed_loop_wait, limits=limits
+            machine,
+            loop,
+            clock,
+            queue_delay_ns=queue_delay_ns,
+            closed_loop_wait=closed_loop_wait,
+            limits=limits,
+            most_rows=most_rows,
         )
         began_ns = clock()
         requests: list[InflightRequest] = []

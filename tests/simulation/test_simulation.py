@@ -42,6 +42,26 @@ def test_no_fixed_delay_beats_dispatch_when_idle(machine: Machine, load: float) 
         assert ours.mean_ns <= 1.03 * delayed.mean_ns
 
 
+@pytest.mark.parametrize(
+    ("machine", "most"),
+    [
+        (Machine("no gain", 2_000_000, 0, 1, noise=0.25), 1.1),
+        (Machine("right maximum", 1_000_000, 1_000_000, 16, noise=0.25), 1.1),
+        (Machine("maximum too small", 1_000_000, 10_000_000, 2, noise=0.25), 0.5),
+    ],
+    ids=lambda value: value.name if isinstance(value, Machine) else "",
+)
+def test_correcting_the_maximum_rows_hardly_lengthens_and_often_shortens_the_99th_percentile(
+    machine: Machine, most: float
+) -> None:
+    ratios = []
+    for seed in range(3):
+        arrivals_ns = poisson_ns(0.8 * machine.capacity_per_s, 5_000, seed)
+        kept, corrected = open_loop(machine, arrivals_ns), open_loop(machine, arrivals_ns, most_rows=64)
+        ratios.append(corrected.quantile_ns(0.99) / kept.quantile_ns(0.99))
+    assert max(ratios) <= most
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("load", [1.2, 2.0])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
