@@ -143,7 +143,8 @@ class BusyPolling:
             self._began_ns = now_ns
             self._until_ns = now_ns + budget_ns
         elif now_ns >= self._until_ns:
-            polled_ns = now_ns - self._began_ns
+            # A later turn means that the loop was busy, or the process suspended, and did not poll meanwhile.
+            polled_ns = self._until_ns - self._began_ns
             self._began_ns = 0
             self._misses += 1
             self._polled_ns += polled_ns

@@ -83,6 +83,20 @@ def test_polling_ends_where_no_request_comes() -> None:
     assert after.polled_ns - before.polled_ns == 2 * GAP_NS
 
 
+def test_a_process_that_is_suspended_while_it_polls_polls_again_soon() -> None:
+    world = World()
+    world.learn()
+    world.serve()
+    world.turns.turn()
+    world.clock.advance(60_000_000_000)
+    world.wait(GAP_NS)
+    hits = world.polling.reading().hits
+    for _ in range(20):
+        world.serve()
+        world.wait(GAP_NS)
+    assert world.polling.reading().hits > hits
+
+
 def test_loop_sleeps_while_a_request_is_in_flight() -> None:
     world = World()
     world.learn()
