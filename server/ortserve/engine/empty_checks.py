@@ -174,7 +174,7 @@ def _check_features(vectorizer: CheckedNode) -> None:
 
 
 def _check_hidden(node: CheckedNode) -> None:
-    """MoE divides by the last size."""
+    """MoE divides by the last size, and RotaryEmbedding reads heads without elements."""
     if node.may_be_empty(0):
         _fail_if_none_along(node, 0, -1)
 
@@ -229,6 +229,7 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("com.microsoft", "QLinearConv"): _not_empty(3),
     ("com.microsoft", "QLinearMul"): _not_empty(0, 3),
     ("com.microsoft", "QMoE"): _check_hidden,
+    ("com.microsoft", "RotaryEmbedding"): _check_hidden,
     ("com.microsoft", "SkipLayerNormalization"): _check_skipped,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _check_skipped,
     **({} if _SINCE_1_32 else _BEFORE_1_32),

@@ -370,6 +370,15 @@ EMPTY_INSIDE: Final = {
         ),
         (3, 2),
     ),
+    "RotaryEmbedding": (
+        cut(
+            "float[n,s,h] x, int64[n,s] z",
+            "float[n,s,h] y",
+            "third) y = com.microsoft.RotaryEmbedding <num_heads = 2> (t, z, c, c)",
+            ", float[3,2] c = {1, 2, 3, 4, 5, 6}",
+        ),
+        (2, 3, 8),
+    ),
     "SkipSimplifiedLayerNormalization": (
         cut(
             "float[n,s,4] x, float[n,s,4] z",
