@@ -295,6 +295,61 @@ def _spatial(g: Grower) -> object:
     )
 
 
+def _windows(g: Grower) -> object:
+    """Pooling and convolution with windows of any stride, dilation and padding."""
+    rng, opset = g.rng, g.graph.opset
+    op = rng.choice(("MaxPool", "AveragePool", "LpPool", "Conv", "ConvTranspose"))
+    name = g.pick("f", least_rank=3, most_rank=4, exact=op == "MaxPool")
+    shape = g.graph.shape(name)
+    kernel = [rng.choice((1, 2, 3)) for _ in shape[2:]]
+    strides = [rng.choice((1, 2, 3)) for _ in kernel]
+    attributes: Attributes = {"kernel_shape": kernel, "strides": strides}
+    if rng.random() < 0.5:
+        attributes["pads"] = [rng.randrange(size) for size in (*kernel, *kernel)]
+    else:
+        attributes["auto_pad"] = rng.choice(("SAME_UPPER", "SAME_LOWER", "VALID", "NOTSET"))
+    if op.startswith("Conv") or opset >= {"MaxPool": 10, "AveragePool": 19, "LpPool": 18}[op]:
+        attributes["dilations"] = [rng.choice((1, 1, 2)) for _ in kernel]
+    if op.endswith("Pool"):
+        if opset >= {"MaxPool": 10, "AveragePool": 10, "LpPool": 18}[op]:
+            attributes["ceil_mode"] = rng.choice((0, 1))
+        if op == "AveragePool" and opset >= 7:
+            attributes["count_include_pad"] = rng.choice((0, 1))
+        return g.graph.add(op, name, **attributes)
+    if op == "Conv":
+        return g.graph.add(op, name, g.weight(2, shape[1], *kernel), **attributes)
+    if rng.random() < 0.5:
+        attributes["output_padding"] = [rng.randrange(stride) for stride in strides]
+    return g.graph.add(op, name, g.weight(shape[1], 2, *kernel), **attributes)
+
+
+def _states(g: Grower) -> object:
+    """Operators that keep a state: caches that are updated, linear attention, convolutions of the past."""
+    rng = g.rng
+    op = rng.choice(("TensorScatter", "CausalConvWithState", "LinearAttention"))
+    name = g.pick("f", least_rank=3, most_rank=4 if op == "TensorScatter" else 3)
+    shape = g.graph.shape(name)
+    if op == "CausalConvWithState":
+        size = rng.choice((2, 3))
+        past = g.graph.add("Slice", name, g.graph.add_ints(0), g.graph.add_ints(size - 1), g.graph.add_ints(2))
+        state = [] if rng.random() < 0.4 else ["", past]
+        activation = rng.choice(("none", "silu"))
+        weights = g.weight(shape[1], 1, size)
+        return g.graph.add_many(op, name, weights, *state, outputs=2, domain=_MS, activation=activation)
+    if op == "LinearAttention":
+        small = g.graph.add("Tanh", name)
+        attributes: Attributes = {"q_num_heads": 1, "kv_num_heads": 1, "update_rule": "linear"}
+        return g.graph.add_many(op, small, small, small, outputs=2, domain=_MS, **attributes)
+    axis = g.axis_of(name)
+    others = range(1, len(shape))
+    if g.graph.opset < 24:
+        raise Unsuitable
+    sums = g.graph.add("ReduceSum", name, g.graph.add_ints(*others), keepdims=0)
+    mode = rng.choice(("linear", "circular"))
+    indices = [] if rng.random() < 0.3 else [_indices(g, g.graph.add("Abs", sums), shape[axis])]
+    return g.graph.add(op, name, g.graph.add("Neg", name), *indices, axis=g.sign(axis, name), mode=mode)
+
+
 def _bytes(g: Grower, least_rank: int = 0, most_rank: int = 6) -> str:
     """A tensor of bytes: an input, or quantized floats."""
     names = [
@@ -729,6 +784,8 @@ OPERATORS: Final[dict[Step, float]] = {
     _axis_walk: 3,
     _layer: 5,
     _spatial: 5,
+    _windows: 4,
+    _states: 2,
     _quantized: 8,
     _fused_products: 3,
     _recurrent: 3,
