@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -127,7 +128,8 @@ def _plain(field: FieldInfo) -> str:
 
 
 def _wide_formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=34, width=110)
+    width = min(110, get_terminal_size((110, 0)).columns)
+    return argparse.HelpFormatter(prog, max_help_position=34, width=width)
 
 
 def _refuse(*problems: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, Final, NoReturn, TypeVar
 
 import orjson
@@ -54,11 +55,12 @@ class ToolParser(argparse.ArgumentParser):
         self, name: str, description: str, *, page_flags: Sequence[str] = ("-o", "--output"), **more: Any
     ) -> None:
         """``page_flags`` name the flag of the page, for tools whose ``-o`` is a model."""
+        width = min(110, get_terminal_size((110, 0)).columns)
         super().__init__(
             prog=f"ortserve {name}",
             description=description,
             allow_abbrev=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
             **more,
         )
         output = self.add_argument_group("output")

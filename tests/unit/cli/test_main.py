@@ -236,6 +236,16 @@ def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytes
     assert "--http-min-body-bytes-per-s N" in help_text
 
 
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_help_fits_the_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for columns, most in (("90", 90), ("200", 110)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main([command, "--help"]) == 0
+        assert most - 20 < max(map(len, capsys.readouterr().out.splitlines())) <= most
+
+
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])
 def test_version_names_the_server_and_its_runtime(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(arguments) == 0
