@@ -119,6 +119,10 @@ def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
         raise StoreError(f"its content ended early: {explain(error).message}") from None
 
 
+_CAUSE: Final = re.compile(r'\b(?:error|message): "([^"]*)"|\b(Invalid(?:Certificate|Message)\(\s*\w+)')
+"""What the system or TLS says about a connection that failed, in the debugging text of the client's errors."""
+
+
 def explain(error: Exception) -> StoreError:
     """Convert an error of the client to one line without addresses, queries and values of secret variables.
 
@@ -135,6 +139,8 @@ def explain(error: Exception) -> StoreError:
     if not parts:
         parts = [re.sub(r"^.*? - ", "", text.replace("\n", " "))]
         parts += re.findall(r"kind: (Timeout|Connect)\b", str(error))[:1]
+        if cause := _CAUSE.search(str(error)):
+            parts.append(cause[1] or re.sub(r"\(\s*", ": ", cause[2]))
     return StoreError(redact(": ".join(parts)), is_final=True)
 
 
