@@ -22,6 +22,11 @@ def run_promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
+def anchor_of(title: str) -> str:
+    """The anchor of a heading, as MkDocs and GitHub make it."""
+    return re.sub(r"[^a-z0-9_ -]", "", title.lower()).replace(" ", "-")
+
+
 def all_rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
@@ -64,6 +69,10 @@ def test_rules_use_known_metrics_and_labels_and_have_descriptions(rule: dict[str
     assert unknown_labels(rule["expr"]) == set()
     if "alert" in rule:
         assert rule["labels"]["severity"] in {"critical", "warning"}
-        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        titles, texts = (re.split(r"^## (.*)$", (ROOT / page).read_text(), flags=re.MULTILINE)[n::2] for n in (1, 2))
+        text = dict(zip(map(anchor_of, titles), texts, strict=True))[anchor]
+        assert f"**{rule['alert']}**" in text
     else:
         assert re.fullmatch(r"[a-z_]+:[a-z0-9_]+:[a-z0-9_]+", rule["record"])
