@@ -22,8 +22,7 @@ MIN_ROUNDS: Final = 3
 """Minimum rounds of one size. With fewer it is not compared."""
 CERTAIN_RUNS: Final = 5
 """A size passes as soon as its shortest runs are within the bound and this many runs of the serving version are about
-as short as its shortest one. At a load of 17 on two processors, 0.2 % of candidates with 2.5 times the time passed, and
-no equal one failed; with 16 rounds and without this condition, 20 % passed and 0.4 % failed."""
+as short as its shortest one."""
 _ALIKE: Final = 1.1
 """Runs up to this multiple of the shortest one are about as short. Times of interrupted runs differ by more."""
 MAX_REJECTED: Final = 32
