@@ -149,12 +149,12 @@ def product_with_vector(path: Path) -> Path:
 
 def product_of_transposed(path: Path) -> Path:
     """A product that ONNX Runtime joins with a Transpose: a FP32 [n, rows, inner] and b FP32 [n, m, inner] → y FP32."""
-    inputs = [_tensor(name, DataType.FP32, "n", rows, "inner") for name, rows in (("a", "rows"), ("b", "m"))]
+    inputs = [tensor(name, DataType.FP32, "n", rows, "inner") for name, rows in (("a", "rows"), ("b", "m"))]
     nodes = [
         helper.make_node("Transpose", ["b"], ["t"], perm=[0, 2, 1]),
         helper.make_node("MatMul", ["a", "t"], ["y"]),
     ]
-    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, "n", "rows", "m")])
+    return _write(path, nodes, inputs, [tensor("y", DataType.FP32, "n", "rows", "m")])
 
 
 def bfloat16_and_text(path: Path) -> Path:
