@@ -9,7 +9,7 @@ _TEXTS: Final = """
 no_avx2 (warning): without AVX2, ONNX Runtime's kernels use 128-bit instructions and are several times slower
     → use another type of machine; in a virtual machine, pass the host's processor through
 no_int8_dot_product (advice): quantized models gain less; on x86 products of bytes may saturate and change results
-    → compare with the original model here; if they differ, quantize with reduce_range=True
+    → compare with the original model here; if they differ, quantize it again with ortserve quantize --reduce-range on
 cpu_quota (advice): libraries that count processors start too many threads, which use up the quota early in each period
     → use a whole number of processors, exclusive if possible (Kubernetes: equal CPU request and limit)
 small_cpu_quota (warning): a single thread cannot run all the time: requests wait for the rest of a period of 100 ms
