@@ -60,6 +60,7 @@ class SourceReader:
         self._mirrors = mirrors
         self._named_versions = named_versions
         self._threads = ThreadPool(_READS, "repositories", set_slice, (LONGEST_SLICE_NS,))
+        self._report_due_s = 0.0
         if mirrors is not None:
             mirrors.follow(named_versions)
 
@@ -186,14 +187,16 @@ class SourceReader:
             await self._mirrors.close()
 
     async def _on_disk(self, read: Callable[..., Read], *arguments: object) -> Read:
-        """Read files on a thread that nothing else needs. Logs a read that takes long."""
-        reading = asyncio.get_running_loop().run_in_executor(self._threads, partial(read, *arguments))
-        waited_s = 0.0
+        """Read files on a thread that nothing else needs. Logs reads that take long, one line for all."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        reading = loop.run_in_executor(self._threads, partial(read, *arguments))
         try:
             while not (await asyncio.wait({reading}, timeout=_REPORT_S))[0]:
-                waited_s += _REPORT_S
-                message = "the folders of the repositories are still being read"
-                log_event(logger, logging.WARNING, message, waited_s=waited_s)
+                if (now_s := loop.time()) >= self._report_due_s:
+                    self._report_due_s = now_s + _REPORT_S
+                    message = "the folders of the repositories are still being read"
+                    log_event(logger, logging.WARNING, message, waited_s=round(now_s - began_s))
             return reading.result()
         finally:
             reading.cancel()
