@@ -421,7 +421,7 @@ def test_newer_files_end_the_fetch_of_an_object_that_trickles(lab: Lab, tmp_path
     """One byte per second is no stall, so that no time limit ends the fetch. The log reports its progress."""
     bucket = lab.bucket("trickle")
     upload(bucket, version(tmp_path, "m", 1, 1))
-    with lab.serving("trickle", *POLL) as server:
+    with lab.serving("trickle", *POLL, "--store-timeout-s", "60") as server:
         lab.proxy.fault, lab.proxy.spoiled = "trickle", "/m/2/model.onnx"
         upload(bucket, version(tmp_path, "m", 2, 2))
         wait_for_path(lab.proxy, "/m/2/model.onnx")
