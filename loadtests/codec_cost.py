@@ -86,8 +86,10 @@ def arms_of(size: str, nbytes: int) -> list[Arm]:
     by_typed_grpc = message.SerializeToString()
     response = InferResponse("m", "1", "", [Tensor("y", DataType.FP32, array)])
 
+    request = InferRequest("m", "", "", [], [], {})
+
     def grpc() -> object:
-        return GrpcEncoder().encode(InferRequest("m", "", "", [], [], {}), response)
+        return GrpcEncoder().encode(request, response)
 
     def rest(*, binary: bool) -> Callable[[], object]:
         request = InferRequest("m", "", "", [], [RequestedOutput("y", binary)], {})

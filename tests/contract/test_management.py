@@ -70,6 +70,13 @@ def test_page_of_another_origin_changes_nothing(managed: ServerProcess, path: st
     assert call(managed, "/v2/models/identity/infer", INFERENCE, headers)["outputs"]
 
 
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+def test_own_page_and_typed_addresses_are_no_other_origin(managed: ServerProcess, site: str) -> None:
+    url, headers = f"http://{managed.http}/v2/logging", {"content-type": "text/plain", "sec-fetch-site": site}
+    assert httpx.post(url, content=b"{}", headers=headers, timeout=LONG_S).status_code == 200
+    assert httpx.get(url, headers=headers | {"sec-fetch-site": "cross-site"}, timeout=LONG_S).status_code == 200
+
+
 @pytest.mark.parametrize("headers", [FORM, {}, {"content-type": "application/octet-stream"}])
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"ready":false}', b'{"ready":null}'])
 def test_index_lists_known_models_and_those_in_the_repository(

@@ -422,9 +422,9 @@ def test_newer_files_end_the_fetch_of_an_object_that_trickles(lab: Lab, tmp_path
     bucket = lab.bucket("trickle")
     upload(bucket, version(tmp_path, "m", 1, 1))
     with lab.serving("trickle", *POLL, "--store-timeout-s", "60") as server:
-        lab.proxy.fault, lab.proxy.spoiled = "trickle", "/m/2/model.onnx"
-        upload(bucket, version(tmp_path, "m", 2, 2))
-        wait_for_path(lab.proxy, "/m/2/model.onnx")
+        lab.proxy.fault, lab.proxy.spoiled = "trickle", "/m/2/data.bin"
+        upload(bucket, version(tmp_path, "m", 2, 2) | {"models/m/2/data.bin": bytes(100_000)})
+        wait_for_path(lab.proxy, "/m/2/data.bin")
         server.wait_for_line("models are being fetched", "trickle")
         upload(bucket, version(tmp_path, "m", 3, 3))
         wait_for_answer(server, 3)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from monitoring_expressions import unknown_labels, unknown_metrics
+from pages import sections
 
 ROOT: Final = Path(__file__).parents[2]
 RULES: Final = ROOT / "deploy/monitoring/rules/ortserve.yaml"
@@ -20,11 +21,6 @@ promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool
 
 def run_promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
-
-
-def anchor_of(title: str) -> str:
-    """The anchor of a heading, as MkDocs and GitHub make it."""
-    return re.sub(r"[^a-z0-9_ -]", "", title.lower()).replace(" ", "-")
 
 
 def all_rules() -> list[dict[str, Any]]:
@@ -71,8 +67,6 @@ def test_rules_use_known_metrics_and_labels_and_have_descriptions(rule: dict[str
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert rule["annotations"].keys() == {"summary", "description", "runbook"}
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
-        titles, texts = (re.split(r"^## (.*)$", (ROOT / page).read_text(), flags=re.MULTILINE)[n::2] for n in (1, 2))
-        text = dict(zip(map(anchor_of, titles), texts, strict=True))[anchor]
-        assert f"**{rule['alert']}**" in text
+        assert f"**{rule['alert']}**" in sections(ROOT / page)[anchor]
     else:
         assert re.fullmatch(r"[a-z_]+:[a-z0-9_]+:[a-z0-9_]+", rule["record"])

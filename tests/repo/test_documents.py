@@ -25,7 +25,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions, flag_name, read_options, variable_name
 from ortserve.frontends.status import STATUSES
 from ortserve.telemetry.declarations import DECLARATIONS
-from pages import DOCS, PAGES, Command, blocks, commands, flags_of_tool, spans
+from pages import DOCS, PAGES, Command, anchor_of, blocks, commands, flags_of_tool, spans
 
 PROGRAMS: Final = {
     ".venv/bin/python",
@@ -63,9 +63,8 @@ of_each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, valid on the site and on code hosts."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    """The anchors of a page's headings."""
+    return set(map(anchor_of, re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)))
 
 
 @of_each_page

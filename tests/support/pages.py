@@ -35,6 +35,17 @@ KUBERNETES: Final = (DOCS / "operations" / "kubernetes.md").read_text()
 RUNBOOK: Final = (DOCS / "operations" / "runbook.md").read_text()
 
 
+def anchor_of(title: str) -> str:
+    """The anchor of a heading on the site and on code hosts."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The text of each section of the second level, by its anchor."""
+    _, *parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+    return dict(zip(map(anchor_of, parts[::2]), parts[1::2], strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A command of a console block: its text as a shell reads it, and the output that the page shows."""

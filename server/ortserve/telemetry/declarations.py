@@ -302,8 +302,8 @@ LOADS_REFUSED: Final = Declaration(
     "counter",
     ("reason",),
     "Loads rejected because a memory budget left no room. budget: the model does not fit, alone or beside models that "
-    "cannot be evicted. stay: only models that were loaded a moment ago could be evicted. start: models are not "
-    "evicted for others while the server starts.",
+    "cannot be evicted. stay: only models that were loaded a moment ago could be evicted. start: only models "
+    "that get memory earlier at the start of the server could be evicted; requests load the model.",
 )
 DEMANDS: Final = Declaration(
     "ortserve_on_demand_requests_total",

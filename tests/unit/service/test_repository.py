@@ -125,16 +125,20 @@ async def test_folder_that_does_not_answer_delays_only_its_own_calls(
     async def list_all() -> list[IndexEntry]:
         return [entry async for entry in service.index()]
 
-    began_s = time.monotonic()
-    callers = 2 * ((os.cpu_count() or 1) + 4)  # more than the threads of the loop
-    assert await asyncio.gather(*(list_all() for _ in range(callers))) == [[IndexEntry("a", "1", "READY")]] * callers
-    assert await asyncio.to_thread(int) == 0  # the threads of the loop are free
-    reports = caplog.messages.count("the folders of the repositories are still being read")
-    assert 1 <= reports <= (time.monotonic() - began_s) / 0.05 + 1
-    reasons = {record.__dict__["fields"]["reason"] for record in caplog.records if "known" in record.message}
-    assert reasons == {"the folders of the repositories have not been listed within 0.1 s"}
-    watching.cancel()
-    answers.set()
+    try:
+        began_s = time.monotonic()
+        callers = 2 * ((os.cpu_count() or 1) + 4)  # more than the threads of the loop
+        assert (
+            await asyncio.gather(*(list_all() for _ in range(callers))) == [[IndexEntry("a", "1", "READY")]] * callers
+        )
+        assert await asyncio.to_thread(int) == 0  # the threads of the loop are free
+        reports = caplog.messages.count("the folders of the repositories are still being read")
+        assert 1 <= reports <= (time.monotonic() - began_s) / 0.05 + 1
+        reasons = {record.__dict__["fields"]["reason"] for record in caplog.records if "known" in record.message}
+        assert reasons == {"the folders of the repositories have not been listed within 0.1 s"}
+    finally:
+        answers.set()  # the threads that wait would keep the process
+        watching.cancel()
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
