@@ -106,7 +106,7 @@ class Learned:
 
 
 def describe_class(shape_class: ShapeClass, max_rows: int) -> LearnedClass:
-    """Describe a shape class of a batcher whose batches have at most ``max_rows`` rows. Only reads, so any thread."""
+    """Describe a shape class of a batcher whose batches have at most ``max_rows`` rows. Called on any thread."""
     latency = shape_class.batch_latency
     line = latency.line(max_rows)
     return LearnedClass(

@@ -320,6 +320,7 @@ class Reconciler:
                 self._retries.note_failure(record.model, self._clock())
             else:
                 await self._follow(record.model)
+            self._on_versions(record.model)
 
     async def remove(self, name: str) -> ModelSource | None:
         """Take a model out of service and forget its source. Returns the source. The caller holds the model's lock."""

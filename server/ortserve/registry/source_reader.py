@@ -26,8 +26,8 @@ Read = TypeVar("Read")
 NOT_POLLED: Final = "failed to poll from model repository"
 
 _READS: Final = 4
-"""Maximum number of reads of the repositories at a time. A folder of a server that does not answer, such as NFS, blocks
-their threads for as long as it likes, and must not block others, such as those that decompress requests."""
+"""Maximum number of reads of the repositories at a time. A folder on a file server that does not answer, such as NFS,
+blocks the thread that reads it without limit. On threads of their own, reads block no requests."""
 
 _REPORT_S: Final = 10.0
 """Time after which a read is logged, again and again."""

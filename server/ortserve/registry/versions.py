@@ -286,7 +286,7 @@ class Versions:
         """Prevent requests from loading the versions of a model that are not in memory."""
         for record in self._catalog.of(name).values():
             if record.is_on_demand:
-                record.reason = UNLOADED
+                record.reason, record.no_room = UNLOADED, None
                 if record.state is State.GONE:
                     self._metrics.forget(name, record.shown_version)
         self._on_change()

@@ -56,7 +56,7 @@ class BodyAdmission:
         """Count a request that is rejected before its body is complete, and end its trace.
 
         Args:
-            error: Why it is rejected. A refused key is not counted, because the guard has counted it.
+            error: Why it is rejected. A refused key is not counted, as the guard has counted it, and has no trace.
             received_ns: When its head was complete (monotonic).
             trace: Its trace; None if it is not sampled.
         """

@@ -177,6 +177,24 @@ async def test_memory_goes_to_the_models_that_come_first_whenever_their_files_ar
     await start.registry.close()
 
 
+async def test_model_without_room_that_was_unloaded_during_the_start_stays_unloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_ARRIVALS_INTERVAL_S", 0.01)
+    start = Start(tmp_path, int(6.25 * MIB))
+    start.hold_2_mib_per_model()
+    for name in ("a", "b", "c", "other"):
+        start.put(name)
+    loading = asyncio.create_task(start.registry.load_all())
+    await start.reach(lambda: start.states() == dict.fromkeys("abc", State.READY) | {"other": State.GONE})
+    for name in ("b", "c", "other"):
+        await start.registry.unload(name)
+    start.arrive.set()
+    await asyncio.wait_for(loading, LONG_S)
+    assert start.states() == dict.fromkeys(("b", "c", "other"), State.GONE) | dict.fromkeys(("a", "far"), State.READY)
+    await start.registry.close()
+
+
 async def test_required_ensemble_whose_configuration_arrives_last_gets_its_member_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,9 +68,8 @@ class InferCalls:
         trace = None if self._tracing is None else begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
         call = self._inference.receive("grpc", timeout_ns, trace, 0, head.metadata)
         try:
-            hold = self._admission.reserve(len(data))
+            hold = self._admission.admit(len(data), call.timing.received_ns, trace)
         except ServeError as error:
-            self._admission.count(error, call.timing.received_ns, trace)
             on_failure(error)
             return None
         answer = partial(self._answer, call, hold, head, on_answer, on_failure)

@@ -62,7 +62,9 @@ class AsgiEndpoint:
         self._guards: Final = guards
 
     def check(self, method: str, path: str, headers: list[Header], *, is_infer: bool) -> ServeError | None:
-        """Check the key of a request by the decoded path that routes it; where none is needed, the page that sends it.
+        """Check the key of a request by the decoded path that routes it.
+
+        If the call needs no key but changes the server, check that no page of another origin sent it.
 
         Returns:
             The error if the request is rejected; None if it is admitted.

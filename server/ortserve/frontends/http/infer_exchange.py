@@ -221,7 +221,7 @@ class InferExchange(Exchange):
         self.connection.transport.abort()
 
     def _run(self) -> None:
-        """Begin the call, now that the body is complete and all earlier exchanges are."""
+        """Begin the call, now that the body is complete and all earlier exchanges have ended."""
         try:
             body = self._take_body() if self._whole is None else self._whole
             self._whole = None

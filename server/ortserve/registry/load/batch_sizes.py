@@ -19,14 +19,14 @@ MAX_SWEPT_ROWS: Final = 64
 
 _MAX_RUNS: Final = 5
 """Maximum number of runs of one size, after its first run."""
-_MIN_DOUBTFUL_RUNS: Final = 3
+_FIRST_RUNS: Final = 3
 _MAX_DOUBTFUL_RUNS: Final = 20
-"""The same numbers while it is in doubt whether a run is shorter than a threshold that decides more than the batch
-size."""
+"""Maximum number of runs while it is in doubt whether a run is shorter than a threshold that decides more than the
+batch size."""
 _INTERRUPTED: Final = 50
+"""The first runs leave that in doubt up to this multiple of the threshold: other work may interrupt each of them."""
 _DOUBTFUL: Final = 4
-"""The shortest run is in doubt up to these multiples of the threshold: other work may interrupt each of the first runs,
-and later ones find cold caches beside it."""
+"""Later runs leave it in doubt up to this multiple: beside other work they find cold caches."""
 _VARIED: Final = 1.2
 """Beside other work, the longest run is over this multiple of the shortest one. Otherwise nothing is in doubt."""
 _ENOUGH_NS: Final = 20_000_000
@@ -254,7 +254,7 @@ def _may_be_short(runs: Sequence[int], short_ns: int) -> bool:
     least_ns = min(runs)
     if least_ns < short_ns:
         return False
-    if len(runs) <= _MIN_DOUBTFUL_RUNS:
+    if len(runs) <= _FIRST_RUNS:
         return least_ns < _INTERRUPTED * short_ns
     return least_ns < _DOUBTFUL * short_ns and max(runs[1:]) > _VARIED * least_ns
 

@@ -119,7 +119,7 @@ def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
         raise StoreError(f"its content ended early: {explain(error).message}") from None
 
 
-_CAUSE: Final = re.compile(r'\b(?:error|message): "([^"]*)"|\b(Invalid(?:Certificate|Message)\(\s*\w+)')
+_CAUSE: Final = re.compile(r'\b(?:error|message): "([^"]+)"|\b(Invalid(?:Certificate|Message)\(\s*\w+)')
 """What the system or TLS says about a connection that failed, in the debugging text of the client's errors."""
 
 

@@ -305,7 +305,9 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
             try:
                 read = run(number)
                 done_ns = monotonic_ns()
-                body = read() if recorder.wants_body(number, due_ns) else None
+                with lock:
+                    wants_body = recorder.wants_body(number, due_ns)
+                body = read() if wants_body else None
             except ServeError as error:
                 with lock:
                     recorder.failed(ticket, monotonic_ns(), error.kind.value, error.message)

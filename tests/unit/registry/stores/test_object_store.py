@@ -37,6 +37,7 @@ def test_answer_of_a_store_is_shown_without_secrets(monkeypatch: pytest.MonkeyPa
 def test_time_limits_are_named_and_addresses_are_not() -> None:
     assert explain(GenericError(SILENT)).message == "HTTP error: error sending request: Timeout"
     assert explain(GenericError("no route to https://key:secret@host/b")).message == "no route to …"
+    assert explain(GenericError('Generic S3 error { kind: Connect, message: "" }')).message.endswith("Connect")
 
 
 def _answer(server: socket.socket) -> None:

@@ -128,13 +128,18 @@ class Connection(asyncio.Protocol):
         self.on_part(data)
         self.on_read(data)
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls of the connection have not ended."""
+        return bool(self._sending.streams)
+
     def eof_received(self) -> bool:
         """Answer the complete requests, then close: the peer sends nothing more.
 
         A process that has exited sends the same FIN as a caller that still reads. A PING distinguishes them: the system
         of an exited process answers with a reset.
         """
-        if self._is_failed or not self._sending.streams:
+        if self._is_failed or not self.has_calls:
             return False
         if not self._is_half_closed:
             self._is_half_closed = True
@@ -242,7 +247,7 @@ class Connection(asyncio.Protocol):
         return self._life.next_action(
             now_ns,
             has_settings=self._reader.has_settings,
-            has_calls=bool(self._sending.streams),
+            has_calls=self.has_calls,
             unfinished_since_ns=self._reader.unfinished_since_ns,
         )
 

@@ -119,16 +119,17 @@ class NativeGrpcServer:
             connection.begin_drain()
         if connections:
             await asyncio.wait([connection.closed for connection in connections], timeout=grace_s)
-        if unanswered := list(self._connections):
+        remaining = list(self._connections)
+        if unanswered := sum([connection.has_calls for connection in remaining]):
             log_event(
                 logger,
                 logging.WARNING,
                 "drain timed out; connections with unanswered requests are closed",
                 protocol="grpc",
-                connections=len(unanswered),
+                connections=unanswered,
                 waited_s=round(grace_s, 1),
             )
-        for connection in unanswered:
+        for connection in remaining:
             connection.abort()
         if connections:
             await asyncio.wait([connection.closed for connection in connections])
