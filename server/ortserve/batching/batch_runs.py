@@ -197,14 +197,12 @@ class BatchRuns:
             self.share.withdraw()  # the instance for which it waited may be lost
             return
         now_ns = self._clock()
-        if not self.share.may_start():
+        if not self.share.may_start() and (self.inline is None or not self.inline.may_start(self.share, self.queue)):
             return  # the share wakes this batcher when its turn comes
         usual, limit = self.policy, self._row_limit
         policy = usual if limit is None else limit.next_policy(self.queue, usual, now_ns)
         group = self._scheduler.next_group(policy, now_ns)
-        if limit is not None and policy is not usual and isinstance(group, RequestGroup):
-            limit.begin(group)
-        if group is None and self._row_checks is not None:
+        if group is None and self._row_checks is not None and not self.share.uses_loop:
             group = self._next_check(self._row_checks, now_ns)
         if not isinstance(group, RequestGroup):
             if group is not None:
@@ -212,8 +210,7 @@ class BatchRuns:
             self.share.withdraw()
             self._note_idle()
             return
-        # Again, because callbacks of late requests may have taken long, and may have enqueued requests of this group.
-        now_ns = self._clock()
+        now_ns = self._clock()  # again: callbacks of late requests may have taken long, and enqueued requests
         bucket = group.rows
         if group.tries_one_row:
             bucket, batch = 1, form_first_row(group.requests[0])
@@ -221,6 +218,12 @@ class BatchRuns:
             if self.policy.buckets and not group.shape_class.runs_alone:
                 bucket = self.policy.bucket_for(bucket)
             batch = form_batch(group.requests, group.rows, bucket)
+        if self.share.uses_loop and (self.inline is None or not self.inline.fits(group, bucket)):
+            self._scheduler.put_back(group, usual.max_rows)
+            self.share.may_start()  # as soon as there are threads
+            return
+        if limit is not None and policy is not usual and not group.is_check:
+            limit.begin(group)
         if not group.is_check:
             self.last_rows = batch.rows
             self.decisions.batches += 1
@@ -327,8 +330,7 @@ class BatchRuns:
                 if self.policy.closed_loop_wait:
                     group.shape_class.note_answer(self._clock())
                 if self.queue.rows >= self.policy.max_rows:
-                    # A full batch waits. No new request could change it, so it starts before the answers are written.
-                    self._start_batch()
+                    self._start_batch()  # a full batch, which no new request could change, before the answers
             self._on_computed(group, bucket, taken_ns, outcome)
         # Otherwise answers come first: the next requests of their callers may arrive before the next batch is formed.
         self._wake_if_needed()
@@ -353,8 +355,7 @@ class BatchRuns:
             self._row_checks.observe(group, result)
         try:
             self.decisions.wasted_rows += settle_batch(group.requests, group.rows, taken_ns, result, self._ragged)
-        except ServeError as error:
-            # Outputs that cannot be divided are right for a request that runs alone.
+        except ServeError as error:  # outputs that cannot be divided are right for a request that runs alone
             self._on_failed(group, bucket, taken_ns, error)
         else:
             if self.tap is not None and not group.is_check:

@@ -10,7 +10,10 @@ import asyncio
 import logging
 from typing import Final
 
+from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import LatencyModel
+from ortserve.batching.queue import RequestQueue
+from ortserve.batching.shared_threads import Share
 from ortserve.clock import Clock
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
@@ -31,6 +34,10 @@ begins again after as many runs on the loop without a bar as the last one took: 
 barred ever longer, and interruptions days apart do not add up."""
 
 
+_FEW_CLASSES: Final = 16
+"""Maximum number of shape classes of a model that is looked at each time when no threads are free."""
+
+
 class InlineBudget:
     """The time that runs of all models together may take in one turn of the event loop. Loop thread only."""
 
@@ -40,9 +47,13 @@ class InlineBudget:
         self.activity: Final = activity or LoopActivity()
         self._left_ns = MAX_TURN_NS
 
+    def suffices(self, predicted_ns: float | None) -> bool:
+        """Whether a run of the predicted time may use the loop in this turn."""
+        return predicted_ns is not None and predicted_ns <= MAX_RUN_NS and predicted_ns <= self._left_ns
+
     def take(self, predicted_ns: float | None) -> bool:
         """Reserve time for a run of the predicted time. Returns False if the turn has too little left."""
-        if predicted_ns is None or not predicted_ns <= MAX_RUN_NS or predicted_ns > self._left_ns:
+        if predicted_ns is None or not self.suffices(predicted_ns):
             return False
         if self._left_ns == MAX_TURN_NS:
             self._loop.call_soon(self._next_turn)
@@ -77,6 +88,22 @@ class InlineRuns:
         self._runs = 0  # on the loop since that bar
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may."""
+
+    def may_start(self, share: Share, queue: RequestQueue) -> bool:
+        """Whether the queued requests may run on the loop now, although no threads are free for them."""
+        if self.barred_because or not queue.rows:
+            return False
+        classes = queue.classes()
+        return (
+            len(classes) <= _FEW_CLASSES
+            and all(self._budget.suffices(one.run_latency.predict_ns(one.rows)) for one in classes if one.rows)
+            and share.may_start(uses_loop=True)
+        )
+
+    def fits(self, group: RequestGroup, bucket: int) -> bool:
+        """Whether a batch of ``bucket`` rows may run on the loop in this turn. Parts of failed batches never do."""
+        predicted_ns = None if self.barred_because else group.shape_class.run_latency.predict_ns(bucket)
+        return group.search is None and self._budget.suffices(predicted_ns)
 
     def begin(self, run_latency: LatencyModel, rows: int) -> float | None:
         """Begin a run of ``rows`` rows. Returns its predicted time; None if it may not use the loop in this turn."""

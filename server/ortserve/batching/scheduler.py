@@ -65,6 +65,14 @@ class Scheduler:
         """Schedule groups before all queued requests."""
         self._again.extend(groups)
 
+    def put_back(self, group: RequestGroup, max_rows: int) -> None:
+        """Undo ``next_group`` for a group that cannot run yet."""
+        if group.search is not None:
+            self._again.appendleft(group)
+            return
+        for request in group.requests:
+            self._queue.push(group.shape_class, request, max_rows)
+
     def next_group(self, policy: BatchPolicy, now_ns: int) -> RequestGroup | WaitUntil | None:
         """Dequeue the requests to run now that an instance is free, and evict those that are too late.
 

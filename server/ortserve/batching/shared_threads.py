@@ -14,7 +14,7 @@ _NO_WORK: Final = 0.0
 class Share:
     """The share of one model: how many threads its runs hold, and a callback for its turn. Loop thread only."""
 
-    __slots__ = ("_shared", "threads", "wake", "work_ns")
+    __slots__ = ("_shared", "threads", "uses_loop", "wake", "work_ns")
 
     def __init__(self, shared: "SharedThreads", threads: int, wake: Callable[[], None]) -> None:
         self._shared = shared
@@ -22,15 +22,33 @@ class Share:
         self.wake = wake
         self.work_ns = _NO_WORK
         """Work so far, on the virtual clock of all shares."""
+        self.uses_loop = False
+        """Whether the next run must use the event loop, because the threads are not free."""
 
-    def may_start(self) -> bool:
-        """Whether a run may start now. Otherwise ``wake`` is called when it is this model's turn."""
+    def may_start(self, *, uses_loop: bool = False) -> bool:
+        """Whether a run may start now. Otherwise ``wake`` is called when it is this model's turn.
+
+        Args:
+            uses_loop: The run will use the event loop, so it needs no free threads while the model has had less time
+                than those that hold them. One long run on all threads would otherwise hold up the short runs of all
+                other models.
+        """
         shared = self._shared
-        if not shared.waiting and self.threads <= shared.free_threads:
+        self.uses_loop = uses_loop
+        if not shared.waiting and self.has_threads:
             return True
         shared.waiting[self] = None
         # No share overtakes the first, even if its run would fit, because long runs would starve.
-        return shared.first() is self and self.threads <= shared.free_threads
+        return shared.first() is self and self.has_threads
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether the threads that the next run needs are free."""
+        shared = self._shared
+        if self.threads <= shared.free_threads:
+            return True
+        work_ns = max(self.work_ns, shared.clock_ns)
+        return self.uses_loop and all(work_ns < other.work_ns for other in shared.running)
 
     def withdraw(self) -> None:
         """Pass the turn on, because the model has nothing to run."""
@@ -130,5 +148,5 @@ class SharedThreads:
         """Wake the first waiting share, if there is one and its threads are free."""
         if self.waiting:
             first = self.first()
-            if first.threads <= self.free_threads:
+            if first.has_threads:
                 self._loop.call_soon(first.wake)

@@ -1183,10 +1183,11 @@ def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
             assert stage.shared.free_threads == 1
         assert stage.batcher.learned().decisions == Decisions(batches=5, inline=5)
         assert other.may_start()
-        other.begin(MS)
+        other.begin(100 * US)
+        await stage.submit(rows_of(8))
         waiting = stage.submit(rows_of(9))
         await asyncio.sleep(1)
-        assert not waiting.done(), "whose turn it is not does not run on the loop either"
+        assert not waiting.done(), "a model that had as much time as the run that holds the threads waits for its end"
         assert not other.may_start()  # it waits behind the first
         other.end()
         await waiting

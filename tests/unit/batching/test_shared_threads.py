@@ -294,7 +294,9 @@ class Backlogged:
         self.runners: list[list[FakeRunner]] = []
         self.batchers: list[Batcher] = []
 
-    def add(self, run_ns: int, *, threads: int = 1, instances: int = 1, is_known: bool = True) -> None:
+    def add(
+        self, run_ns: int, *, threads: int = 1, instances: int = 1, is_known: bool = True, requests: int = 8
+    ) -> None:
         runners = [FakeRunner(self.loop, self.clock, lambda rows: run_ns) for _ in range(instances)]
         known = [(1, run_ns), (2, run_ns)] if is_known else []
         runs = BatchRuns(
@@ -311,7 +313,7 @@ class Backlogged:
         batcher = Batcher(runs, QueueLimits(10**6, 10**9), self.clock)
         self.runners.append(runners)
         self.batchers.append(batcher)
-        for _ in range(8 * instances):
+        for _ in range(requests * instances):
             self.ask(batcher)
 
     def ask(self, batcher: Batcher) -> None:
@@ -352,6 +354,20 @@ def test_model_whose_runs_are_on_the_loop_gets_no_more_of_the_device() -> None:
         assert backlogged.worked_ns(0) == pytest.approx(backlogged.worked_ns(1), rel=0.02)
 
     play_backlogged(main)
+
+
+def test_short_runs_do_not_wait_for_a_long_run_on_all_threads() -> None:
+    async def main(backlogged: Backlogged) -> None:
+        backlogged.add(100 * MS, threads=2)
+        backlogged.add(MS // 10, requests=0)
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            began_ns = backlogged.clock()
+            await submit(backlogged.batchers[1], (rows_of(1),), 1, None, Timing(began_ns))
+            assert backlogged.clock() - began_ns <= MS
+        assert backlogged.worked_ns(0) >= 1.9 * S, "and the long runs go on"
+
+    play_backlogged(main, threads=2)
 
 
 def test_each_of_several_models_gets_its_share_and_none_waits_longer_than_a_round() -> None:
