@@ -32,8 +32,6 @@ TRIAL_RUNS: Final = 1000
 a thousand exceeds the limit, and the 99th percentile does not change. The number doubles with each further bar, and
 begins again after as many runs on the loop without a bar as the last one took: a model whose runs are slow at times is
 barred ever longer, and interruptions days apart do not add up."""
-
-
 _FEW_CLASSES: Final = 16
 """Maximum number of shape classes of a model that is looked at each time when no threads are free."""
 

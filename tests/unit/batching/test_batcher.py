@@ -336,6 +336,27 @@ def test_runs_again_after_a_failure_are_never_on_the_loop() -> None:
     play(main, run_ns=50 * US, known_ns=50 * US)
 
 
+def test_runs_again_after_a_failure_wait_for_threads_that_runs_on_the_loop_do_not_need() -> None:
+    async def main(stage: Stage) -> None:
+        other = stage.shared.share(1, lambda: None)
+        assert other.may_start()
+        other.begin(100 * MS)
+        failed = asyncio.gather(stage.submit(rows_of(1)), stage.submit(rows_of(POISON)), return_exceptions=True)
+        await asyncio.sleep(0.01)
+        later = stage.submit(rows_of(3))
+        await asyncio.sleep(0.01)
+        assert stage.shared.free_threads == 0
+        assert [run.is_inline for run in stage.runner.runs] == [True]
+        other.end()
+        outcomes = await failed
+        assert isinstance(outcomes[0], tuple)
+        assert_answered(outcomes[0], rows_of(1))
+        assert isinstance(outcomes[1], ServeError)
+        assert_answered(await later, rows_of(3))
+
+    play(main, run_ns=50 * US, known_ns=50 * US, device_threads=1)
+
+
 def test_only_the_failing_request_of_a_batch_gets_the_error() -> None:
     async def main(stage: Stage) -> None:
         requests = [rows_of(value) for value in (1, 2, POISON, 4, 5)]
