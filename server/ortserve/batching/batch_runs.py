@@ -197,12 +197,12 @@ class BatchRuns:
             self.share.withdraw()  # the instance for which it waited may be lost
             return
         now_ns = self._clock()
-        if not self.share.may_start() and (self.inline is None or not self.inline.may_start(self.share, self.queue)):
+        usual, limit, inline = self.policy, self._row_limit, self.inline
+        if not self.share.may_start() and not (inline and inline.may_overtake(self.share, self.queue, usual.max_rows)):
             return  # the share wakes this batcher when its turn comes
-        usual, limit = self.policy, self._row_limit
         policy = usual if limit is None else limit.next_policy(self.queue, usual, now_ns)
         group = self._scheduler.next_group(policy, now_ns)
-        if group is None and self._row_checks is not None and not self.share.uses_loop:
+        if group is None and self._row_checks is not None and not self.share.overtakes:
             group = self._next_check(self._row_checks, now_ns)
         if not isinstance(group, RequestGroup):
             if group is not None:
@@ -218,7 +218,7 @@ class BatchRuns:
             if self.policy.buckets and not group.shape_class.runs_alone:
                 bucket = self.policy.bucket_for(bucket)
             batch = form_batch(group.requests, group.rows, bucket)
-        if self.share.uses_loop and (self.inline is None or not self.inline.fits(group, bucket)):
+        if self.share.overtakes and not (inline and inline.is_short(self.share, group, bucket)):
             self._scheduler.put_back(group, usual.max_rows)
             self.share.may_start()  # as soon as there are threads
             return
@@ -230,7 +230,7 @@ class BatchRuns:
             self.decisions.padding_rows += bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self.inline is not None and self._run_inline(self.inline, group, batch, bucket, now_ns):
+        elif inline is not None and self._run_inline(inline, group, batch, bucket, now_ns):
             return
         self._run_on_worker(group, batch, bucket, now_ns)
 

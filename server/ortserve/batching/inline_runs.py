@@ -4,6 +4,8 @@ A switch between threads takes longer than a very short run, and a run on the lo
 readable in the same turn. But it blocks the loop. So the predicted time of each run, and of all runs in one turn, is
 limited. Predictions depend on the number of rows only, so only models whose run time that number bounds may use the
 loop (``engine/bounded_time``).
+
+Runs on the loop, and short ones on workers, need not wait until long runs of other models free their threads.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ from typing import Final
 
 from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import LatencyModel
-from ortserve.batching.queue import RequestQueue
+from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.shared_threads import Share
 from ortserve.clock import Clock
 from ortserve.telemetry.logs import log_event
@@ -32,8 +34,6 @@ TRIAL_RUNS: Final = 1000
 a thousand exceeds the limit, and the 99th percentile does not change. The number doubles with each further bar, and
 begins again after as many runs on the loop without a bar as the last one took: a model whose runs are slow at times is
 barred ever longer, and interruptions days apart do not add up."""
-_FEW_CLASSES: Final = 16
-"""Maximum number of shape classes of a model that is looked at each time when no threads are free."""
 
 
 class InlineBudget:
@@ -87,21 +87,16 @@ class InlineRuns:
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may."""
 
-    def may_start(self, share: Share, queue: RequestQueue) -> bool:
-        """Whether the queued requests may run on the loop now, although no threads are free for them."""
-        if self.barred_because or not queue.rows:
+    def may_overtake(self, share: Share, queue: RequestQueue, max_rows: int) -> bool:
+        """Whether a run may start now that no threads are free, because the batch that is due first is short."""
+        first = queue.first()
+        if first is None or not self._is_short(share, first, min(first.rows, max_rows)):
             return False
-        classes = queue.classes()
-        return (
-            len(classes) <= _FEW_CLASSES
-            and all(self._budget.suffices(one.run_latency.predict_ns(one.rows)) for one in classes if one.rows)
-            and share.may_start(uses_loop=True)
-        )
+        return share.may_start(overtakes=True)
 
-    def fits(self, group: RequestGroup, bucket: int) -> bool:
-        """Whether a batch of ``bucket`` rows may run on the loop in this turn. Parts of failed batches never do."""
-        predicted_ns = None if self.barred_because else group.shape_class.run_latency.predict_ns(bucket)
-        return group.search is None and self._budget.suffices(predicted_ns)
+    def is_short(self, share: Share, group: RequestGroup, bucket: int) -> bool:
+        """Whether a batch of ``bucket`` rows may overtake other models. Parts of failed batches never do."""
+        return group.search is None and self._is_short(share, group.shape_class, bucket)
 
     def begin(self, run_latency: LatencyModel, rows: int) -> float | None:
         """Begin a run of ``rows`` rows. Returns its predicted time; None if it may not use the loop in this turn."""
@@ -157,3 +152,9 @@ class InlineRuns:
             self.barred_because = ""
             model, _, version = self._name.rpartition("/")
             log_event(logger, logging.INFO, "model may use the event loop again", model=model, version=version)
+
+    def _is_short(self, share: Share, shape_class: ShapeClass, rows: int) -> bool:
+        if not self.barred_because and self._budget.suffices(shape_class.run_latency.predict_ns(rows)):
+            return True
+        predicted_ns = shape_class.batch_latency.predict_ns(rows)
+        return predicted_ns is not None and predicted_ns <= share.overtaking_ns

@@ -198,6 +198,10 @@ class RequestQueue:
             return list(self._waiting.values())
         return sorted(self._waiting.values(), key=lambda shape_class: shape_class.requests[0].order)
 
+    def first(self) -> ShapeClass | None:
+        """The class with queued requests that is served first; None if no request is queued."""
+        return min(self._waiting.values(), key=lambda shape_class: shape_class.requests[0].order, default=None)
+
     def classes(self) -> list[ShapeClass]:
         """Every known class, least recently used first."""
         return list(self._classes.values())

@@ -2,19 +2,25 @@
 
 Each run holds some of the threads. While all are held, models wait, and the model with the least work so far runs next
 (start-time fair queueing). So a model with long batches gets no more of the threads than one with short batches.
+
+A short run need not wait for much longer ones to end: it overtakes them, and the operating system divides the
+processors between their threads meanwhile.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Final
 
 _NO_WORK: Final = 0.0
+_MIN_OVERTAKEN: Final = 4
+"""A run may overtake runs that take at least this many times longer. Below, it would gain less than they lose."""
 
 
 class Share:
     """The share of one model: how many threads its runs hold, and a callback for its turn. Loop thread only."""
 
-    __slots__ = ("_shared", "threads", "uses_loop", "wake", "work_ns")
+    __slots__ = ("_shared", "overtakes", "run_ns", "runs", "threads", "wake", "work_ns")
 
     def __init__(self, shared: "SharedThreads", threads: int, wake: Callable[[], None]) -> None:
         self._shared = shared
@@ -22,19 +28,22 @@ class Share:
         self.wake = wake
         self.work_ns = _NO_WORK
         """Work so far, on the virtual clock of all shares."""
-        self.uses_loop = False
-        """Whether the next run must use the event loop, because the threads are not free."""
+        self.runs = 0
+        """Runs that hold threads."""
+        self.run_ns = math.inf
+        """Predicted time of the run that began last; infinite if it is unknown."""
+        self.overtakes = False
+        """Whether the next run overtakes those that hold threads, because none are free."""
 
-    def may_start(self, *, uses_loop: bool = False) -> bool:
+    def may_start(self, *, overtakes: bool = False) -> bool:
         """Whether a run may start now. Otherwise ``wake`` is called when it is this model's turn.
 
         Args:
-            uses_loop: The run will use the event loop, so it needs no free threads while the model has had less time
-                than those that hold them. One long run on all threads would otherwise hold up the short runs of all
-                other models.
+            overtakes: The run is short (``overtaking_ns``), so it needs no free threads while the model has had less
+                time than those that hold them.
         """
         shared = self._shared
-        self.uses_loop = uses_loop
+        self.overtakes = overtakes
         if not shared.waiting and self.has_threads:
             return True
         shared.waiting[self] = None
@@ -47,8 +56,25 @@ class Share:
         shared = self._shared
         if self.threads <= shared.free_threads:
             return True
+        return self.overtakes and self._has_least_work
+
+    @property
+    def _has_least_work(self) -> bool:
+        """Whether the model has had less time than each one that runs."""
+        shared = self._shared
         work_ns = max(self.work_ns, shared.clock_ns)
-        return self.uses_loop and all(work_ns < other.work_ns for other in shared.running)
+        return all(work_ns < other.work_ns for other in shared.running)
+
+    @property
+    def overtaking_ns(self) -> float:
+        """Maximum predicted time of a run that overtakes on a worker; 0 if none may.
+
+        Runs never hold more than twice the threads.
+        """
+        shared = self._shared
+        if self.threads > shared.threads + shared.free_threads:
+            return 0.0
+        return min((other.run_ns for other in shared.running), default=math.inf) / _MIN_OVERTAKEN
 
     def withdraw(self) -> None:
         """Pass the turn on, because the model has nothing to run."""
@@ -63,7 +89,9 @@ class Share:
         self._count(predicted_ns)
         shared.waiting.pop(self, None)
         shared.free_threads -= self.threads
-        shared.running[self] = shared.running.get(self, 0) + 1
+        self.run_ns = predicted_ns or math.inf
+        self.runs += 1
+        shared.running[self] = None
         if shared.waiting:
             shared.wake_first()
 
@@ -88,8 +116,8 @@ class Share:
         """Release the threads of a run."""
         shared = self._shared
         shared.free_threads += self.threads
-        shared.running[self] -= 1
-        if not shared.running[self]:
+        self.runs -= 1
+        if not self.runs:
             del shared.running[self]
         if shared.waiting:
             shared.wake_first()
@@ -122,9 +150,9 @@ class SharedThreads:
 
     Attributes:
         threads: Number of threads.
-        free_threads: Threads that no run holds.
+        free_threads: Threads that no run holds; negative while runs overtake others.
         waiting: Shares that want to start a run.
-        running: The number of runs of each share that holds threads.
+        running: Shares whose runs hold threads.
         clock_ns: The virtual clock: the least work so far of the shares that want to run. It never goes back.
     """
 
@@ -132,7 +160,7 @@ class SharedThreads:
         self.threads: Final = threads
         self.free_threads = threads
         self.waiting: dict[Share, None] = {}
-        self.running: dict[Share, int] = {}
+        self.running: dict[Share, None] = {}
         self.clock_ns = _NO_WORK
         self._loop = loop
 

@@ -335,7 +335,7 @@ class Theatre:
 
     def _make_runner(self, model: Model, *, is_endless: bool) -> FakeRunner:
         def latency_ns(rows: int) -> int:
-            if not 0 <= self.shared.free_threads <= self.schedule.device_threads:
+            if abs(self.shared.free_threads) > self.schedule.device_threads:
                 self.violations.append(f"{self.shared.free_threads} threads are free")
             return model.latency_ns(rows)
 
