@@ -418,7 +418,7 @@ def test_slow_fetch_delays_no_other_model(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_newer_files_end_the_fetch_of_an_object_that_trickles(lab: Lab, tmp_path: Path) -> None:
-    """One byte per second is no stall, so that no time limit ends the fetch. The log reports its progress."""
+    """The time limit of the connection would end the fetch only later. The log reports its progress."""
     bucket = lab.bucket("trickle")
     upload(bucket, version(tmp_path, "m", 1, 1))
     with lab.serving("trickle", *POLL, "--store-timeout-s", "60") as server:
@@ -428,6 +428,23 @@ def test_newer_files_end_the_fetch_of_an_object_that_trickles(lab: Lab, tmp_path
         server.wait_for_line("models are being fetched", "trickle")
         upload(bucket, version(tmp_path, "m", 3, 3))
         wait_for_answer(server, 3)
+
+
+def test_object_or_listing_that_trickles_fails_and_is_tried_again(lab: Lab, tmp_path: Path) -> None:
+    """Its connection is never silent for the time limit, but would hold a fetching thread for days."""
+    bucket = lab.bucket("rill")
+    upload(bucket, version(tmp_path, "m", 1, 1))
+    with lab.serving("rill", *POLL) as server:
+        lab.proxy.fault, lab.proxy.spoiled = "trickle", "/m/2/data.bin"
+        upload(bucket, version(tmp_path, "m", 2, 2) | {"models/m/2/data.bin": bytes(1000)})
+        line = server.wait_for_line("its content is too slow")
+        assert "m/2/data.bin: its content is too slow: expected 1024 bytes per second over 1 s" in line
+        assert len([path for path in lab.proxy.paths if "/m/2/data.bin" in path]) == 2
+        assert answer_of(server) == 1
+        lab.proxy.spoiled = "/rill"
+        server.wait_for_line("the store cannot be listed", "Timeout")
+        lab.proxy.fault = ""
+        wait_for_answer(server, 2)
 
 
 def test_loads_by_clients_do_not_wait_for_other_stores(lab: Lab, tmp_path: Path) -> None:

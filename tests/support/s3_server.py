@@ -22,7 +22,7 @@ from servers import LONG_S, LOOK_S
 ACCESS_KEY: Final = "TESTACCESSKEY"
 SECRET_KEY: Final = "TESTSECRETKEY-never-in-logs"
 _PIECE_BYTES: Final = 65536
-_TRICKLE_S: Final = 1.0
+_TRICKLE_S: Final = 0.2
 
 
 class S3Server:
@@ -87,7 +87,7 @@ class FaultyProxy:
         fault: ``""``; ``down`` (connections are closed at once); ``cut`` (the connection ends in the middle of an
             object); ``corrupt`` (bytes of an object are changed); ``stall`` (an object stops in the middle, its
             connection stays open); ``pause`` (an object stops in the middle until the fault is another one);
-            ``trickle`` (its second half arrives at one byte per second); ``error`` (503).
+            ``trickle`` (its second half arrives at five bytes per second); ``error`` (503).
         spoiled: Part of the paths to which faults apply; ``down`` applies to all.
         paths: The paths of requests so far.
     """

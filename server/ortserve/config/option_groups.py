@@ -200,7 +200,8 @@ class StoreOptions(BaseModel):
     """Maximum size of the files in ``store_cache_dir``. Files that no server uses are evicted, the least recently used
     first; a model that does not fit beside the files in use is not loaded."""
     store_timeout_s: float = Field(default=30.0, ge=0.1, le=3600)
-    """Time for which a store may send nothing before the connection is closed, and for which its errors are retried."""
+    """Time after which a fetch fails if nothing arrives, or less than 1 KiB per second; a store's errors are retried
+    for as long."""
     store_check_etags: bool = True
     """Compare ETags that look like MD5 digests with the contents. Turn it off for buckets that are encrypted by SSE-KMS
     or SSE-C, whose ETags are not digests. Files listed in ``SHA256SUMS`` are always checked against its digests."""

@@ -43,6 +43,7 @@ class ArchiveStore:
         except Exception as error:  # noqa: BLE001
             raise explain(error) from None
         self._url = url
+        self._timeout_s = timeout_s
         self._unpacked = unpacked
         self._max_bytes = max_bytes
         self._files: dict[str, Path] = {}
@@ -94,7 +95,8 @@ class ArchiveStore:
         self._clear()
         self._unpacked.mkdir()
         try:
-            digest = self._take(_HashedStream(read_object(self._store, self._url.path, size, tag)))
+            pieces = read_object(self._store, self._url.path, size, tag, self._timeout_s)
+            digest = self._take(_HashedStream(pieces))
             if self._url.sha256 not in ("", digest):
                 raise StoreError(
                     f"expected an archive with the SHA-256 digest {self._url.sha256}, got {digest}", is_final=True

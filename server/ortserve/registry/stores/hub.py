@@ -14,9 +14,8 @@ from typing import Final
 from ortserve.config.repository_url import RepositoryUrl
 from ortserve.registry.repository.model_files import MODEL_FILE, OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.stores.object_store import redact
-from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError
+from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, unless_slow
 
-_PIECE_BYTES: Final = 1 << 20
 _FOLDERS: Final = ("", "onnx/")
 _VERSIONED: Final = re.compile(r"[^/]+/[1-9][0-9]*/.+\.onnx")
 _GIT_DIGEST: Final = re.compile("[0-9a-f]{40}")
@@ -72,9 +71,11 @@ class HubStore:
                 "GET", url, headers=headers, timeout=self._timeout_s, follow_redirects=True
             ) as answer:
                 answer.raise_for_status()
-                for piece in answer.iter_bytes(_PIECE_BYTES):
+                for piece in unless_slow(answer.iter_bytes(), self._timeout_s):
                     digest.update(piece)
                     yield piece
+        except StoreError:
+            raise
         except Exception as error:  # noqa: BLE001
             raise _explain(error) from None
         # The caller checks files that have a SHA-256 digest. Others must not belong to a revision listed later.

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from ortserve.config.repository_url import RepositoryUrl
-from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError
+from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, unless_slow
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 _LIST_OBJECTS: Final = 1000
 _MAX_RETRIES: Final = 3
 _CONNECT_S: Final = 5.0
+_CONTENT_S: Final = 86400.0
+"""Time limit of one object of any size. ``store_timeout_s`` ends silent fetches, and ``unless_slow`` slow ones."""
+_LISTING_TIMEOUTS: Final = 4
+"""Time limit of one page of a listing, in ``store_timeout_s``. A page of 1000 objects has about half a megabyte."""
 _MAX_REASON: Final = 300
 _SECRET_NAMES: Final = re.compile("SECRET|TOKEN|KEY|PASSWORD|SIGNATURE|SAS|CREDENTIAL")
 _MIN_SECRET: Final = 4
@@ -27,15 +31,18 @@ _MODIFIED: Final = "modified "
 _TRUE: Final = ("1", "true", "yes", "on")
 
 
-def client_config(timeout_s: float) -> "ClientConfig":
-    """Options of the client: time limits of connections. Plain HTTP is allowed only by a variable of the provider."""
+def client_config(timeout_s: float, answer_s: float = _CONTENT_S) -> "ClientConfig":
+    """Options of the client: time limits of connections and whole answers.
+
+    Plain HTTP is allowed only by a variable of the provider.
+    """
     allows_http = any(
         os.environ.get(f"{provider}_ALLOW_HTTP", "").lower() in _TRUE for provider in ("AWS", "AZURE", "GOOGLE")
     )
     return {
         "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
         "read_timeout": timedelta(seconds=timeout_s),
-        "timeout": timedelta(days=1),  # for a whole object of any size; read_timeout ends a silent connection
+        "timeout": timedelta(seconds=answer_s),
         "user_agent": "ortserve",
         "allow_http": allows_http,
     }
@@ -63,14 +70,18 @@ class ObjectStore:
 
         place = f"{url.scheme}://{url.host}/{url.path}".rstrip("/")
         try:
-            self._store = from_url(place, client_options=client_config(timeout_s), retry_config=retry_config(timeout_s))
+            self._listings, self._contents = (
+                from_url(place, client_options=client_config(timeout_s, answer_s), retry_config=retry_config(timeout_s))
+                for answer_s in (_LISTING_TIMEOUTS * timeout_s, _CONTENT_S)
+            )
         except Exception as error:  # noqa: BLE001 - the library has errors of many classes
             raise explain(error) from None
+        self._timeout_s = timeout_s
 
     def list(self, known: Mapping[str, StoredObject]) -> Iterator[StoredObject]:
         count = 0
         try:
-            for chunk in self._store.list(chunk_size=_LIST_OBJECTS):
+            for chunk in self._listings.list(chunk_size=_LIST_OBJECTS):
                 for meta in chunk:
                     yield StoredObject(meta["path"], meta["size"], tag_of(meta))
                 count += len(chunk)
@@ -82,7 +93,7 @@ class ObjectStore:
             raise StoreError(f"expected at most {MAX_OBJECTS} objects, got more", is_final=True)
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
-        return read_object(self._store, found.path, found.size, found.tag)
+        return read_object(self._contents, found.path, found.size, found.tag, self._timeout_s)
 
     def settle(self) -> None:
         pass
@@ -93,13 +104,13 @@ def tag_of(meta: Mapping[str, Any]) -> str:
     return (meta["e_tag"] or "").strip('"') or _MODIFIED + meta["last_modified"].isoformat()
 
 
-def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
+def read_object(store: Any, path: str, size: int, tag: str, timeout_s: float) -> Iterator[bytes]:
     """Read the content of an object with this size and tag, in pieces as they arrive.
 
     Larger pieces would save no time, and a slow object would neither show progress nor end when it is outdated.
 
     Raises:
-        StoreError: The object cannot be read, or has changed.
+        StoreError: The object cannot be read, arrives too slowly, or has changed.
     """
     import obstore
 
@@ -113,8 +124,9 @@ def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
     if (meta["size"], tag_of(meta)) != (size, tag):  # for servers that ignore If-Match
         raise StoreError("it changed while it was fetched", is_final=True)
     try:
-        for chunk in result.stream(min_chunk_size=1):
-            yield bytes(chunk)
+        yield from unless_slow(map(bytes, result.stream(min_chunk_size=1)), timeout_s)
+    except StoreError:
+        raise
     except Exception as error:  # noqa: BLE001
         raise StoreError(f"its content ended early: {explain(error).message}") from None
 

@@ -5,12 +5,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from ortserve.clock import monotonic_ns
+
 MAX_OBJECTS: Final = 100_000
 """Maximum number of objects of one repository. A listing is held in memory and read at each poll."""
 MAX_DEPTH: Final = 16
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 1024
 _MD5: Final = re.compile("[0-9a-f]{32}")
+_MIN_BYTES_PER_S: Final = 1024
+"""Minimum rate of a content. It is far below that of any usable link, because up to eight fetches share one."""
 
 
 class StoreError(Exception):
@@ -76,6 +80,33 @@ class Store(Protocol):
     def settle(self) -> None:
         """Free resources that were kept between ``list`` and ``read``."""
         ...
+
+
+def unless_slow(pieces: Iterator[bytes], window_s: float) -> Iterator[bytes]:
+    """Pass on the pieces of a content as they arrive, unless they are too slow.
+
+    A store that sends a byte now and then is never silent, so no time limit of its connection would end the fetch. Only
+    the time of waiting for pieces counts, not the time in which the caller writes them.
+
+    Raises:
+        StoreError: Over a time of ``window_s``, less than 1 KiB per second arrived.
+    """
+    waited_ns = count = 0
+    while True:
+        asked_ns = monotonic_ns()
+        piece = next(pieces, b"")
+        if not piece:
+            return
+        waited_ns += monotonic_ns() - asked_ns
+        count += len(piece)
+        if waited_ns >= window_s * 1e9:
+            if count < _MIN_BYTES_PER_S * window_s:
+                raise StoreError(
+                    f"its content is too slow: expected {_MIN_BYTES_PER_S} bytes per second over {window_s:g} s "
+                    f"(store_timeout_s), got {count} bytes"
+                )
+            waited_ns = count = 0
+        yield piece
 
 
 def model_name(entry: str) -> str:

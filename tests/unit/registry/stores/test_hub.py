@@ -3,7 +3,9 @@
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,6 +21,8 @@ FILES = {
     "README.md": b"read me",
     "model.yaml": b"instances: 1",
 }
+TRICKLES = bytes(1000)
+"""A content that the server sends at 20 bytes per second."""
 TOKEN = "hf_secret_of_the_test"
 
 
@@ -42,7 +46,11 @@ class Hub(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # the client gives up a body that trickles
+            step = 1 if body == TRICKLES else len(body)
+            for place in range(0, len(body), step):
+                self.wfile.write(body[place : place + step])
+                time.sleep(0.05 if body == TRICKLES else 0)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -71,10 +79,10 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     thread.join()
 
 
-def store_of(text: str) -> HubStore:
+def store_of(text: str, timeout_s: float = 5) -> HubStore:
     url = parse_repository(text)
     assert isinstance(url, RepositoryUrl)
-    return HubStore(url, 5)
+    return HubStore(url, timeout_s)
 
 
 def test_revision_is_a_repository_of_one_model(endpoint: str) -> None:
@@ -92,6 +100,14 @@ def test_small_file_of_another_revision_is_an_error(endpoint: str, monkeypatch: 
     assert b"".join(store.read(options)) == b"instances: 1"
     monkeypatch.setitem(FILES, "model.yaml", b"instances: 2")
     with pytest.raises(StoreError, match=f"expected the git digest {options.tag}"):
+        list(store.read(options))
+
+
+def test_file_that_trickles_is_an_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FILES, "model.yaml", TRICKLES)
+    store = store_of("hf://org/digits@v1", timeout_s=1)
+    (options,) = (known for known in store.list({}) if known.path == "digits/model.yaml")
+    with pytest.raises(StoreError, match="too slow: expected 1024 bytes per second over 1 s"):
         list(store.read(options))
 
 
