@@ -48,6 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"transposed{suffix}", interfaces.transposed_product),
             add_model(repository, f"skip{suffix}", interfaces.skip_normalized),
             add_model(repository, f"features{suffix}", interfaces.joined_features),
+            add_model(repository, f"continued{suffix}", interfaces.continued),
         ]
         for folder in folders:
             (folder / "model.yaml").write_text(f"{options}intra_op_threads: 2\n")
@@ -179,6 +180,14 @@ def test_transposed_convolution_of_an_empty_volume_is_rejected(server: ServerPro
     assert answer["y"].shape == (1, 1, 4, 4, 6)
     for shape in ((1, 1, 0, 2, 4), (1, 1, 2, 0, 4)):
         check_rejected(server, model, {"x": np.ones(shape, np.float32)}, f"'x' is empty for model '{model}'")
+
+
+@pytest.mark.parametrize("model", ["continued", "continued_alone"])
+def test_prompt_of_no_words_is_rejected(server: ServerProcess, model: str) -> None:
+    """ONNX Runtime would read the word before it, and crash the process."""
+    answer = rest_json(server, model, {"x": np.array([[1, 2]], np.int32)})
+    np.testing.assert_array_equal(answer["y"], [[1, 2, 0, 1, 2, 0]])
+    check_rejected(server, model, {"x": np.empty((1, 0), np.int32)}, "operators GreedySearch may crash")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from models.builders import OPSET, tensor, write
+from models.empty_inside import DECODER
 from ortserve.core.dtypes import DataType
 
 _write: Final = partial(write, opsets={"": OPSET, "ai.onnx.ml": 3, "com.microsoft": 1})
@@ -105,6 +106,15 @@ def joined_features(path: Path) -> Path:
     node = helper.make_node("FeatureVectorizer", ["x", "z"], ["y"], domain="ai.onnx.ml", inputdimensions=[2, 2])
     inputs = [tensor(name, DataType.FP32, "batch", 2) for name in ("x", "z")]
     return _write(path, [node], inputs, [tensor("y", DataType.FP32, "batch", 4)])
+
+
+def continued(path: Path) -> Path:
+    """A language model that continues prompts: x INT32 [batch, length] → y INT32 [batch, 6]."""
+    text = f"""m (int32[batch,length] x) => (int32[batch,6] y) <int32[1] most = {{6}}> {{
+        y = com.microsoft.GreedySearch <
+            model_type = 0, eos_token_id = 9, pad_token_id = 0, decoder = {DECODER}> (x, most) }}"""
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["": {OPSET}, "com.microsoft": 1]> {text}'), path)
+    return path
 
 
 def quantized_product(path: Path) -> Path:
