@@ -50,6 +50,7 @@ _meet("elementwise: rows on two axes", "float[N,1] x, float[1,N] z", "y = Add(x,
 _meet("elementwise: a constant of three rows", _X, "y = Add(x, w)", "float[3,4] w")
 _meet("elementwise: a bias along the rows", "float[1,N] x", "y = com.microsoft.BiasGelu(x, w)", "float[1] w")
 _meet("elementwise: unequal shapes, before opset 8", _X, "y = Sum(x, w)", "float[1,4] w", opset=7)
+_meet("elementwise: bounds of rows", "float[N] x, float[N] z", "y = Clip(x, z)")
 _meet("elementwise: a condition of three rows", _X, "y = Where(c, x, w)", "bool[3,1] c = {1, 0, 1}, float[4] w")
 
 # Matrix products.
@@ -132,6 +133,7 @@ for _op in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSumExp", "SumSq
     _apart(f"reduce: {_op}", "float[N,3,4] x", f"y = Reduce{_op}<keepdims=0>(x, a)", "int64[1] a = {-2}", opset=18)
     _meet(f"reduce: {_op} of all", _X, f"y = Reduce{_op}<keepdims=0>(x)", opset=18)
     _meet(f"reduce: {_op} over rows", _X, f"y = Reduce{_op}(x, a)", "int64[1] a = {-2}", opset=18)
+_meet("reduce: a flag of 2, which counts as 0", _X, "y = ReduceSum<noop_with_empty_axes=2>(x)", opset=13)
 _apart("reduce: LogSum", "float[N,3,4] x", "b = Abs(x) y = ReduceLogSum<keepdims=1>(b, a)", "int64[2] a = {1, 2}", opset=18)
 _apart("reduce: axes as an attribute", "float[N,3,4] x", "y = ReduceMean<axes=[1,2], keepdims=0>(x)", opset=13)
 _apart("reduce: nothing", _X, "y = ReduceSum<noop_with_empty_axes=1>(x)", opset=13)

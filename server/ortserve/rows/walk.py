@@ -17,6 +17,14 @@ RANDOM: Final = frozenset(
     {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
     | {"RandomUniformLike", "Sampling"}
 )
+_FLAG_NAMES: Final = """
+    allowzero antialias broadcast causal ceil_mode channels_last count_include_pad do_rotary exclude_outside exclusive
+    fmod input_forget interleaved inverse is_causal is_inner_broadcast is_packed_batching is_test keepdims layout
+    linear_before_reset noop_with_empty_axes onesided past_present_share_buffer reverse rotary_interleaved saturate
+    select_last_index sliding_window_cache training_mode transA transB transBatchA transBatchB unidirectional upper
+"""
+_FLAGS: Final = frozenset(_FLAG_NAMES.split())
+"""Attributes of which only the values 0 and 1 have a meaning."""
 _BUILT_IN: Final = DOMAINS | {"ai.onnx.contrib"}
 """Domains, besides ``com.microsoft`` and its subdomains, whose operators have kernels, which run in place of a function
 of the model with the same name."""
@@ -192,6 +200,7 @@ class _Scope:
                 if node.domain in DOMAINS and not _has_graphs(node) and _all_free(operands):
                     return [free(None)] * len(node.outputs)
                 raise NotKnownError("has no rule" + (f" in domain '{node.domain}'" if node.domain else ""))
+            self._check_flags(node)
             return self._applied(rule, node, operands)
         except RowsMeetError as meeting:
             return self._failed(node, Kind.MIXED, order, index, str(meeting))
@@ -202,6 +211,12 @@ class _Scope:
         except Exception as error:  # noqa: BLE001 - an error in a rule must not fail the load of the model
             reason = f"does not have the form that its rule expects: {type(error).__name__}"
             return self._failed(node, Kind.UNKNOWN, order, index, reason)
+
+    def _check_flags(self, node: Node) -> None:
+        """Raise unless each flag of a node is 0 or 1. Kernels take others for either; Cast then writes no output."""
+        for name, value in self._substituted(node.attributes).items():
+            if name in _FLAGS and value not in (0, 1):
+                raise NotKnownError(f"has the attribute '{name}' with the value {value}, but 0 or 1 is expected")
 
     def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
         cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")

@@ -344,7 +344,7 @@ RULES: Final[Rules] = {
     **{("", op): rule(test) for op in _TESTS.split()},
     ("", "BitCast"): rule(bit_cast),
     ("", "Relu"): rule(relu),
-    ("", "Clip"): rule(clip),
+    ("", "Clip"): rule(clip, parameters=(1, 2)),
     ("", "Dropout"): rule(dropout, parameters=(1, 2)),
     **{("", op): rule(add, keeps_stride=True) for op in ("Add", "Sum")},
     ("", "Sub"): rule(subtract, keeps_stride=True),
