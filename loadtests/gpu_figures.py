@@ -168,7 +168,7 @@ class Bench:
             buckets=tuple(sizes), warmup_s=self.scale.seconds / 2, intra_op_threads=1, graph_replay=captures,
         )  # fmt: skip
         trials = NoTrial() if is_host else CaptureTrials()
-        loaded = load_model(path, path.stem, options, time.monotonic_ns, None, DeviceRuntime(devices=devices), trials)
+        loaded = load_model(path, path.stem, options, None, DeviceRuntime(devices=devices), trials)
         (instance,) = loaded.instances
         try:
             if not isinstance(instance, DeviceInstance) or not loaded.on_device.sizes:

@@ -5,7 +5,6 @@ import ctypes
 import gc
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -194,7 +193,7 @@ def load(path: Path, runtime: DeviceRuntime, **options: Any) -> LoadedModel:
         "graph_replay": True,
     } | options
     trials = CaptureTrials(timeout_s=LONG_S)
-    return load_model(path, "m/1", ModelOptions(**chosen), time.monotonic_ns, None, runtime, trials)
+    return load_model(path, "m/1", ModelOptions(**chosen), None, runtime, trials)
 
 
 def device_instances(loaded: LoadedModel) -> list[DeviceInstance]:

@@ -19,8 +19,11 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
 from ortserve.model_file.reading import read_model
+from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.row_trial import why_rows_depend
-from ortserve.registry.load.warmup import warm_up
+from ortserve.registry.load.warmup import WarmUpPlan, warm_up
 
 pytestmark = pytest.mark.timeout(240)  # a server for all cases; about 20 s on two idle cores
 
@@ -90,7 +93,8 @@ def check_rows(path: Path, name: str, stored: Arrays) -> bool:
         return False
     instance = Instance(session, signature, name=name, intra_op_threads=1, clock=time.monotonic_ns)
     try:
-        found = warm_up(instance, signature, budget_s=1e-3, max_rows=1, clock=time.monotonic_ns)
+        worker = WorkerRuns(instance, RunBounds(Progress(time.monotonic_ns)))
+        found = warm_up(worker, InputGenerator(signature, None), WarmUpPlan(budget_s=1e-3, max_rows=1))
         if found.rows_depend or found.rejection or [array.dtype for array in stored] != numpy_types(signature):
             return False
         together = instance.run(as_batch(stored)).outputs

@@ -190,7 +190,7 @@ def loaded_on(
     runtime = DeviceRuntime(devices=Devices({place.provider: provider_of(place.provider, place.make())}))
     wish = {place.provider: dict(place.options)}
     chosen = ModelOptions(execution_providers=(wish,), **{"warmup_s": 0.2, "intra_op_threads": 1} | options)
-    loaded = load_model(path, "m/1", chosen, time.monotonic_ns, None, runtime, trials or place.trials)
+    loaded = load_model(path, "m/1", chosen, None, runtime, trials or place.trials)
     (instance,) = loaded.instances
     try:
         assert isinstance(instance, DeviceInstance)

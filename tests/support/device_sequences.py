@@ -61,7 +61,7 @@ async def serving_on(
     }
     defaults = {"batched": True, "warmup_s": 0.1, "max_rows": 8, "intra_op_threads": 1}
     options = ModelOptions.model_validate({**defaults, "sequences": sequence_options, **chosen})
-    loaded = await asyncio.to_thread(load_model, path, path.stem, options, time.monotonic_ns, path.parent, runtime)
+    loaded = await asyncio.to_thread(load_model, path, path.stem, options, path.parent, runtime)
     assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=2)
     served = assembly.serve(loaded, Configuration(options), Metrics(CollectorRegistry()).model(path.stem, "1"))
     try:

@@ -73,7 +73,7 @@ async def check_speed(
         log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
         return
     progress.begin(f"comparing its speed with version {serving.version}")
-    bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s, progress)
+    bounds = RunBounds(progress, options.warmup_run_timeout_s, options.run_grace_s)
     worker = WorkerRuns(loaded.instances[0], bounds)
     own = partial(_time_own, worker, found.inputs, threads)
     slowdown = await find_slowdown(

@@ -174,7 +174,6 @@ class VersionLoader:
                 path=source.path,
                 name=f"{record.model}/{record.version}",
                 options=source.configuration.options,
-                clock=self._clock,
                 folder=source.folder,
                 runtime=self._runtime,
                 trials=self._trials,

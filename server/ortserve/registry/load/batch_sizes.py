@@ -4,11 +4,9 @@ import math
 import statistics
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.errors import DeviceLostError, RunTimeoutError
 from ortserve.registry.load.coordination import LoadCancelledError, Progress
@@ -50,20 +48,17 @@ ENDS_LOAD: Final = (DeviceLostError, LoadCancelledError, RunTimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class RunBounds:
-    """Limits of one run in warm-up.
+    """Limits of each run of a load.
 
     Attributes:
+        progress: The load. Its cancellation terminates a run.
         timeout_s: Maximum duration.
         grace_s: Time in which a run must end after it was terminated.
-        progress: The load whose cancellation terminates a run; None if nothing can cancel it.
     """
 
+    progress: Progress
     timeout_s: float = 600.0
     grace_s: float = 5.0
-    progress: Progress | None = None
-
-
-DEFAULT_BOUNDS: Final = RunBounds()
 
 
 class WorkerRuns:
@@ -73,6 +68,8 @@ class WorkerRuns:
         """``runner`` is abandoned if a run does not end."""
         self._runner = runner
         self._bounds = bounds
+        self.progress: Final = bounds.progress
+        self.clock: Final = bounds.progress.clock
         self.has_run = False
         """Whether any batch ran."""
         self.max_rows = 0
@@ -96,14 +93,13 @@ class WorkerRuns:
 
         self._runner.start(batch, done)
         bounds = self._bounds
-        with nullcontext() if bounds.progress is None else bounds.progress.interruptible(awoken.set):
+        with self.progress.interruptible(awoken.set):
             awoken.wait(bounds.timeout_s)
         if not finished.is_set():
             self._runner.terminate(batch)
             if not finished.wait(bounds.grace_s):
                 self._runner.abandon()
-            if bounds.progress is not None:
-                bounds.progress.check()
+            self.progress.check()
             raise RunTimeoutError(
                 f"a run in warm-up was terminated after warmup_run_timeout_s {bounds.timeout_s:g} s, with a batch of "
                 f"{batch.rows} rows"
@@ -169,8 +165,6 @@ class SizeTimer:
         worker: Runs the batches.
         inputs: Generates inputs that the model accepts.
         stop_ns: When warm-up must end (monotonic).
-        clock: Monotonic nanoseconds.
-        progress: Receives each size as a step.
         min_warm_runs: Minimum number of runs of a size after its first run. It is 1 if the first run may choose
             algorithms or build an engine, because its time then says nothing about later runs; otherwise 0.
         is_cut: Whether a size was skipped for lack of time.
@@ -179,21 +173,19 @@ class SizeTimer:
     worker: WorkerRuns
     inputs: InputGenerator
     stop_ns: int
-    clock: Clock
-    progress: Progress
     min_warm_runs: int
     is_cut: bool = False
     _hop_ns: int = _MAX_HOP_NS
 
     def limit_effort(self, effort_ns: int) -> None:
         """Also end all following measurements within ``effort_ns`` from now."""
-        self.stop_ns = min(self.stop_ns, self.clock() + effort_ns)
+        self.stop_ns = min(self.stop_ns, self.worker.clock() + effort_ns)
 
     def can_begin(self, rows: int, last: SizeLatency) -> bool:
         """Whether a size is predicted to end in time, from the time per row of the ``last`` measured one."""
         first_ns = min(last.first_ns, _MAX_FIRST * last.least_ns)
         runs_ns = (first_ns + self.min_warm_runs * last.least_ns) * rows // last.rows
-        is_in_time = self.clock() + runs_ns <= self.stop_ns
+        is_in_time = self.worker.clock() + runs_ns <= self.stop_ns
         self.is_cut = self.is_cut or not is_in_time
         return is_in_time
 
@@ -211,14 +203,15 @@ class SizeTimer:
         Raises:
             ServeError: The error of ``WorkerRuns.run``.
         """
-        self.progress.begin(warming_step(rows))
+        clock = self.worker.clock
+        self.worker.progress.begin(warming_step(rows))
         batch = generate_batch(self.inputs, rows, rows)
         runs: list[int] = []
         round_trips: list[int] = []
         while not runs or self._wants_another(rows, runs, round_trips, row_ns_to_beat, short_ns):
-            began_ns = self.clock()
+            began_ns = clock()
             runs.append(self.worker.run(batch).run_ns)
-            round_trips.append(self.clock() - began_ns)
+            round_trips.append(clock() - began_ns)
             self._hop_ns = min(self._hop_ns, max(0, round_trips[-1] - runs[-1]))
         warm = slice(1 if len(runs) > 1 else 0, None)
         return SizeLatency(
@@ -236,7 +229,7 @@ class SizeTimer:
         warm_runs = len(runs) - 1
         if warm_runs < self.min_warm_runs:
             return True
-        if self.clock() + min(runs) > self.stop_ns:
+        if self.worker.clock() + min(runs) > self.stop_ns:
             return False
         if _may_be_short(runs, short_ns):
             return warm_runs < _MAX_DOUBTFUL_RUNS

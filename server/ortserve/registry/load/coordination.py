@@ -200,7 +200,8 @@ class Progress:
 
     def __init__(self, clock: Clock, on_warming: Callable[[], object] = lambda: None) -> None:
         """``on_warming`` is called on the thread of the load when warm-up begins."""
-        self._clock = clock
+        self.clock: Final = clock
+        """Monotonic nanoseconds."""
         self._part = ""
         self._step = _Step(WAITING, clock())
         self._cancelled_because = ""
@@ -240,7 +241,7 @@ class Progress:
 
     def show(self, step: str) -> None:
         """Begin a step that cannot be cancelled."""
-        self._step = _Step(self._part + step, self._clock())  # One assignment, so that readers see a complete step.
+        self._step = _Step(self._part + step, self.clock())  # One assignment, so that readers see a complete step.
 
     def begin_part(self, part: str) -> None:
         """Prefix all following steps, for example with ``instance 2 of 3``."""
@@ -249,4 +250,4 @@ class Progress:
     def describe(self) -> str:
         """The current step with its duration, such as ``warming up: batches of 8 rows, for 5 s``."""
         step = self._step
-        return f"{step.name}, for {(self._clock() - step.began_ns) // 10**9} s"
+        return f"{step.name}, for {(self.clock() - step.began_ns) // 10**9} s"

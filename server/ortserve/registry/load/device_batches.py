@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.core.batch import Runner
 from ortserve.core.padding import Padding
 from ortserve.core.sequence import SequenceTensors
 from ortserve.core.signature import ModelSignature
@@ -14,7 +12,7 @@ from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
 from ortserve.engine.instance import Instance
 from ortserve.errors import DeviceLostError, ServeError
-from ortserve.registry.load.batch_sizes import RunBounds, SizeLatency, SizeTimer, WorkerRuns
+from ortserve.registry.load.batch_sizes import SizeLatency, SizeTimer, WorkerRuns
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator, synthetic_inputs
 from ortserve.registry.load.session_opener import OpenedSession
@@ -97,34 +95,24 @@ def prepare_batches(
 
 
 def time_on_buffers(
-    runner: Runner,
-    signature: ModelSignature,
-    on_device: DeviceBatches,
-    found: WarmUp,
-    padding: Padding | None,
-    *,
-    budget_s: float,
-    clock: Clock,
-    progress: Progress,
-    bounds: RunBounds,
+    worker: WorkerRuns, inputs: InputGenerator, sizes: Sequence[int], found: WarmUp, budget_s: float
 ) -> WarmUp:
     """Replace the latencies in ``found`` by those of runs on device buffers, which warm-up did not have yet.
 
-    The smallest size is timed, and further ones that are predicted to end within ``budget_s``.
+    The smallest of ``sizes`` is timed, and further ones that are predicted to end within ``budget_s``.
 
     Raises:
         ServeError: internal, if a run fails.
     """
-    if not on_device.sizes:
+    if not sizes:
         return found
-    worker, inputs = WorkerRuns(runner, bounds), InputGenerator(signature, padding)
-    timer = SizeTimer(worker, inputs, clock() + int(budget_s * 1e9), clock, progress, min_warm_runs=1)
+    timer = SizeTimer(worker, inputs, worker.clock() + int(budget_s * 1e9), min_warm_runs=1)
     timed: list[SizeLatency] = []
-    for rows in on_device.sizes:
+    for rows in sizes:
         if timed and not timer.can_begin(rows, timed[-1]):
             break
         timed.append(timer.time_size(rows))
-    untimed = [size for size in found.latencies if size.rows > timed[-1].rows and size.rows in on_device.sizes]
+    untimed = [size for size in found.latencies if size.rows > timed[-1].rows and size.rows in sizes]
     return replace(found, latencies=(*timed, *untimed))
 
 

@@ -23,7 +23,6 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.paths import is_folder
 from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import ENDS_LOAD, RunBounds, WorkerRuns
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.golden_samples import (
     GOLDEN_MISSING,
     GoldenSample,
@@ -41,7 +40,7 @@ _MAX_TOGETHER: Final = 64
 """Maximum number of samples in a run. Larger batches compute rows in the same way."""
 
 
-def check_loaded(model: AnalysedModel, loaded: LoadedModel, progress: Progress, bounds: RunBounds) -> str:
+def check_loaded(model: AnalysedModel, loaded: LoadedModel, bounds: RunBounds) -> str:
     """Check the golden samples of a version on its instances. Blocks; for the thread of the load.
 
     Returns:
@@ -54,7 +53,7 @@ def check_loaded(model: AnalysedModel, loaded: LoadedModel, progress: Progress, 
     folder = golden_folder(model.path, model.folder, options)
     if (folder is None or not is_folder(folder)) and not options.golden_required:
         return ""
-    progress.begin("checking golden samples")
+    bounds.progress.begin("checking golden samples")
     runs = InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, bounds)
     golden = read_golden(folder, runs.signature)
     if golden is None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ortserve.clock import Clock
+from ortserve.clock import monotonic_ns
 from ortserve.config.model import ModelOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
@@ -24,20 +24,20 @@ from ortserve.engine.thread_priority import own_nice
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model
-from ortserve.registry.load.batch_sizes import RunBounds
+from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
 from ortserve.registry.load.device_batches import DeviceBatches, keep_states, prepare_batches, time_on_buffers
 from ortserve.registry.load.empty_axes import find_empty_axes
 from ortserve.registry.load.golden_check import check_loaded
-from ortserve.registry.load.inputs import Sample
+from ortserve.registry.load.inputs import InputGenerator, Sample
 from ortserve.registry.load.interface import Interface, resolve_padding
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
 from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
 from ortserve.registry.load.resolved_model import ResolvedModel, resolve_model
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
-from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, warm_up, why_alone
+from ortserve.registry.load.warmup import WarmUp, WarmUpPlan, run_once, run_samples, warm_up, why_alone
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.provenance import read_provenance
 from ortserve.telemetry.logs import log_event
@@ -53,7 +53,6 @@ def load_model(
     path: Path,
     name: str,
     options: ModelOptions,
-    clock: Clock,
     folder: Path | None = None,
     runtime: DeviceRuntime | None = None,
     trials: CaptureTrials | None = None,
@@ -78,11 +77,10 @@ def load_model(
         path: The ``.onnx`` file.
         name: Name of the model, for threads and log lines.
         options: Options of the model.
-        clock: Monotonic nanoseconds.
         folder: Folder of the model and the files that its options name; None for a model that is a single file.
         runtime: Device runtime of the process; None for a default one.
         trials: Graph captures that the process has tried; None if it has tried none.
-        progress: Receives each step that begins; None if nothing observes the load.
+        progress: Receives each step that begins, and has the clock; None if nothing observes the load.
         limiter: Shares processors and devices with other loads; None if there are no other loads.
         checks_golden: Whether step 8 runs.
 
@@ -90,12 +88,12 @@ def load_model(
         ServeError: The reason why the model cannot be served.
     """
     runtime, trials = runtime or DeviceRuntime(), trials or CaptureTrials()
-    limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(clock)
+    limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(monotonic_ns)
     with limiter.permit(partial(progress.show, "waiting for other loads")) as permit:
         with limiter.analyzing():
             progress.begin("following rows through the graph")
             model = analyse_model(path, name, options, folder)  # 1
-        load = _Load(model, clock, runtime, trials, progress, permit)
+        load = _Load(model, runtime, trials, progress, permit)
         choice = load.choose_provider()  # 2
         while True:
             try:
@@ -141,7 +139,6 @@ class _Load:
     def __init__(
         self,
         model: AnalysedModel,
-        clock: Clock,
         runtime: DeviceRuntime,
         trials: CaptureTrials,
         progress: Progress,
@@ -150,16 +147,15 @@ class _Load:
         self.model = model
         self.name = model.name
         self.options = options = model.options
-        self.clock = clock
         self.runtime = runtime
         self.progress = progress
         self.permit = permit
         self.classes = read_classes(model.content)
         class_names = {output: tuple(map(str, classes)) for output, classes in self.classes.items()}
         self.labels = class_names | read_labels(options, model.folder)
-        self.opener = SessionOpener(model, runtime, trials, clock, progress)
+        self.opener = SessionOpener(model, runtime, trials, progress)
         self.settings = ProviderSettings(model, runtime)
-        self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s, progress)
+        self.bounds = RunBounds(progress, options.warmup_run_timeout_s, options.run_grace_s)
         self.spent_s = 0.0
         self.failures: list[str] = []
         """Why execution providers did not run the model."""
@@ -219,52 +215,43 @@ class _Load:
         opened.forget()
         # Some operators of ONNX Runtime 1.31.1 end the process on an input of another rank than they expect.
         is_risky = any(spec.has_any_shape and not spec.is_optional for spec in signature.inputs)
-
+        worker, inputs = WorkerRuns(instance, self.bounds), InputGenerator(signature, padding)
+        plan = WarmUpPlan(
+            budget_s=0 if is_risky else self._remaining_s(),
+            max_rows=self.settings.max_rows(choice),
+            buckets=self.options.buckets,
+            effort_s=max(opened.opening_s, _MIN_EFFORT_S) if choice.name == CPU else None,
+            rows_depend=self.model.rows.known_dependence,
+            always_batches=self.model.rows.grounds is Grounds.CONFIGURED,
+            samples=resolved.samples,
+            is_coarse=choice.name in GPU_PROVIDERS,
+            short_ns=self.settings.short_ns(choice) if is_first else 0,
+            keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
+            give_back_memory=self.settings.memory_release(instance, choice),
+        )
         try:
             self.progress.begin_warming()
             with self.permit.measuring(threads):
-                found = warm_up(
-                    instance,
-                    signature,
-                    budget_s=0 if is_risky else self._remaining_s(),
-                    max_rows=self.settings.max_rows(choice),
-                    clock=self.clock,
-                    buckets=self.options.buckets,
-                    padding=padding,
-                    progress=self.progress,
-                    is_coarse=choice.name in GPU_PROVIDERS,
-                    rows_depend=self.model.rows.known_dependence,
-                    always_batches=self.model.rows.grounds is Grounds.CONFIGURED,
-                    samples=resolved.samples,
-                    bounds=self.bounds,
-                    effort_s=max(opened.opening_s, _MIN_EFFORT_S) if choice.name == CPU else None,
-                    give_back_memory=self.settings.memory_release(instance, choice),
-                    short_ns=self.settings.short_ns(choice) if is_first else 0,
-                    keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
-                )
+                found = warm_up(worker, inputs, plan)
             self.spent_s += found.spent_ns / 1e9
             if found.rejection and not found.has_run and choice.name != CPU:
-                self._check_provider(instance, choice, resolved, found.rejection)
+                self._check_provider(worker, inputs, choice, found.rejection)
         except BaseException:
             instance.close()  # Otherwise its worker and session would live as long as the process.
             raise
         return _WarmInstance(instance, opened, choice, resolved, found)
 
-    def _check_provider(
-        self, instance: Instance | DeviceInstance, choice: ProviderChoice, resolved: ResolvedModel, reason: str
-    ) -> None:
+    def _check_provider(self, worker: WorkerRuns, inputs: InputGenerator, choice: ProviderChoice, reason: str) -> None:
         """Check whether the provider fails on all inputs, or the model merely rejects synthetic inputs.
 
         Raises:
             ServeError: invalid_input, if the CPU accepts inputs that the instance rejects.
         """
-        signature, padding = resolved.interface.model, resolved.padding
-        rows = find_rejected_rows(instance, signature, padding, self.progress, self.bounds)
+        rows = find_rejected_rows(worker, inputs)
         if not rows:
             return
         self.progress.begin(f"trying on {CPU} the rejected inputs")
-        options = self.settings.plain_cpu()
-        if cpu_accepts_any(self.model, options, rows, signature, padding, self.clock, self.bounds):
+        if cpu_accepts_any(self.model, self.settings.plain_cpu(), rows, inputs.signature, inputs.padding, self.bounds):
             raise invalid_input(
                 f"execution_providers: {choice.name} opens the model, but fails on inputs that {CPU} accepts: {reason}"
             )
@@ -281,6 +268,7 @@ class _Load:
         """Create the device buffers of the first instance, capture its graphs and run the samples."""
         options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
         interface, padding = warm.resolved.interface, warm.resolved.padding
+        worker = WorkerRuns(instance, self.bounds)
         try:
             alone_because = why_alone(self.model, found) if interface.model.is_batched else ""
             if alone_because:
@@ -291,18 +279,9 @@ class _Load:
             )
             if isinstance(instance, DeviceInstance):
                 on_device = prepare_batches(instance, opened, options, interface.model, found, padding, self.progress)
-                found = time_on_buffers(
-                    instance,
-                    interface.model,
-                    on_device,
-                    found,
-                    padding,
-                    budget_s=self._remaining_s(),
-                    clock=self.clock,
-                    progress=self.progress,
-                    bounds=self.bounds,
-                )
-            run_samples(instance, warm.resolved.samples, self.progress, self.bounds)
+                inputs = InputGenerator(interface.model, padding)
+                found = time_on_buffers(worker, inputs, on_device.sizes, found, self._remaining_s())
+            run_samples(worker, warm.resolved.samples)
         except BaseException:
             instance.close()
             raise
@@ -342,13 +321,13 @@ class _Load:
                 )
                 opened.forget()
                 loaded = replace(loaded, instances=(*loaded.instances, instance))
-                found = loaded.warm_up
+                found, worker = loaded.warm_up, WorkerRuns(instance, self.bounds)
                 if found.latencies and found.inputs is not None:
                     rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
-                    run_once(instance, found.inputs, rows, progress=self.progress, bounds=self.bounds)
+                    run_once(worker, found.inputs, rows)
                 if isinstance(instance, DeviceInstance):
                     prepare_batches(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
-                run_samples(instance, samples, self.progress, self.bounds)
+                run_samples(worker, samples)
             tensors = loaded.interface.sequences
             if tensors is not None:
                 is_recorded = options.record.share > 0
@@ -370,7 +349,7 @@ class _Load:
     def check_golden(self, loaded: LoadedModel) -> LoadedModel:
         """Check the golden samples of the version. Frees the instances on failure. Raises as ``check_loaded`` does."""
         try:
-            return replace(loaded, golden=check_loaded(self.model, loaded, self.progress, self.bounds))
+            return replace(loaded, golden=check_loaded(self.model, loaded, self.bounds))
         except BaseException:
             for instance in loaded.instances:
                 instance.close()

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from ortserve.clock import Clock
 from ortserve.config.session import SessionSettings
-from ortserve.core.batch import Arrays, Batch, Runner
+from ortserve.core.batch import Arrays, Batch
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.device.devices import DeviceRuntime
@@ -17,15 +16,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, affinities_key, open_session
 from ortserve.errors import OutOfMemoryError, ServeError
 from ortserve.registry.load.analysed_model import AnalysedModel
-from ortserve.registry.load.batch_sizes import (
-    DEFAULT_BOUNDS,
-    ENDS_LOAD,
-    RunBounds,
-    SizeLatency,
-    WorkerRuns,
-    as_batch,
-)
-from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.batch_sizes import ENDS_LOAD, RunBounds, SizeLatency, WorkerRuns, as_batch
 from ortserve.registry.load.inputs import InputGenerator
 
 ONE_THREAD_BELOW_NS: Final = 1_000_000
@@ -119,14 +110,8 @@ class ProviderSettings:
         return SessionOptions(cpu, self.usual_threads(cpu), settings, self._model.libraries, has_global_threads)
 
 
-def find_rejected_rows(
-    runner: Runner,
-    signature: ModelSignature,
-    padding: Padding | None,
-    progress: Progress,
-    bounds: RunBounds = DEFAULT_BOUNDS,
-) -> tuple[Arrays, ...]:
-    """Run one synthetic row of each variant on an instance.
+def find_rejected_rows(worker: WorkerRuns, inputs: InputGenerator) -> tuple[Arrays, ...]:
+    """Run one synthetic row of each variant of ``inputs`` on an instance.
 
     Returns:
         The rows that the instance rejects; empty if it accepts any row. A row for which memory is too small counts
@@ -134,17 +119,15 @@ def find_rejected_rows(
 
     Raises:
         DeviceLostError: The device is lost, so that nothing can run any more.
-        RunTimeoutError: A run exceeded ``bounds``.
+        RunTimeoutError: A run exceeded its time limit.
     """
-    progress.begin("warming up: looking for a row that the model accepts")
-    rows = (variant.generate(1, 0) for variant in InputGenerator(signature, padding).variants())
-    accepted, rejected = run_until_accepted(runner, rows, bounds)
+    worker.progress.begin("warming up: looking for a row that the model accepts")
+    accepted, rejected = run_until_accepted(worker, (variant.generate(1, 0) for variant in inputs.variants()))
     return () if accepted else tuple(rejected)
 
 
-def run_until_accepted(runner: Runner, rows: Iterable[Arrays], bounds: RunBounds) -> tuple[bool, list[Arrays]]:
+def run_until_accepted(worker: WorkerRuns, rows: Iterable[Arrays]) -> tuple[bool, list[Arrays]]:
     """Run rows one by one until the model accepts one. Returns whether it accepted one, and the rejected rows."""
-    worker = WorkerRuns(runner, bounds)
     rejected: list[Arrays] = []
     for row in rows:
         try:
@@ -166,7 +149,6 @@ def cpu_accepts_any(
     rows: Sequence[Arrays],
     signature: ModelSignature,
     padding: Padding | None,
-    clock: Clock,
     bounds: RunBounds,
 ) -> bool:
     """Whether the model accepts any of the rows on the CPU. Also False if the CPU provider cannot open the model.
@@ -179,7 +161,6 @@ def cpu_accepts_any(
         rows: Result of ``find_rejected_rows``.
         signature: Signature of the model.
         padding: Padding of the rows.
-        clock: Monotonic nanoseconds.
         bounds: Limits of each run.
     """
     try:
@@ -191,11 +172,11 @@ def cpu_accepts_any(
         signature,
         name=f"{model.name} on the CPU",
         intra_op_threads=options.intra_op_threads,
-        clock=clock,
+        clock=bounds.progress.clock,
         padding=padding,
     )
     del session
     try:
-        return run_until_accepted(instance, rows, bounds)[0]
+        return run_until_accepted(WorkerRuns(instance, bounds), rows)[0]
     finally:
         instance.close()

@@ -6,7 +6,6 @@ from typing import Final
 
 import numpy as np
 
-from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import TOLERANCES, agree, as_float64
@@ -59,7 +58,6 @@ class RowTrial:
         is_coarse: The argument of ``core.tensor.agree``.
         stop_ns: Sets of wider ranges must be predicted to end before this time (monotonic).
         ends_ns: Sets that decide whether rows run together must be predicted to end before this time (monotonic).
-        clock: Monotonic nanoseconds.
     """
 
     worker: WorkerRuns
@@ -70,7 +68,6 @@ class RowTrial:
     is_coarse: bool
     stop_ns: int
     ends_ns: int
-    clock: Clock
     _drift: float = 0.0
     _sets: int = 0
     _rows: int = 0
@@ -124,7 +121,7 @@ class RowTrial:
 
     def _has_time_for_a_set(self) -> bool:
         set_ns = _SET_RUNS * self.row_ns
-        return set_ns <= _SHORT_SET_NS or self.clock() + set_ns <= self.ends_ns
+        return set_ns <= _SHORT_SET_NS or self.worker.clock() + set_ns <= self.ends_ns
 
     def _try_optional(self) -> str:
         if not self._has_time_for_a_set():
@@ -157,7 +154,7 @@ class RowTrial:
 
     def _affordable_rows(self) -> int:
         """Rows of a set for which there is time, with two batches and some rows alone. 0 if time is too short."""
-        left_ns = self.stop_ns - self.clock()
+        left_ns = self.stop_ns - self.worker.clock()
         rows = min(max(self.max_rows, MIN_ROWS), self.inputs.max_rows, left_ns // max(1, 3 * self.row_ns) - _COMPARED)
         return rows if rows >= MIN_ROWS else 0
 
@@ -169,9 +166,9 @@ class RowTrial:
         chosen = sorted({0, rows // 2, rows - 1})
         alone = []
         for row in chosen:
-            began_ns = self.clock()
+            began_ns = self.worker.clock()
             alone.append(self._run(tuple(array[row : row + 1] for array in inputs), 1))
-            self.row_ns = max(1, self.clock() - began_ns)
+            self.row_ns = max(1, self.worker.clock() - began_ns)
         problem = self._judge(together, chosen, alone)
         if among and not problem:
             places = [*chosen[1:], chosen[0]]

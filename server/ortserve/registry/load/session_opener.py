@@ -4,7 +4,6 @@ import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ortserve.clock import Clock
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.device.buffers import InstanceStreams
@@ -87,19 +86,11 @@ class OpenedSession:
 class SessionOpener:
     """Opens the sessions of one model. For the thread of the load."""
 
-    def __init__(
-        self,
-        model: AnalysedModel,
-        runtime: DeviceRuntime,
-        trials: CaptureTrials,
-        clock: Clock,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, model: AnalysedModel, runtime: DeviceRuntime, trials: CaptureTrials, progress: Progress) -> None:
         self._model = model
         self._name = model.name
         self._options = model.options
         self._runtime = runtime
-        self._clock = clock
         self._progress = progress
         self._obstacles = ReplayObstacles(model, runtime.devices, trials, progress)
         self._profiles = TensorrtProfiles(model, progress)
@@ -113,12 +104,12 @@ class SessionOpener:
             ServeError: The error of ``open_session``; overloaded, if the weights alone do not fit on the device.
             DeviceLostError: The device is lost, or was lost before. It is then marked as lost.
         """
-        began_ns = self._clock()
+        began_ns = self._progress.clock()
         if choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name):
             opened = self._open_with_profile(choice, threads)
         else:
             opened = OpenedSession(self._open_session(choice, threads), threads)
-        opened.opening_s = (self._clock() - began_ns) / 1e9
+        opened.opening_s = (self._progress.clock() - began_ns) / 1e9
         return opened
 
     def _open_with_profile(self, choice: ProviderChoice, threads: int) -> OpenedSession:
@@ -231,7 +222,7 @@ class SessionOpener:
                 signature,
                 opened.streams,
                 name=name,
-                clock=self._clock,
+                clock=self._progress.clock,
                 padding=padding,
                 run_options=options,
                 captures=opened.captures,
@@ -245,7 +236,7 @@ class SessionOpener:
             signature,
             name=name,
             intra_op_threads=opened.threads,
-            clock=self._clock,
+            clock=self._progress.clock,
             padding=padding,
             run_options=options,
             gpu=self._gpu_access() if choice.name in GPU_PROVIDERS else None,

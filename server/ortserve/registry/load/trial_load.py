@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ortserve.clock import monotonic_ns
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import provider_parts
 from ortserve.device.devices import DeviceRuntime
@@ -74,7 +73,7 @@ def _load(trial: TrialLoad) -> ServeError | None:
     runtime = DeviceRuntime(trial.libraries, global_threads=trial.global_threads)
     options = trial_options(trial.options)
     try:
-        loaded = load_model(trial.path, trial.name, options, monotonic_ns, trial.folder, runtime)
+        loaded = load_model(trial.path, trial.name, options, trial.folder, runtime)
     except ServeError as error:
         return error
     for instance in loaded.instances:

@@ -6,17 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ortserve.clock import Clock
-from ortserve.core.batch import Batch, Runner
-from ortserve.core.padding import Padding
-from ortserve.core.signature import ModelSignature
+from ortserve.core.batch import Batch
 from ortserve.errors import OutOfMemoryError, ServeError, invalid_input
 from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import (
-    DEFAULT_BOUNDS,
     ENDS_LOAD,
     MAX_SWEPT_ROWS,
-    RunBounds,
     SizeLatency,
     SizeTimer,
     WorkerRuns,
@@ -27,7 +22,6 @@ from ortserve.registry.load.batch_sizes import (
     warming_step,
     worthwhile_rows,
 )
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import FREE_DIM, InputGenerator, Sample
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
@@ -73,87 +67,78 @@ class WarmUp:
     spent_ns: int = field(default=0, compare=False)
 
 
-def warm_up(
-    runner: Runner,
-    signature: ModelSignature,
-    *,
-    budget_s: float,
-    max_rows: int | None,
-    clock: Clock,
-    buckets: Sequence[int] = (),
-    padding: Padding | None = None,
-    progress: Progress | None = None,
-    is_coarse: bool = False,
-    rows_depend: str | None = None,
-    always_batches: bool = False,
-    samples: Sequence[Sample] = (),
-    bounds: RunBounds = DEFAULT_BOUNDS,
-    effort_s: float | None = None,
-    give_back_memory: Callable[[Batch], None] | None = None,
-    short_ns: int = 0,
-    keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True,
-) -> WarmUp:
+@dataclass(frozen=True, slots=True)
+class WarmUpPlan:
+    """What warm-up of one instance measures and tries.
+
+    Attributes:
+        budget_s: A run begins only if it is predicted to end within this time; 0 runs nothing.
+        max_rows: Configured maximum of a batch; None to find one.
+        buckets: Batches are padded to these sizes; the largest is at least ``max_rows``. If memory is short, batches
+            have no more rows than the largest bucket that fits.
+        effort_s: Time limit for measuring larger sizes if ``max_rows`` is None; two rows are measured beyond it. The
+            gain of sizes that are not measured is extrapolated from the measured ones. None for no limit.
+        rows_depend: How rows depend on each other, empty if they do not. If None, a trial runs rows alone and together.
+        always_batches: Whether batches are measured even if rows depend on each other.
+        samples: Configured requests, which the trial runs first.
+        is_coarse: The argument of ``core.tensor.agree``.
+        short_ns: One row runs again while it is in doubt whether it takes less than this; 0 if that does not matter.
+        keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
+            will replace this one.
+        give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
+            warm-up was larger than ``WarmUp.max_rows``.
+    """
+
+    budget_s: float
+    max_rows: int | None = None
+    buckets: Sequence[int] = ()
+    effort_s: float | None = None
+    rows_depend: str | None = None
+    always_batches: bool = False
+    samples: Sequence[Sample] = ()
+    is_coarse: bool = False
+    short_ns: int = 0
+    keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True
+    give_back_memory: Callable[[Batch], None] | None = None
+
+
+def warm_up(worker: WorkerRuns, inputs: InputGenerator, plan: WarmUpPlan) -> WarmUp:
     """Run synthetic inputs on the worker of an instance. Called on the thread of the load.
 
     One row runs first. Then batch sizes double until two sizes in a row have not reduced the time per row by 5 %, up to
     64 rows. If ``max_rows`` is set, they double up to it even without gain. A size for which memory is too small ends
     the sweep unless a smaller bucket may fit, and batches stay below it.
 
-    Args:
-        runner: The instance.
-        signature: Signature of the model.
-        budget_s: A run begins only if it is predicted to end within this time; 0 runs nothing.
-        max_rows: Configured maximum; None to find one.
-        clock: Monotonic nanoseconds.
-        buckets: Batches are padded to these sizes; the largest is at least ``max_rows``. If memory is short, batches
-            have no more rows than the largest bucket that fits.
-        padding: Padding of the runner. Synthetic inputs have the padded lengths.
-        progress: Receives the steps; None if nothing observes them.
-        is_coarse: The argument of ``core.tensor.agree``.
-        rows_depend: How rows depend on each other, empty if they do not. If None, a trial runs rows alone and together.
-        always_batches: Whether batches are measured even if rows depend on each other.
-        samples: Configured requests, which the trial runs first.
-        bounds: Limits of each run.
-        effort_s: Time limit for measuring larger sizes if ``max_rows`` is None; two rows are measured beyond it. The
-            gain of sizes that are not measured is extrapolated from the measured ones. None for no limit.
-        give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
-            warm-up was larger than ``WarmUp.max_rows``.
-        short_ns: One row runs again while it is in doubt whether it takes less than this; 0 if that does not matter.
-        keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
-            will replace this one.
-
     Raises:
         DeviceLostError: The device is lost, so that nothing can run any more.
-        RunTimeoutError: A run exceeded ``bounds``.
+        RunTimeoutError: A run exceeded its time limit.
         OutOfMemoryError: There is too little memory for one row, or for each of the buckets.
     """
-    unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
-    if budget_s == 0:
+    unknown = WarmUp(plan.max_rows or MAX_SWEPT_ROWS)
+    if plan.budget_s == 0:
         return unknown
+    clock, is_batched = worker.clock, inputs.signature.is_batched
     began_ns = clock()
-    stop_ns = began_ns + int(budget_s * 1e9)
-    progress = progress or Progress(clock)
-    worker = WorkerRuns(runner, bounds)
+    stop_ns = began_ns + int(plan.budget_s * 1e9)
     try:
-        inputs = _choose_inputs(worker, InputGenerator(signature, padding), progress, stop_ns, clock)
-        timer = SizeTimer(worker, inputs, stop_ns, clock, progress, min_warm_runs=1 if is_coarse else 0)
-        one_row = timer.time_size(1, short_ns=short_ns)
-        if not keeps_session(one_row):
+        inputs = _choose_inputs(worker, inputs, stop_ns)
+        timer = SizeTimer(worker, inputs, stop_ns, min_warm_runs=1 if plan.is_coarse else 0)
+        one_row = timer.time_size(1, short_ns=plan.short_ns)
+        if not plan.keeps_session(one_row):
             return WarmUp(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
-        trial = TrialOutcome(rows_depend or "")
-        if rows_depend is None and signature.is_batched:
-            trial_ns = int(budget_s * 1e9 * _TRIAL_SHARE)
-            trial = _try_rows(timer, one_row, samples, max_rows=max_rows, is_coarse=is_coarse, trial_ns=trial_ns)
-        swept = _Sweep((one_row,), max_rows or 1, trial.no_memory)
-        if signature.is_batched and (always_batches or not trial.problem):
-            if effort_s is not None and max_rows is None:
-                timer.limit_effort(max(int(effort_s * 1e9), _MIN_EFFORT_RUNS * one_row.least_ns))
-            swept = _sweep(timer, one_row, max_rows, buckets)
+        trial = TrialOutcome(plan.rows_depend or "")
+        if plan.rows_depend is None and is_batched:
+            trial = _try_rows(timer, one_row, plan)
+        swept = _Sweep((one_row,), plan.max_rows or 1, trial.no_memory)
+        if is_batched and (plan.always_batches or not trial.problem):
+            if plan.effort_s is not None and plan.max_rows is None:
+                timer.limit_effort(max(int(plan.effort_s * 1e9), _MIN_EFFORT_RUNS * one_row.least_ns))
+            swept = _sweep(timer, one_row, plan)
         best_rows = swept.best_rows
         if swept.no_memory:
-            best_rows = min(best_rows, _largest_that_fits(swept.sizes[-1].rows, buckets, swept.no_memory))
-        if give_back_memory is not None and worker.max_rows > best_rows:
-            give_back_memory(generate_batch(inputs, 1, 0))
+            best_rows = min(best_rows, _largest_that_fits(swept.sizes[-1].rows, plan.buckets, swept.no_memory))
+        if plan.give_back_memory is not None and worker.max_rows > best_rows:
+            plan.give_back_memory(generate_batch(inputs, 1, 0))
             if timer.can_begin(best_rows, one_row):
                 worker.run(generate_batch(inputs, best_rows, 0))
         return WarmUp(
@@ -191,9 +176,7 @@ def why_alone(model: AnalysedModel, found: WarmUp) -> str:
     return found.rows_depend
 
 
-def _choose_inputs(
-    worker: WorkerRuns, inputs: InputGenerator, progress: Progress, stop_ns: int, clock: Clock
-) -> InputGenerator:
+def _choose_inputs(worker: WorkerRuns, inputs: InputGenerator, stop_ns: int) -> InputGenerator:
     """Choose the first variant that the model accepts, and for which no output is empty.
 
     Returns:
@@ -204,9 +187,9 @@ def _choose_inputs(
     if len(variants) == 1:
         return inputs
     for variant in variants:
-        if clock() >= stop_ns:
+        if worker.clock() >= stop_ns:
             break
-        progress.begin("warming up: looking for inputs that the model accepts")
+        worker.progress.begin("warming up: looking for inputs that the model accepts")
         try:
             outputs = worker.run(generate_batch(variant, 1, 0)).outputs
         except ENDS_LOAD:
@@ -219,27 +202,19 @@ def _choose_inputs(
     return accepted or inputs
 
 
-def _try_rows(
-    timer: SizeTimer,
-    one_row: SizeLatency,
-    samples: Sequence[Sample],
-    *,
-    max_rows: int | None,
-    is_coarse: bool,
-    trial_ns: int,
-) -> TrialOutcome:
-    """Run rows alone and together, sets of wider ranges for at most ``trial_ns``."""
-    timer.progress.begin("warming up: rows alone and together")
+def _try_rows(timer: SizeTimer, one_row: SizeLatency, plan: WarmUpPlan) -> TrialOutcome:
+    """Run rows alone and together, sets of wider ranges for at most ``_TRIAL_SHARE`` of the time."""
+    worker = timer.worker
+    worker.progress.begin("warming up: rows alone and together")
     trial = RowTrial(
-        timer.worker,
+        worker,
         timer.inputs,
-        samples,
-        max_rows=max_rows or MAX_SWEPT_ROWS,
+        plan.samples,
+        max_rows=plan.max_rows or MAX_SWEPT_ROWS,
         row_ns=one_row.least_ns,
-        is_coarse=is_coarse,
-        stop_ns=min(timer.stop_ns, timer.clock() + trial_ns),
+        is_coarse=plan.is_coarse,
+        stop_ns=min(timer.stop_ns, worker.clock() + int(plan.budget_s * 1e9 * _TRIAL_SHARE)),
         ends_ns=timer.stop_ns,
-        clock=timer.clock,
     )
     try:
         return trial.run()
@@ -257,10 +232,10 @@ class _Sweep:
     no_memory: str = ""
 
 
-def _sweep(timer: SizeTimer, one_row: SizeLatency, max_rows: int | None, buckets: Sequence[int]) -> _Sweep:
+def _sweep(timer: SizeTimer, one_row: SizeLatency, plan: WarmUpPlan) -> _Sweep:
     """Measure larger sizes while they are worthwhile, or all up to ``max_rows`` if it is set."""
-    is_set = max_rows is not None
-    limit = max_rows or MAX_SWEPT_ROWS
+    is_set, buckets = plan.max_rows is not None, plan.buckets
+    limit = plan.max_rows or MAX_SWEPT_ROWS
     limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
     if timer.inputs.free_dim != FREE_DIM:
         limit = min(limit, timer.inputs.max_rows)
@@ -272,7 +247,7 @@ def _sweep(timer: SizeTimer, one_row: SizeLatency, max_rows: int | None, buckets
             no_memory = error.message
             fitted = sizes[-1].rows
             limit = max((bucket for bucket in buckets if fitted < bucket < rows), default=fitted)
-    best_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
+    best_rows = plan.max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
     return _Sweep(tuple(sizes), best_rows, no_memory)
 
 
@@ -291,30 +266,25 @@ def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int
     return max(fitting)
 
 
-def run_once(
-    runner: Runner, inputs: InputGenerator, rows: int, *, progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
-) -> None:
+def run_once(worker: WorkerRuns, inputs: InputGenerator, rows: int) -> None:
     """Run one batch of ``rows`` rows, so that the instance allocates its memory. For instances after the first.
 
     Raises:
         ServeError: internal, if the model rejects synthetic inputs.
     """
-    progress.begin(warming_step(rows))
-    WorkerRuns(runner, bounds).run(generate_batch(inputs, rows, 0))
+    worker.progress.begin(warming_step(rows))
+    worker.run(generate_batch(inputs, rows, 0))
 
 
-def run_samples(
-    runner: Runner, samples: Sequence[Sample], progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
-) -> None:
+def run_samples(worker: WorkerRuns, samples: Sequence[Sample]) -> None:
     """Run the configured samples on the worker of the instance.
 
     Raises:
         ServeError: invalid_input, naming the sample that failed and the reason; not_ready, if the device is lost.
-        RunTimeoutError: A run exceeded ``bounds``.
+        RunTimeoutError: A run exceeded its time limit.
     """
-    worker = WorkerRuns(runner, bounds)
     for sample in samples:
-        progress.begin(f"warming up: sample '{sample.name}'")
+        worker.progress.begin(f"warming up: sample '{sample.name}'")
         batch = as_batch(sample.inputs, sample.rows)
         try:
             for _ in range(sample.count):

@@ -99,7 +99,7 @@ class BatcherTarget(Target):
             plan, subject = self._plan, self._plan.subject
             chosen = {"execution_providers": plan.provider and [plan.provider], "intra_op_threads": plan.threads}
             options = subject.options.model_copy(update={name: value for name, value in chosen.items() if value})
-            load = partial(load_model, subject.path, subject.name, options, monotonic_ns, subject.folder)
+            load = partial(load_model, subject.path, subject.name, options, subject.folder)
             loaded = await asyncio.to_thread(load)
             assembly = Assembly(asyncio.get_running_loop(), monotonic_ns, processors=cpu_budget())
             self._served = assembly.serve(loaded, Configuration(options), ModelMetrics(subject.name, "1"))

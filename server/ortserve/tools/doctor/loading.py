@@ -156,7 +156,7 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
         if options.ensemble is not None:
             golden = asyncio.run(_load_ensemble(item, runtime, cache_bytes))
         else:
-            loaded = load_model(version.path, check.name, options, monotonic_ns, version.folder, runtime)
+            loaded = load_model(version.path, check.name, options, version.folder, runtime)
             golden = loaded.golden
     except ServeError as error:
         return replace(check, problem=error.message, events=(*check.events, *handler.events))

@@ -16,7 +16,8 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import is_absent
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
-from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS
+from ortserve.registry.load.batch_sizes import RunBounds
+from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.golden_check import InstanceRuns, as_batched, as_sent
 from ortserve.registry.load.golden_samples import (
     GOLDEN_FILE,
@@ -121,9 +122,10 @@ def loaded_runs(subject: Subject) -> Iterator[tuple[LoadedModel, InstanceRuns]]:
         choose_provider(options.execution_providers)
     except ServeError:
         options = options.model_copy(update={"execution_providers": ("cpu",)})
-    loaded = load_model(subject.path, subject.name, options, monotonic_ns, subject.folder, checks_golden=False)
+    loaded = load_model(subject.path, subject.name, options, subject.folder, checks_golden=False)
     try:
-        yield loaded, InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, DEFAULT_BOUNDS)
+        bounds = RunBounds(Progress(monotonic_ns))
+        yield loaded, InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, bounds)
     finally:
         for instance in loaded.instances:
             instance.close()

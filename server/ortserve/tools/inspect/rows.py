@@ -4,7 +4,8 @@ from typing import Any, Final
 
 from ortserve.clock import monotonic_ns
 from ortserve.engine.provider_options import CPU
-from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, MAX_SWEPT_ROWS, WorkerRuns
+from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS, RunBounds, WorkerRuns
+from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.row_axes import Grounds
@@ -34,7 +35,7 @@ def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows,
         changes["graph_replay"] = True
     options = subject.options.model_copy(update=changes)
     step(0, "loading the model as the server does")
-    loaded = load_model(subject.path, subject.name, options, monotonic_ns, subject.folder)
+    loaded = load_model(subject.path, subject.name, options, subject.folder)
     try:
         step(0, "running rows alone and together")
         return _describe_rows(loaded, _try_rows(loaded)), loaded
@@ -53,7 +54,7 @@ def _try_rows(loaded: LoadedModel) -> TrialOutcome | None:
         return None
     now_ns = monotonic_ns()
     trial = RowTrial(
-        WorkerRuns(loaded.instances[0], DEFAULT_BOUNDS),
+        WorkerRuns(loaded.instances[0], RunBounds(Progress(monotonic_ns))),
         found.inputs,
         (),
         max_rows=min(max(found.max_rows, found.latencies[-1].rows), MAX_SWEPT_ROWS),
@@ -61,7 +62,6 @@ def _try_rows(loaded: LoadedModel) -> TrialOutcome | None:
         is_coarse=loaded.execution_provider != CPU,
         stop_ns=now_ns + int(_TRIAL_S * 1e9),
         ends_ns=now_ns + int(2 * _TRIAL_S * 1e9),
-        clock=monotonic_ns,
     )
     return trial.run()
 

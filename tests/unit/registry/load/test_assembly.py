@@ -53,7 +53,7 @@ def serve(
         DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: device)})) if device else DeviceRuntime()
     )
     options = ModelOptions(**{"warmup_s": 0.1, "max_rows": 1, "intra_op_threads": 1} | chosen)
-    loaded = load_model(path, path.stem, options, time.monotonic_ns, None, runtime)
+    loaded = load_model(path, path.stem, options, None, runtime)
     metrics = metrics or Metrics(CollectorRegistry())
     return assembly.serve(loaded, Configuration(options), metrics.model(path.stem, "1"))
 
@@ -147,7 +147,7 @@ async def test_a_maximum_of_rows_that_warm_up_underestimated_is_corrected(tmp_pa
     """As after a warm-up beside other work. A run of 64 rows of this model takes about as long as one of 2."""
     assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
     options = ModelOptions(warmup_s=0.1, intra_op_threads=1)
-    loaded = load_model(builders.heavy(tmp_path / "heavy.onnx", steps=1), "heavy", options, time.monotonic_ns)
+    loaded = load_model(builders.heavy(tmp_path / "heavy.onnx", steps=1), "heavy", options)
     loaded = replace(loaded, warm_up=replace(loaded.warm_up, max_rows=1))
     served = assembly.serve(loaded, Configuration(options), Metrics(CollectorRegistry()).model("heavy", "1"))
     rows = np.random.default_rng(0).standard_normal((200, 1, 64)).astype(np.float32)

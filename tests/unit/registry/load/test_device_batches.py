@@ -59,7 +59,7 @@ def load(
         devices=Devices({CPU: provider_of(CPU, device) if isinstance(device, HostDevice) else device})
     )
     chosen = ModelOptions(**{"warmup_s": 0.2, "intra_op_threads": 1} | options)
-    return load_model(path, "m/1", chosen, time.monotonic_ns, None, runtime, trials or Trials(), progress)
+    return load_model(path, "m/1", chosen, None, runtime, trials or Trials(), progress)
 
 
 def close(loaded: LoadedModel) -> None:
@@ -405,7 +405,7 @@ def test_disabled_buffers_are_shown(tmp_path: Path) -> None:
 
 
 def test_cpu_model_shows_no_device_properties(tmp_path: Path) -> None:
-    loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1), time.monotonic_ns)
+    loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1))
     assert not {"device_buffers", "graph_replay"} & set(shown(loaded))
     assert isinstance(loaded.instances[0], Instance)
     assert loaded.instances[0].runs_on_host
@@ -456,7 +456,7 @@ def test_instances_are_placed_on_devices_round_robin(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     options = ModelOptions(warmup_s=0.2, intra_op_threads=1, instances=3, gpus=(2, 0), buckets=(2,))
     runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(make)}))
-    loaded = load_model(path, "m/1", options, time.monotonic_ns, None, runtime)
+    loaded = load_model(path, "m/1", options, None, runtime)
     assert loaded.device_ids == (2, 0, 2)
     assert sorted(made) == [0, 2]
     assert made[2].allocated_bytes == 2 * made[0].allocated_bytes > 0

@@ -1,7 +1,6 @@
 """Golden samples: read within bounds, run alone and in batches on real instances, and compared."""
 
 import struct
-import time
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,7 +39,7 @@ def make(folder: Path, build: Callable[..., Path], arrays: Mapping[str, Any] | N
 
 def load(folder: Path, **options: Any) -> LoadedModel:
     chosen = ModelOptions.model_validate({"warmup_s": 0.2} | options)
-    loaded = load_model(folder / "1" / "model.onnx", "m/1", chosen, time.monotonic_ns, folder)
+    loaded = load_model(folder / "1" / "model.onnx", "m/1", chosen, folder)
     for instance in loaded.instances:
         instance.close()
     return loaded

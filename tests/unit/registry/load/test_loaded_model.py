@@ -1,6 +1,5 @@
 """Properties and warnings of a loaded model."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None
     path = interfaces.zipmap_classifier(tmp_path / "m.onnx", (3, -1))
     for served, classes in (((), '{"probabilities": [3, -1]}'), (("label",), None)):
         options = ModelOptions(warmup_s=0, intra_op_threads=1, served_outputs=served)
-        loaded = load_model(path, "m", options, time.monotonic_ns)
+        loaded = load_model(path, "m", options)
         for instance in loaded.instances:
             instance.close()
         assert describe_properties(loaded, 1).get("classes") == classes
@@ -26,7 +25,7 @@ def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None
 
 def test_nodes_on_other_providers_are_named(tmp_path: Path) -> None:
     options = ModelOptions(warmup_s=0, intra_op_threads=1)
-    loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m", options, time.monotonic_ns)
+    loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m", options)
     for instance in loaded.instances:
         instance.close()
     assert "nodes_elsewhere" not in describe_properties(loaded, 1)

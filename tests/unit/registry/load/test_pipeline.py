@@ -47,7 +47,7 @@ QUICK = ModelOptions(warmup_s=0.1)
 
 
 def load(path: Path, options: ModelOptions = QUICK, progress: Progress | None = None) -> LoadedModel:
-    loaded = load_model(path, "m/1", options, time.monotonic_ns, progress=progress)
+    loaded = load_model(path, "m/1", options, progress=progress)
     for instance in loaded.instances:
         instance.close()
     return loaded
@@ -187,7 +187,7 @@ def test_unavailable_wishes_are_an_error(tmp_path: Path) -> None:
 def test_configured_number_of_instances_is_warm_and_works(tmp_path: Path) -> None:
     path = builders.unnamed_dims(tmp_path / "model.onnx")
     options = QUICK.model_copy(update={"instances": 3, "max_rows": 4})
-    loaded = load_model(path, "m/1", options, time.monotonic_ns)
+    loaded = load_model(path, "m/1", options)
     try:
         assert len({id(instance) for instance in loaded.instances}) == 3
         assert len(workers()) == 3
@@ -214,7 +214,7 @@ def test_all_instances_are_closed_when_one_cannot_be_opened(tmp_path: Path, monk
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_some)
     options = QUICK.model_copy(update={"instances": 4, "intra_op_threads": 1})
     with pytest.raises(ServeError, match="no memory"):
-        load_model(path, "m/1", options, time.monotonic_ns)
+        load_model(path, "m/1", options)
     assert opened == 3
     assert not workers()
 
@@ -241,7 +241,7 @@ def test_interface_labels_and_samples_are_those_configured(tmp_path: Path) -> No
             "warmup_samples": ({"rows": 2, "count": 3},),
         }
     )
-    loaded = load_model(path, "m/1", options, time.monotonic_ns, tmp_path)
+    loaded = load_model(path, "m/1", options, tmp_path)
     for instance in loaded.instances:
         instance.close()
     assert loaded.interface.client.inputs[0].shape == (-1, 8, 8)
@@ -441,7 +441,7 @@ class Providers:
 
 def load_on(path: Path, wishes: Sequence[str], **options: Any) -> LoadedModel:
     chosen = ModelOptions.model_validate({"warmup_s": 5, "execution_providers": tuple(wishes)} | options)
-    loaded = load_model(path, "m/1", chosen, time.monotonic_ns, None, OfferingOthers())
+    loaded = load_model(path, "m/1", chosen, None, OfferingOthers())
     for instance in loaded.instances:
         instance.close()
     return loaded
@@ -743,7 +743,7 @@ def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
         caplog.clear()
         options = ModelOptions(warmup_s=0.1, max_rows=2, instances=2, execution_providers=wishes)
         with caplog.at_level(logging.WARNING):
-            loaded = load_model(path, "m/1", options, time.monotonic_ns, None, OfferingCuda())
+            loaded = load_model(path, "m/1", options, None, OfferingCuda())
         for instance in loaded.instances:
             instance.close()
         operators = describe_properties(loaded, 2)["operators"]
@@ -781,7 +781,7 @@ def test_cancelled_load_ends_the_opening_of_its_session(tmp_path: Path) -> None:
 
     path = builders.mlp(tmp_path / "m.onnx")
     with pytest.raises(LoadCancelledError, match="its load was cancelled: the model is unloaded"):
-        load_model(path, "m/1", ModelOptions(), time.monotonic_ns, progress=Opening(time.monotonic_ns))
+        load_model(path, "m/1", ModelOptions(), progress=Opening(time.monotonic_ns))
     assert steps[-1].startswith("opening")
 
 
@@ -795,7 +795,7 @@ def test_cancelled_load_ends_an_endless_run_at_once(tmp_path: Path) -> None:
     path = builders.repeats(tmp_path / "m.onnx", steps=2**62)
     progress = Warming(time.monotonic_ns)
     with pytest.raises(LoadCancelledError, match="its load was cancelled: the model is unloaded"):
-        load_model(path, "m/1", ModelOptions(), time.monotonic_ns, progress=progress)
+        load_model(path, "m/1", ModelOptions(), progress=progress)
     assert not workers()
 
 
@@ -839,5 +839,5 @@ def test_load_that_is_cancelled_at_any_step_keeps_no_instance(tmp_path: Path, st
         np.savez(folder / "1" / "golden" / "a.npz", **arrays)
     options = ModelOptions(warmup_s=0.1, intra_op_threads=1)
     with pytest.raises(ServeError, match="its load was cancelled: the model is unloaded"):
-        load_model(path, "m/1", options, time.monotonic_ns, folder, progress=CancelledProgress(step))
+        load_model(path, "m/1", options, folder, progress=CancelledProgress(step))
     assert workers() == []

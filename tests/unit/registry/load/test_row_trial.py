@@ -10,7 +10,8 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError
-from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, WorkerRuns
+from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
+from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator, Sample
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 
@@ -62,7 +63,7 @@ def attempt(
     spec = TensorSpec("x", datatype, (-1, 4))
     signature = ModelSignature((spec,), (TensorSpec("y", DataType.FP32, (-1, 4)),))
     trial = RowTrial(
-        WorkerRuns(runner, DEFAULT_BOUNDS),
+        WorkerRuns(runner, RunBounds(Progress(clock))),
         InputGenerator(signature, None),
         [Sample(str(number), (rows,), len(rows), 1) for number, rows in enumerate(samples)],
         max_rows=most_rows,
@@ -70,7 +71,6 @@ def attempt(
         is_coarse=False,
         stop_ns=clock() + budget_ns,
         ends_ns=clock() + 4 * budget_ns,
-        clock=clock,
     )
     return trial.run(), runner
 

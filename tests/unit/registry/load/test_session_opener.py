@@ -29,9 +29,8 @@ from ortserve.registry.load.tensorrt_profiles import TensorrtProfiles
 
 
 def opener_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> SessionOpener:
-    clock = time.monotonic_ns
     model = analyse_model(path, "m/1", options)
-    return SessionOpener(model, DeviceRuntime(), CaptureTrials(), clock, progress or Progress(clock))
+    return SessionOpener(model, DeviceRuntime(), CaptureTrials(), progress or Progress(time.monotonic_ns))
 
 
 def test_external_weights_are_counted(tmp_path: Path) -> None:
@@ -135,8 +134,7 @@ def test_graphs_on_tensorrt_need_fixed_engines(
     choice = choose_provider([wish, "cuda", "cpu"], lambda name: Offer())
     runtime, trials = DeviceRuntime(devices=Devices(uses)), CaptureTrials(("true",))
     path = build(tmp_path / "m.onnx")
-    clock = time.monotonic_ns
-    opener = SessionOpener(analyse_model(path, "m/1", options), runtime, trials, clock, Progress(clock))
+    opener = SessionOpener(analyse_model(path, "m/1", options), runtime, trials, Progress(time.monotonic_ns))
     opened = opener.open(choice, 1)
     assert opened.open_for_graph is None
     if asked:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def levels() -> dict[int, int]:
 def test_worker_and_threads_of_the_session_have_the_level_and_no_other(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     before = levels()
-    loaded = load_model(path, "m", ModelOptions(thread_nice=19, intra_op_threads=3, warmup_s=0.05), time.monotonic_ns)
+    loaded = load_model(path, "m", ModelOptions(thread_nice=19, intra_op_threads=3, warmup_s=0.05))
     try:
         after = levels()
         made = {level for task, level in after.items() if task not in before}
@@ -43,7 +42,7 @@ def test_worker_and_threads_of_the_session_have_the_level_and_no_other(tmp_path:
 def test_own_level_leaves_short_runs_on_the_event_loop(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     options = ModelOptions(thread_nice=max(0, thread_priority.own_nice()), intra_op_threads=1, warmup_s=0.05)
-    loaded = load_model(path, "m", options, time.monotonic_ns)
+    loaded = load_model(path, "m", options)
     for instance in loaded.instances:
         instance.close()
     assert not loaded.unbounded_because

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.runner import NeverOverdue
 from models import builders, interfaces
-from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult, Runner
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
@@ -22,12 +24,12 @@ from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
-from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, MAX_SWEPT_ROWS, SizeLatency
+from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS, RunBounds, SizeLatency, WorkerRuns
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.device_batches import DeviceBatches, time_on_buffers
-from ortserve.registry.load.inputs import LARGER_FREE_DIMS, Sample
+from ortserve.registry.load.device_batches import time_on_buffers
+from ortserve.registry.load.inputs import LARGER_FREE_DIMS, InputGenerator, Sample
 from ortserve.registry.load.providers import find_rejected_rows, run_until_accepted
-from ortserve.registry.load.warmup import WarmUp, run_samples, warm_up
+from ortserve.registry.load.warmup import WarmUp, WarmUpPlan, run_samples, warm_up
 
 MS = 1_000_000
 X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
@@ -77,6 +79,14 @@ class ComputingRunner(NeverOverdue):
             done(BatchResult(outputs, 0, 0, 1))
 
 
+def worker_of(runner: Runner, clock: Clock | None = None) -> WorkerRuns:
+    return WorkerRuns(runner, RunBounds(Progress(clock or FakeClock())))
+
+
+def run_plan(runner: Runner, signature: ModelSignature, *, clock: Clock, **plan: Any) -> WarmUp:
+    return warm_up(worker_of(runner, clock), InputGenerator(signature, None), WarmUpPlan(**plan))
+
+
 def sweep(
     latency_ns: Callable[[int], int],
     *,
@@ -86,7 +96,7 @@ def sweep(
     rows_depend: str | None = "",
 ) -> WarmUp:
     clock = FakeClock()
-    return warm_up(
+    return run_plan(
         TimedRunner(clock, latency_ns),
         signature,
         budget_s=budget_s,
@@ -156,7 +166,7 @@ def sweep_timed(
     clock = FakeClock()
     began_ns = clock()
     runner = TimedRunner(clock, latency_ns)
-    found = warm_up(
+    found = run_plan(
         runner,
         BATCHED,
         budget_s=budget_s,
@@ -222,7 +232,7 @@ def test_configured_maximum_is_measured_without_an_effort_limit() -> None:
 def test_clearly_better_size_is_not_measured_again() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS)
-    warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, rows_depend="")
+    run_plan(runner, BATCHED, budget_s=60, clock=clock, rows_depend="")
     assert runner.ran == [1] * 6 + [rows for size in (2, 4, 8, 16, 32, 64) for rows in (size, size)]
 
 
@@ -230,17 +240,8 @@ def test_clearly_better_size_is_not_measured_again() -> None:
 def test_buffered_sizes_are_timed_within_the_budget(budget_s: float, timed: list[int]) -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: 50 * MS * rows)
-    found = time_on_buffers(
-        runner,
-        BATCHED,
-        DeviceBatches((1, 4, 16)),
-        WarmUp(16),
-        None,
-        budget_s=budget_s,
-        clock=clock,
-        progress=Progress(clock),
-        bounds=DEFAULT_BOUNDS,
-    )
+    inputs = InputGenerator(BATCHED, None)
+    found = time_on_buffers(worker_of(runner, clock), inputs, (1, 4, 16), WarmUp(16), budget_s)
     assert sizes(found) == timed
 
 
@@ -256,9 +257,7 @@ def test_memory_of_unused_sizes_is_released(latency_ns: Callable[[int], int], mo
         ran.append(batch.rows)
         runner.ran.clear()
 
-    found = warm_up(
-        runner, BATCHED, budget_s=60, max_rows=None, clock=clock, rows_depend="", give_back_memory=give_back_memory
-    )
+    found = run_plan(runner, BATCHED, budget_s=60, clock=clock, rows_depend="", give_back_memory=give_back_memory)
     assert (found.max_rows, ran) == (most, given_back)
     if given_back:
         assert runner.ran == [most]  # allocates again the memory that serving needs
@@ -272,7 +271,7 @@ def test_temporary_session_runs_one_row() -> None:
         def keeps_session(one_row: SizeLatency, is_kept: bool = is_kept) -> bool:
             return is_kept
 
-        found = warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, keeps_session=keeps_session)
+        found = run_plan(runner, BATCHED, budget_s=60, clock=clock, keeps_session=keeps_session)
         assert (found.max_rows, max(runner.ran)) == (most, most)
 
 
@@ -300,7 +299,7 @@ def test_one_row_runs_until_other_work_leaves_no_doubt_whether_runs_are_short(
         seen.append(one_row.least_run_ns)
         return False
 
-    warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, short_ns=1_000_000, keeps_session=keeps_session)
+    run_plan(runner, BATCHED, budget_s=60, clock=clock, short_ns=1_000_000, keeps_session=keeps_session)
     assert (len(runner.ran), seen) == (runs, [least_us * 1000])
 
 
@@ -308,14 +307,14 @@ def test_one_row_runs_until_other_work_leaves_no_doubt_whether_runs_are_short(
 def test_zero_budget_runs_no_batch(max_rows: int | None, kept: int) -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS)
-    assert warm_up(runner, BATCHED, budget_s=0, max_rows=max_rows, clock=clock) == WarmUp(kept)
+    assert run_plan(runner, BATCHED, budget_s=0, max_rows=max_rows, clock=clock) == WarmUp(kept)
     assert runner.ran == []
 
 
 def test_model_without_a_batch_axis_runs_requests_alone() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS)
-    found = warm_up(runner, ONE_ROW, budget_s=60, max_rows=None, clock=clock)
+    found = run_plan(runner, ONE_ROW, budget_s=60, clock=clock)
     assert sizes(found) == [1]
     assert set(runner.ran) == {1}
     assert not found.rows_depend
@@ -324,7 +323,7 @@ def test_model_without_a_batch_axis_runs_requests_alone() -> None:
 def test_rejected_synthetic_inputs_leave_the_other_results_unknown() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS, ServeError(ErrorKind.INTERNAL, "no such index"))
-    assert warm_up(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, rejection="no such index")
+    assert run_plan(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, rejection="no such index")
 
 
 def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUp:
@@ -336,7 +335,7 @@ def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple
         return (np.concatenate(batch.parts[0]),)
 
     runner = ComputingRunner(compute)
-    return warm_up(runner, BATCHED, budget_s=60, max_rows=max_rows, clock=FakeClock(), buckets=buckets)
+    return run_plan(runner, BATCHED, budget_s=60, max_rows=max_rows, clock=FakeClock(), buckets=buckets)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +366,7 @@ def test_batch_size_is_learned_from_sizes_that_fit() -> None:
             self.error = OutOfMemoryError("no memory") if batch.rows > 8 else None
             super().start(batch, done)
 
-    found = warm_up(Cramped(clock, latency_ns), BATCHED, budget_s=60, max_rows=None, clock=clock)
+    found = run_plan(Cramped(clock, latency_ns), BATCHED, budget_s=60, clock=clock)
     assert (sizes(found), found.max_rows, found.no_memory) == ([1, 2, 4, 8], 4, "no memory")
 
 
@@ -384,7 +383,7 @@ def test_model_is_not_served_if_one_row_does_not_fit() -> None:
         sweep_cramped(0)
     runner = TimedRunner(FakeClock(), lambda rows: MS, OutOfMemoryError("no memory"))
     with pytest.raises(OutOfMemoryError, match=r"^no memory$"):
-        warm_up(runner, ONE_ROW, budget_s=60, max_rows=None, clock=runner.clock)
+        run_plan(runner, ONE_ROW, budget_s=60, clock=runner.clock)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +424,7 @@ def test_rejection_states_whether_a_run_succeeded_before(fails_from: int) -> Non
             raise ServeError(ErrorKind.INTERNAL, "no")
         return (np.concatenate(batch.parts[0]),)
 
-    found = warm_up(ComputingRunner(compute), BATCHED, budget_s=60, max_rows=8, clock=FakeClock())
+    found = run_plan(ComputingRunner(compute), BATCHED, budget_s=60, max_rows=8, clock=FakeClock())
     assert found == WarmUp(8, rejection="no", has_run=fails_from > 1)
 
 
@@ -434,7 +433,7 @@ FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("
 
 def refused_by(signature: ModelSignature, compute: Callable[[Batch], Arrays]) -> list[tuple[int, ...]]:
     """Fails the first inputs. Returns their shapes."""
-    rows = find_rejected_rows(ComputingRunner(compute), signature, None, Progress(FakeClock()))
+    rows = find_rejected_rows(worker_of(ComputingRunner(compute)), InputGenerator(signature, None))
     return [arrays[0].shape for arrays in rows]
 
 
@@ -464,10 +463,10 @@ def test_instance_that_accepts_one_form_has_no_rejection() -> None:
 
     assert refused_by(FREE, compute) == []
     rows = [(np.zeros((1, dim), np.float32),) for dim in (8, 32)]
-    assert run_until_accepted(ComputingRunner(compute), rows, DEFAULT_BOUNDS) == (True, rows[:1])
-    assert run_until_accepted(ComputingRunner(compute), rows[:1], DEFAULT_BOUNDS) == (False, rows[:1])
+    assert run_until_accepted(worker_of(ComputingRunner(compute)), rows) == (True, rows[:1])
+    assert run_until_accepted(worker_of(ComputingRunner(compute)), rows[:1]) == (False, rows[:1])
     with pytest.raises(DeviceLostError):
-        run_until_accepted(ComputingRunner(fail_with(DeviceLostError("lost"))), rows, DEFAULT_BOUNDS)
+        run_until_accepted(worker_of(ComputingRunner(fail_with(DeviceLostError("lost")))), rows)
 
 
 @pytest.fixture
@@ -480,7 +479,7 @@ def warm(tmp_path: Path) -> Iterator[Callable[..., WarmUp]]:
         signature = read_signature(session)
         instances.append(Instance(session, signature, name="m", intra_op_threads=1, clock=time.monotonic_ns))
         clock = time.monotonic_ns
-        return warm_up(instances[-1], signature, budget_s=0.2, max_rows=4, clock=clock, rows_depend=rows_depend)
+        return run_plan(instances[-1], signature, budget_s=0.2, max_rows=4, clock=clock, rows_depend=rows_depend)
 
     yield warm_model
     for instance in instances:
@@ -544,7 +543,7 @@ def test_larger_inputs_are_generated_up_to_a_bound(free: int, largest: int) -> N
         raise ServeError(ErrorKind.INTERNAL, "no")
 
     x = TensorSpec("x", DataType.FP32, (-1,) * (1 + free))
-    found = warm_up(ComputingRunner(refuse), ModelSignature((x,), (Y,)), budget_s=60, max_rows=9, clock=FakeClock())
+    found = run_plan(ComputingRunner(refuse), ModelSignature((x,), (Y,)), budget_s=60, max_rows=9, clock=FakeClock())
     assert found.rejection == "no"
     assert max(made) == largest
 
@@ -568,7 +567,7 @@ def test_data_dependent_row_counts_are_detected(
         return (rows[(rows != 0).any(axis=1)],)
 
     runner = ComputingRunner(compute_batch)
-    found = warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=FakeClock())
+    found = run_plan(runner, BATCHED, budget_s=60, clock=FakeClock())
     assert found.rows_depend == "output 'y' has shape [0, 4] for 3 rows"
 
 
@@ -579,7 +578,7 @@ def test_model_that_rejects_zeros_is_batched_by_the_other_inputs() -> None:
             raise ServeError(ErrorKind.INTERNAL, "division by zero")
         return (1 / rows,)
 
-    found = warm_up(ComputingRunner(compute_batch), BATCHED, budget_s=60, max_rows=4, clock=FakeClock())
+    found = run_plan(ComputingRunner(compute_batch), BATCHED, budget_s=60, max_rows=4, clock=FakeClock())
     assert (found.rows_depend, found.rejection) == ("", "")
 
 
@@ -602,7 +601,7 @@ def with_optional(mix: Callable[[np.ndarray, np.ndarray | None], np.ndarray]) ->
         (x,), (b,) = batch.parts
         return (mix(x, None if is_absent(b) else b),)
 
-    return warm_up(ComputingRunner(compute_batch), OPTIONAL, budget_s=60, max_rows=4, clock=FakeClock())
+    return run_plan(ComputingRunner(compute_batch), OPTIONAL, budget_s=60, max_rows=4, clock=FakeClock())
 
 
 def test_dependence_through_an_optional_input_is_detected() -> None:
@@ -641,7 +640,7 @@ def test_required_optional_inputs_are_generated() -> None:
     assert found.latencies
 
 
-def test_device_lost_at_any_run_ends_the_warm_up() -> None:
+def test_device_lost_at_any_run_ends_the_run_plan() -> None:
     free, optional = (
         TensorSpec("x", DataType.FP32, (-1, -1)),
         TensorSpec("z", DataType.FP32, (-1, 4), is_optional=True),
@@ -659,7 +658,7 @@ def test_device_lost_at_any_run_ends_the_warm_up() -> None:
             runs += 1
             return (np.concatenate(batch.parts[0]),)
 
-        warm_up(ComputingRunner(compute), signature, budget_s=60, max_rows=2, clock=lambda: 0)
+        run_plan(ComputingRunner(compute), signature, budget_s=60, max_rows=2, clock=lambda: 0)
         return runs
 
     runs = run_until(-1)
@@ -673,7 +672,7 @@ def test_device_lost_in_a_sample_is_not_a_bad_sample() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS, DeviceLostError("cuda:0 is lost"))
     with pytest.raises(DeviceLostError, match=r"^cuda:0 is lost$"):
-        run_samples(runner, [Sample("s", (np.zeros((1, 4), np.float32),), 1, 1)], Progress(clock))
+        run_samples(worker_of(runner, clock), [Sample("s", (np.zeros((1, 4), np.float32),), 1, 1)])
 
 
 def test_rows_that_are_configured_as_independent_are_batched_against_the_trial() -> None:
@@ -682,6 +681,6 @@ def test_rows_that_are_configured_as_independent_are_batched_against_the_trial()
         return (rows - rows.mean(axis=0),)
 
     runner = ComputingRunner(compute_batch)
-    found = warm_up(runner, BATCHED, budget_s=60, max_rows=4, clock=FakeClock(), always_batches=True)
+    found = run_plan(runner, BATCHED, budget_s=60, max_rows=4, clock=FakeClock(), always_batches=True)
     assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
     assert (found.max_rows, sizes(found)) == (4, [1, 2, 4])
