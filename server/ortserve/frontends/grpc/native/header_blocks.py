@@ -1,8 +1,8 @@
 """Header blocks (HPACK, RFC 7541): cached decoding of requests, and encoding of answers.
 
-The ``hpack`` library provides the dynamic table and the Huffman code; this module decodes the fields of a block. The
-decoder of the library stops in the middle of a list that is too large, which loses the table and with it the
-connection. It also copies the rest of a block for each field, so its time is quadratic in the number of fields.
+The ``hpack`` library provides the static table and the data of the Huffman code. Its decoder would stop in the middle
+of a list that is too large, which loses the table and with it the connection. It also copies the rest of a block for
+each field, so its time is quadratic in the number of fields.
 
 Equal blocks have the same meaning as long as the table does not change. So decoded blocks are cached by their bytes for
 one generation of the table. Each insertion and resize begins a new generation; a block that inserts or resizes is not
@@ -10,19 +10,19 @@ cached.
 """
 
 from base64 import b64encode
+from collections import deque
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 import grpc
-import hpack
-from hpack.huffman_table import decode_huffman
 from hpack.table import HeaderTable
 
 from ortserve.frontends.grpc.calls import MetadataEntry
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frame_reader import MAX_BLOCK_BYTES
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+from ortserve.frontends.grpc.native.huffman import decode_huffman
 from ortserve.frontends.grpc.native.messages import ACCEPTED_ENCODINGS
 
 _KEPT_BLOCKS: Final = 64
@@ -48,40 +48,55 @@ _MAX_INTEGER_BITS: Final = 28
 _MAX_RESIZES_BYTES: Final = 64
 """Position up to which a block may resize the table. Two resizes suffice for all purposes (RFC 7541, section 4.2)."""
 
-_set_maxsize: Final[Any] = HeaderTable.__dict__["maxsize"].fset
-
 RESIZED_TO_NOTHING: Final = b"\x20"
 """Beginning of a block that resizes the table to 0 (RFC 7541, section 6.3)."""
 
-Headers = tuple[tuple[bytes, bytes], ...]
+Header = tuple[bytes, bytes]
+Headers = tuple[Header, ...]
+
+_STATIC_TABLE: Final[Headers] = HeaderTable.STATIC_TABLE
 
 
-class _CountedTable(HeaderTable):
-    """A dynamic table. Its ``generation`` changes whenever its content may change."""
+class _DynamicTable:
+    """The static and the dynamic table (RFC 7541, section 2.3). ``generation`` changes whenever entries may change."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.generation = 0
+        self._entries: deque[Header] = deque()
+        self._bytes = 0
+        self._max_bytes = frames.DEFAULT_TABLE_SIZE
 
-    def add(self, name: bytes, value: bytes) -> None:
+    def entry(self, index: int) -> Header:
+        """Return an entry. Raises IndexError, and ValueError for index 0."""
+        if index == 0:
+            raise ValueError("an entry without a number")
+        if index <= len(_STATIC_TABLE):
+            return _STATIC_TABLE[index - 1]
+        return self._entries[index - len(_STATIC_TABLE) - 1]
+
+    def add(self, header: Header) -> None:
+        """Add an entry, and evict the oldest ones until all fit. An entry that is too large empties the table."""
         self.generation += 1
-        super().add(name, value)
+        self._entries.appendleft(header)
+        self._bytes += len(header[0]) + len(header[1]) + _ENTRY_BYTES
+        self._evict()
 
-    @property
-    def maxsize(self) -> int:
-        return int(self._maxsize)
-
-    @maxsize.setter
-    def maxsize(self, size: int) -> None:
+    def resize(self, max_bytes: int) -> None:
         self.generation += 1
-        _set_maxsize(self, size)
+        self._max_bytes = max_bytes
+        self._evict()
+
+    def _evict(self) -> None:
+        while self._bytes > self._max_bytes:
+            name, value = self._entries.pop()
+            self._bytes -= len(name) + len(value) + _ENTRY_BYTES
 
 
 class HeaderReader:
     """Decodes the header blocks of one connection. Call ``read`` once for each block, in order."""
 
     def __init__(self) -> None:
-        self._table = _CountedTable()
+        self._table = _DynamicTable()
         self._kept: dict[bytes, Headers] = {}
         self._kept_generation = 0
 
@@ -106,7 +121,7 @@ class HeaderReader:
                 return kept
         try:
             headers = self._decode(block)
-        except (hpack.HPACKError, IndexError, ValueError, UnicodeError):
+        except (IndexError, ValueError):
             text = "header block: expected HPACK (RFC 7541), got malformed bytes"
             raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, text) from None
         if headers is not None and table.generation == generation and len(block) <= _MAX_KEPT_BYTES:
@@ -118,7 +133,7 @@ class HeaderReader:
     def _decode(self, block: bytes) -> Headers | None:
         """Decode a block to its end (RFC 7541, section 6). A malformed block raises various exceptions."""
         table = self._table
-        headers: list[tuple[bytes, bytes]] = []
+        headers: list[Header] = []
         list_bytes = position = 0
         size = len(block)
         while position < size:
@@ -127,25 +142,25 @@ class HeaderReader:
             value: bytes
             if first & 0x80:
                 index, position = _read_integer(block, position, 0x7F)
-                name, value = table.get_by_index(index)
+                name, value = table.entry(index)
             elif first & 0xE0 == 0x20:
                 if list_bytes or position > _MAX_RESIZES_BYTES:
                     raise ValueError("a table size update after the first header, or too many updates")
                 table_size, position = _read_integer(block, position, 0x1F)
                 if table_size > frames.DEFAULT_TABLE_SIZE:
                     raise ValueError("a table larger than this side allows")
-                table.maxsize = table_size
+                table.resize(table_size)
                 continue
             else:
                 is_learned = first & 0x40
                 index, position = _read_integer(block, position, 0x3F if is_learned else 0x0F)
                 if index:
-                    name = table.get_by_index(index)[0]
+                    name = table.entry(index)[0]
                 else:
                     name, position = _read_string(block, position)
                 value, position = _read_string(block, position)
                 if is_learned:
-                    table.add(name, value)
+                    table.add((name, value))
             list_bytes += len(name) + len(value) + _ENTRY_BYTES
             if list_bytes <= MAX_LIST_BYTES:
                 headers.append((name, value))
@@ -181,7 +196,7 @@ def _read_string(block: bytes, position: int) -> tuple[bytes, int]:
     if end > len(block):
         raise ValueError("a string that exceeds its block")
     text = block[begin:end]
-    return (bytes(decode_huffman(text)) if is_huffman else text), end
+    return (decode_huffman(text) if is_huffman else text), end
 
 
 # Blocks of answers use static entries and literals only, so the peer's dynamic table is never needed.
