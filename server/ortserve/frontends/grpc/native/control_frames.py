@@ -70,8 +70,7 @@ class ControlFrames:
         if increment == 0:
             self._receiving.reset(stream_id, ErrorCode.PROTOCOL_ERROR)
         elif stream is not None:
-            stream.send_window += increment
-            if stream.send_window > frames.MAX_WINDOW:
+            if not sending.add_window(stream, increment):
                 self._receiving.reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
             elif stream.unsent:
                 sending.on_stream_window(stream)

@@ -214,7 +214,6 @@ class Receiving:
             head,
             heard_ns,
             max_message_bytes=self._limits.max_message_bytes,
-            send_window=sending.initial_window,
             memory=self._dispatcher.gate.memory,
         )
         self._streams[stream_id] = stream

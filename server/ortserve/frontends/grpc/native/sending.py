@@ -6,6 +6,7 @@ and send in turns.
 
 import asyncio
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Final
 
 import grpc
@@ -31,6 +32,9 @@ from ortserve.frontends.grpc.native.stream import Stream
 
 _TURN_BYTES: Final = 256 * 1024
 """Bytes that one stream sends before other streams get their turn."""
+
+_TURN_STREAMS: Final = 256
+"""Streams that continue in one turn of the loop: 2,000 streams, which wait for one frame of the peer, take 12 ms."""
 
 _MAX_FRAME_BYTES: Final = 64 * 1024
 """Maximum size of a DATA frame, even if the peer accepts larger ones: other streams wait for the end of a frame."""
@@ -89,7 +93,8 @@ class Sending:
         self._loop = loop
         self._writer = writer
         self._waiting: dict[int, Stream] = {}
-        self._is_pump_due = False
+        self._is_pump_due = self._have_grown = False
+        self._most_added = 0  # no open stream has a greater ``added_window``
         self._life = life
         self._budget = budget
         self._on_cut_answer = on_cut_answer
@@ -110,7 +115,7 @@ class Sending:
         size = len(message) + 5
         if (
             size > frames.MIN_FRAME_SIZE
-            or size > stream.send_window
+            or size > self.window_of(stream)
             or size > self.window
             or self._writer.is_paused
             or self._waiting
@@ -212,21 +217,27 @@ class Sending:
         if self._waiting and not self._writer.is_paused:
             self._pump_soon()
 
+    def window_of(self, stream: Stream) -> int:
+        """Bytes that the caller accepts on a stream; negative if its settings have lowered the window."""
+        return self.initial_window + stream.added_window
+
+    def add_window(self, stream: Stream, increment: int) -> bool:
+        """Enlarge the window of a stream. Returns False if it exceeds its limit."""
+        stream.added_window += increment
+        self._most_added = max(self._most_added, stream.added_window)
+        return self.window_of(stream) <= frames.MAX_WINDOW
+
     def on_stream_window(self, stream: Stream) -> None:
         """Continue to send a stream whose window has grown.
 
         Frames are cut after all received bytes were read, so that several small WINDOW_UPDATEs lead to one frame.
         """
-        if stream.unsent and stream.send_window > 0:
+        if stream.unsent and self.window_of(stream) > 0:
             self._waiting[stream.id] = stream
             self._pump_soon()
 
     def apply(self, settings: PeerSettings) -> None:
-        """Acknowledge the settings of the peer and apply them.
-
-        Raises:
-            Http2ConnectionError: A window exceeds its limit.
-        """
+        """Acknowledge and apply the settings of the peer. Raises Http2ConnectionError: A window exceeds its limit."""
         if settings.max_frame_size is not None:
             self._max_frame_size = min(settings.max_frame_size, _MAX_FRAME_BYTES)
         is_smaller = settings.lowest_table is not None and settings.lowest_table < frames.DEFAULT_TABLE_SIZE
@@ -238,15 +249,16 @@ class Sending:
         self._writer.control(frames.frame(frames.SETTINGS, frames.ACK, 0))
         if settings.initial_window is None:
             return
-        # The windows of open streams change by the same amount and may become negative (RFC 9113, section 6.9.2).
-        change = settings.initial_window - self.initial_window
+        # The windows of open streams change by the same amount and may become negative (RFC 9113, section 6.9.2). They
+        # are relative to the initial one, because a peer may send hundreds of SETTINGS beside 2,000 open streams.
+        self._have_grown |= settings.initial_window > self.initial_window
         self.initial_window = settings.initial_window
-        for stream in list(self.streams.values()):
-            stream.send_window += change
-            if stream.send_window > frames.MAX_WINDOW:
-                raise frames.too_large_window(stream.send_window)
-            if change > 0:
-                self.on_stream_window(stream)
+        if self._most_added + self.initial_window > frames.MAX_WINDOW:
+            self._most_added = max([0, *(stream.added_window for stream in self.streams.values())])
+            if self._most_added + self.initial_window > frames.MAX_WINDOW:
+                raise frames.too_large_window(self._most_added + self.initial_window)
+        if self._have_grown and self.unsent_bytes:
+            self._pump_soon()
 
     def has_too_much_unsent(self) -> bool:
         """Whether the connection must reject new calls, because of its unsent answers."""
@@ -254,7 +266,7 @@ class Sending:
 
     def waits_for_window(self, stream: Stream) -> bool:
         """Whether a stream has unsent bytes and no window to send them."""
-        return bool(stream.unsent) and (stream.send_window <= 0 or self.window <= 0)
+        return bool(stream.unsent) and (self.window_of(stream) <= 0 or self.window <= 0)
 
     def sent_by_stream(self) -> dict[int, int]:
         """Return the input of ``SendProgress``: a growing number for each stream with unsent bytes.
@@ -298,9 +310,10 @@ class Sending:
         budget = _TURN_BYTES
         while unsent:
             part = unsent[0]
-            allowed = min(stream.send_window, self.window, self._max_frame_size)
+            window = self.window_of(stream)
+            allowed = min(window, self.window, self._max_frame_size)
             if allowed <= 0 or self._writer.is_paused or budget <= 0:
-                if stream.send_window > 0:
+                if window > 0:
                     self._waiting[stream.id] = stream
                 if allowed > 0 and not self._writer.is_paused:
                     self._writer.flush()  # so that the transport can pause the writing
@@ -314,7 +327,7 @@ class Sending:
                 part = memoryview(part)[:allowed]
             size = len(part)
             self.window_credit += size
-            stream.send_window -= size
+            stream.added_window -= size
             self.window -= size
             self._count_unsent(-size)
             self._sent_bytes += size
@@ -333,13 +346,18 @@ class Sending:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
+        if self._have_grown:
+            self._have_grown = False
+            for stream in self.streams.values():
+                self.on_stream_window(stream)
         self._is_pump_due = False
-        for stream in list(self._waiting.values()):
+        for stream in list(islice(self._waiting.values(), _TURN_STREAMS)):
             if self._writer.is_paused or self.window <= 0:
                 return
             if self._waiting.pop(stream.id, None) is not None:  # a stream with a rest re-enters at the end
                 self._send_data(stream)
         self._writer.flush()
+        self.on_window()  # other connections get their turn before the rest
 
     def _send_trailers(self, stream: Stream) -> None:
         assert stream.trailers is not None

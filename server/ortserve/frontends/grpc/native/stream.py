@@ -35,7 +35,7 @@ class Stream:
         is_half_closed: Whether the caller has ended its side.
         takes_messages: Whether a handler reads the messages; otherwise the request is a single message.
         reading: Done when a message or the end of the request has arrived; None if no handler waits.
-        send_window: Bytes that the caller accepts; negative if its settings have lowered the window.
+        added_window: The caller's WINDOW_UPDATEs less the sent bytes; the window without ``Sending.initial_window``.
         unsent: Unsent parts of messages, in order.
         sent_bytes: Sent bytes of messages, without answers that were sent at once.
         trailers: Header block that ends the stream, sent after ``unsent``; None before the call has ended.
@@ -49,6 +49,7 @@ class Stream:
 
     __slots__ = (
         "_waiting_bytes",
+        "added_window",
         "announced_left",
         "begun_ns",
         "cancel",
@@ -63,7 +64,6 @@ class Stream:
         "messages",
         "reader",
         "reading",
-        "send_window",
         "sent_bytes",
         "since_bytes",
         "since_ns",
@@ -81,7 +81,6 @@ class Stream:
         begun_ns: int,
         *,
         max_message_bytes: int,
-        send_window: int,
         memory: LargeMemory,
     ) -> None:
         self.id = stream_id
@@ -98,7 +97,7 @@ class Stream:
         self.is_half_closed = False
         self.takes_messages = False
         self.reading: asyncio.Future[None] | None = None
-        self.send_window = send_window
+        self.added_window = 0
         self.unsent: deque[bytes | memoryview] = deque()
         self.sent_bytes = 0
         self.trailers: bytes | None = None

@@ -1,7 +1,9 @@
 """Cheap attacks by a peer: each is bounded, and the connection ends or continues without effect on others."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import grpc
 import hpack
@@ -490,6 +492,69 @@ def test_peer_that_opens_windows_by_single_bytes_is_disconnected() -> None:
             if wire.transport.is_closing():
                 break
         assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+def time_of(work: Callable[[], None]) -> float:
+    """The least processor time of three tries, in seconds."""
+    began_s = [time.thread_time()]
+    for _ in range(3):
+        work()
+        began_s.append(time.thread_time())
+    return min(end - begin for begin, end in pairwise(began_s))
+
+
+def test_settings_cost_no_time_for_each_open_call() -> None:
+    """Beside 2,000 open calls, the 500 SETTINGS of one short read took 100 ms."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        def send_settings() -> None:
+            wire.feed(b"".join(frames.settings({frames.INITIAL_WINDOW_SIZE: size}) for size in range(500)))
+
+        wire.feed(opening(1))
+        beside_one_s = time_of(send_settings)
+        await asyncio.sleep(10)  # the tokens of the flood limit return
+        for stream_id in range(3, 4_001, 2):
+            wire.feed(opening(stream_id))
+        assert time_of(send_settings) < 10 * beside_one_s
+        assert not wire.transport.is_closing()
+        wire.lose()
+
+    on_wire(test)
+
+
+def test_calls_that_one_frame_continues_share_the_loop_with_others() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
+        for stream_id in range(1, 2_000, 2):
+            wire.feed(opening(stream_id, ECHO) + data(stream_id, framed(b"x"), is_end=True))
+        await wire.turn()
+        wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: 100}))
+        answered: list[int] = []
+        while len(answered) < 20 and sum(answered) < 1_000:
+            await asyncio.sleep(0)
+            answered.append(wire.transport.take().count(b"grpc-status"))
+        assert sum(answered) == 1_000
+        assert max(answered) < 300
+
+    on_wire(test)
+
+
+def test_window_past_its_limit_by_settings_ends_the_connection() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        grown = frames.window_update(1, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
+        larger = frames.settings({frames.INITIAL_WINDOW_SIZE: frames.DEFAULT_WINDOW + 1})
+        wire.feed(opening(1) + grown + frames.rst_stream(1, CALM) + larger)  # no open call has this window
+        await client.exchange()
+        assert not client.goaways
+        wire.feed(opening(3) + frames.window_update(3, frames.MAX_WINDOW - frames.DEFAULT_WINDOW - 1) + larger)
+        await client.exchange()
+        assert not client.goaways
+        wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: frames.DEFAULT_WINDOW + 2}))
+        await client.exchange()
+        text = b"window: expected at most 2147483647 bytes, got 2147483648"
+        assert client.goaways == [(ErrorCode.FLOW_CONTROL_ERROR, text)]
 
     on_wire(test)
 
