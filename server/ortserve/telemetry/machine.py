@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ortserve.clock import Clock
 from ortserve.telemetry.declarations import Declaration
@@ -53,27 +53,24 @@ class CpuReading:
     memory_used_bytes: int | None = None
 
 
-_GPU: Final[tuple[tuple[Declaration, Callable[[GpuReading], float | None]], ...]] = (
-    (
-        Declaration("nv_gpu_utilization", "gauge", ("gpu_uuid",), "GPU utilization rate [0.0 - 1.0)"),
-        lambda gpu: gpu.utilization,
-    ),
-    (
-        Declaration("nv_gpu_memory_total_bytes", "gauge", ("gpu_uuid",), "GPU total memory, in bytes"),
-        lambda gpu: gpu.memory_total_bytes,
-    ),
-    (
-        Declaration("nv_gpu_memory_used_bytes", "gauge", ("gpu_uuid",), "GPU used memory, in bytes"),
-        lambda gpu: gpu.memory_used_bytes,
-    ),
-    (
-        Declaration("nv_gpu_power_usage", "gauge", ("gpu_uuid",), "GPU power usage in watts"),
-        lambda gpu: gpu.power_watts,
-    ),
-    (
-        Declaration("nv_gpu_power_limit", "gauge", ("gpu_uuid",), "GPU power management limit in watts"),
-        lambda gpu: gpu.power_limit_watts,
-    ),
+GpuValue: TypeAlias = Callable[[GpuReading], float | None]
+CpuValue: TypeAlias = Callable[[CpuReading], float | None]
+
+
+def _gpu_gauge(name: str, help_text: str, value: GpuValue) -> tuple[Declaration, GpuValue]:
+    return Declaration(name, "gauge", ("gpu_uuid",), help_text), value
+
+
+def _cpu_gauge(name: str, help_text: str, value: CpuValue) -> tuple[Declaration, CpuValue]:
+    return Declaration(name, "gauge", (), help_text), value
+
+
+_GPU: Final[tuple[tuple[Declaration, GpuValue], ...]] = (
+    _gpu_gauge("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)", lambda gpu: gpu.utilization),
+    _gpu_gauge("nv_gpu_memory_total_bytes", "GPU total memory, in bytes", lambda gpu: gpu.memory_total_bytes),
+    _gpu_gauge("nv_gpu_memory_used_bytes", "GPU used memory, in bytes", lambda gpu: gpu.memory_used_bytes),
+    _gpu_gauge("nv_gpu_power_usage", "GPU power usage in watts", lambda gpu: gpu.power_watts),
+    _gpu_gauge("nv_gpu_power_limit", "GPU power management limit in watts", lambda gpu: gpu.power_limit_watts),
     (
         Declaration(
             "nv_energy_consumption",
@@ -85,25 +82,13 @@ _GPU: Final[tuple[tuple[Declaration, Callable[[GpuReading], float | None]], ...]
     ),
 )
 
-_CPU: Final[tuple[tuple[Declaration, Callable[[CpuReading], float | None]], ...]] = (
-    (
-        Declaration("nv_cpu_utilization", "gauge", (), "CPU utilization rate [0.0 - 1.0]"),
-        lambda cpu: cpu.utilization,
-    ),
-    (
-        Declaration("nv_cpu_memory_total_bytes", "gauge", (), "CPU total memory (RAM), in bytes"),
-        lambda cpu: cpu.memory_total_bytes,
-    ),
-    (
-        Declaration("nv_cpu_memory_used_bytes", "gauge", (), "CPU used memory (RAM), in bytes"),
-        lambda cpu: cpu.memory_used_bytes,
-    ),
+_CPU: Final = (
+    _cpu_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", lambda cpu: cpu.utilization),
+    _cpu_gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", lambda cpu: cpu.memory_total_bytes),
+    _cpu_gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", lambda cpu: cpu.memory_used_bytes),
 )
 
-MACHINE_DECLARATIONS: Final = (
-    *(declaration for declaration, _ in _GPU),
-    *(declaration for declaration, _ in _CPU),
-)
+MACHINE_DECLARATIONS: Final = tuple(declaration for declaration, _ in (*_GPU, *_CPU))
 
 
 def machine_families(gpus: Sequence[GpuReading], cpu: CpuReading) -> Iterator[Family]:
