@@ -90,7 +90,7 @@ def compare_scrapes(rounds: int, models: int) -> tuple[str, float]:
     for model in versions:
         model.set_state("ready")
         model.set_batching_source(lambda: numbers)
-        model.set_saturation_source(lambda: 0.5)
+        model.saturation = lambda: 0.5
         model.observe_success("rest", TIMING, 1)
     writers: dict[str, Callable[[], bytes]] = {
         "prometheus_client": lambda: generate_latest(registry),

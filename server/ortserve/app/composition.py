@@ -121,17 +121,17 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     repositories = [*options.repositories, *([repository_path()] if options.example else [])]
     folders, mirrors = open_repositories(repositories, options, options, monotonic_ns)
     if mirrors is not None:
-        metrics.set_stores_source(mirrors.reading)
+        metrics.read_stores = mirrors.reading
     runtime = DeviceRuntime(options.execution_provider_libraries, global_threads=options.global_threads)
     if not options.execution_provider_libraries:  # a library without a device here hides the names of its providers
         check_names(options.execution_providers, "execution_providers")
     devices = DevicesReader(runtime.devices)
-    metrics.set_devices_source(devices.read)
+    metrics.read_devices = devices.read
     activity = LoopActivity()
     watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
     cache = ResponseCache(options.cache_bytes) if options.cache_bytes else None
     if cache is not None:
-        metrics.set_cache_source(cache.reading)
+        metrics.read_cache = cache.reading
     recordings = Recordings(options.record_dir) if options.record_dir else None
     registry = Registry(
         folders,
@@ -154,7 +154,8 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     if options.memory_budget_bytes is not None:
         return_large_blocks()
     polling = _polling(options, registry)
-    metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
+    metrics.read_loop = watchdog.reading
+    metrics.read_polls = polling.reading if polling else PollReading
     shared_memory = SharedMemory(
         is_allowed=options.allow_client_shm, open_on_device=partial(open_region, runtime.devices)
     )
@@ -193,7 +194,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     )
     labels = LabelService(registry)
     rollouts = RolloutService(registry, labels, monotonic_ns)
-    metrics.set_rollouts_source(rollouts.readings)
+    metrics.read_rollouts = rollouts.readings
     management = Management(
         repository=repository,
         statistics=StatisticsService(registry, monotonic_ns, turns=turns),
@@ -273,7 +274,7 @@ def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
         clock=monotonic_ns,
     )
     if tracing is not None:
-        metrics.set_tracing(tracing)
+        metrics.tracing = tracing
     return tracing
 
 

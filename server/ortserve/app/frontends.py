@@ -115,7 +115,7 @@ class Frontends:
     def grpc(self) -> GrpcioServer | NativeGrpcServer:
         options = self.options
         streams = Streams(options.grpc_max_streams)
-        self.metrics.set_streams_source(lambda: streams.open_count)
+        self.metrics.read_streams = lambda: streams.open_count
         inference = self.inference
         admission = BodyAdmission(
             "grpc", inference.gate, inference.count_rejected_body, max_body_bytes=options.max_body_bytes

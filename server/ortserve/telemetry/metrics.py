@@ -57,6 +57,12 @@ class Metrics(Collector):
     Args:
         registry: The registry that the metrics port exposes.
         onnxruntime_version: The version for ``ortserve_build_info``, because this room does not import ONNX Runtime.
+
+    Attributes:
+        read_streams: Counts the open gRPC streams. This and the other ``read_`` functions are called at each scrape, on
+            the scraping thread: they must only read. The composition root sets them.
+        tracing: Counts exported and dropped spans; None without tracing.
+        residency: Counts of loads on demand and evictions.
     """
 
     def __init__(self, registry: CollectorRegistry, *, onnxruntime_version: str = "") -> None:
@@ -70,16 +76,16 @@ class Metrics(Collector):
         self._unauthorized_lock = threading.Lock()
         self._cut_answers: dict[Labels, int] = {}
         self._connection_errors: dict[Labels, int] = {}
-        self._streams: Callable[[], int] = int
+        self.read_streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
         self._certificate_reloads: dict[Labels, int] = {}
-        self._tracing: Tracing | None = None
-        self._devices: Callable[[], Sequence[DeviceReading]] = tuple
-        self._stores: Callable[[], StoresReading] | None = None
-        self._loop: Callable[[], LoopReading] = LoopReading
-        self._polls: Callable[[], PollReading] = PollReading
-        self.cache: Callable[[], CacheReading] = CacheReading
-        self._rollouts: Callable[[], Sequence[RolloutReading]] = tuple
+        self.tracing: Tracing | None = None
+        self.read_devices: Callable[[], Sequence[DeviceReading]] = tuple
+        self.read_stores: Callable[[], StoresReading] | None = None
+        self.read_loop: Callable[[], LoopReading] = LoopReading
+        self.read_polls: Callable[[], PollReading] = PollReading
+        self.read_cache: Callable[[], CacheReading] = CacheReading
+        self.read_rollouts: Callable[[], Sequence[RolloutReading]] = tuple
         self.residency: Final = ResidencyCounts()
         self.memory_budget_bytes: int | None = None
         self.gpu_memory_budget_bytes: int | None = None
@@ -148,34 +154,6 @@ class Metrics(Collector):
         """Count a gRPC connection that the server closed with an error; ``code`` is the name of its code."""
         self._connection_errors[code,] = self._connection_errors.get((code,), 0) + 1
 
-    def set_streams_source(self, source: Callable[[], int]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        self._streams = source
-
-    def set_tracing(self, tracing: Tracing) -> None:
-        """Expose the counts of exported and dropped spans."""
-        self._tracing = tracing
-
-    def set_devices_source(self, source: Callable[[], Sequence[DeviceReading]]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread."""
-        self._devices = source
-
-    def set_loop_sources(self, loop: Callable[[], LoopReading], polls: Callable[[], PollReading]) -> None:
-        """Call both at each scrape, on the scraping thread: they must only read."""
-        self._loop, self._polls = loop, polls
-
-    def set_rollouts_source(self, source: Callable[[], Sequence[RolloutReading]]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        self._rollouts = source
-
-    def set_stores_source(self, source: Callable[[], StoresReading]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread."""
-        self._stores = source
-
-    def set_cache_source(self, source: Callable[[], CacheReading]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        self.cache = source
-
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before its model was found."""
         observe_failure(self._unknown, protocol, kind, duration_ns)
@@ -233,14 +211,14 @@ class Metrics(Collector):
         saturations = ((model.labels, model.saturation()) for model in models)
         yield Family(declared.SATURATION, {labels: value for labels, value in saturations if value is not None})
         yield from _batching([(model.labels, model.batching()) for model in models])
-        yield from _response_cache(models, self.cache())
+        yield from _response_cache(models, self.read_cache())
         yield from _sequences(models)
         staging = [(model.labels, model.staging()) for model in models]
         yield Family(declared.STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
         recorded = ((model.labels, model.recorded()) for model in models)
         yield _by_version(declared.RECORDED_REQUESTS, recorded)
-        yield from _rollouts(self._rollouts())
+        yield from _rollouts(self.read_rollouts())
         rejected: dict[Labels, float] = {
             (model, reason): count
             for model, by_reason in list(self._rejected.items())
@@ -263,17 +241,17 @@ class Metrics(Collector):
         }
         yield Family(declared.MODEL_STATE, states)
         runs = ((model.labels, model.device_runs()) for model in models if model.device_runs)
-        yield from _devices(self._devices(), runs)
-        yield from _event_loop(self._loop(), self._polls())
-        if self._stores is not None:
-            yield from _stores(self._stores())
-        yield Family(declared.GRPC_STREAMS, {(): self._streams()})
+        yield from _devices(self.read_devices(), runs)
+        yield from _event_loop(self.read_loop(), self.read_polls())
+        if self.read_stores is not None:
+            yield from _stores(self.read_stores())
+        yield Family(declared.GRPC_STREAMS, {(): self.read_streams()})
         yield Family(declared.GRPC_CUT_ANSWERS, self._cut_answers.copy())
         yield Family(declared.GRPC_CONNECTION_ERRORS, self._connection_errors.copy())
         if self._certificate_expires_s is not None:
             yield Family(declared.CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})
             yield Family(declared.CERTIFICATE_RELOADS, dict(self._certificate_reloads))
-        tracing = self._tracing
+        tracing = self.tracing
         yield Family(declared.EXPORTED_SPANS, {(): 0 if tracing is None else tracing.exported_spans})
         yield Family(declared.DROPPED_SPANS, {(): 0 if tracing is None else tracing.dropped_spans})
         yield Family(declared.BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1})

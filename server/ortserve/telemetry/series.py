@@ -72,6 +72,8 @@ class ModelMetrics:
         cache: Lookups in the response cache; None for a model without a cache.
         steps: Times of the steps of an ensemble; None for other models.
         tags: Further labels of all series of the model, as its configuration sets them.
+        saturation: Returns the ratio of offered rows to the capacity, None while it is unknown. Called at each scrape,
+            on the scraping thread, and by ``Metrics.total_saturation``: it must only read.
         memory: Reads the host memory of the version by kind, at each scrape.
     """
 
@@ -151,14 +153,6 @@ class ModelMetrics:
         """
         earlier = self.batching()
         self.batching = lambda: source().after(earlier)
-
-    def set_saturation_source(self, source: Callable[[], float | None]) -> None:
-        """Read the ratio of offered rows to the capacity from ``source``, which returns None while it is unknown.
-
-        ``source`` is called at each scrape, on the scraping thread, and by ``Metrics.total_saturation``: it must only
-        read.
-        """
-        self.saturation = source
 
     def set_staging_source(self, source: Callable[[], StagedElements]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""

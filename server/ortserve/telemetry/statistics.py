@@ -329,7 +329,7 @@ class TritonMetrics(Collector):
                 for more, value in metric.read(model, statistics).items()
             }
             yield Family(metric.declaration, values)
-        cache = self._metrics.cache()
+        cache = self._metrics.read_cache()
         for declaration, of_cache in _CACHE:
             yield Family(declaration, {(): of_cache(cache)})
         yield from machine_families(self._read_gpus(), self._read_cpu())

@@ -49,17 +49,15 @@ def test_runs_copies_and_memory_are_in_the_metrics(tmp_path: Path) -> None:
         for rows in (1, 2, 3):
             landed(made.start(batch_of((np.ones((rows, 4), np.float32),))))
         metrics.model("m", "1").set_device_source(lambda: read_runs([made.instance.counts]))
-        metrics.set_devices_source(
-            lambda: [
-                DeviceReading(
-                    "host:0",
-                    {"free": 1, "total": 2},
-                    made.opened.ledger.totals(),
-                    0.5,
-                    pinned=made.opened.ledger.pinned(),
-                )
-            ]
-        )
+        metrics.read_devices = lambda: [
+            DeviceReading(
+                "host:0",
+                {"free": 1, "total": 2},
+                made.opened.ledger.totals(),
+                0.5,
+                pinned=made.opened.ledger.pinned(),
+            )
+        ]
 
         def value(name: str, **labels: str) -> float | None:
             return registry.get_sample_value(f"ortserve_device_{name}", labels)

@@ -25,7 +25,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.model = self.metrics.model("m", "1")
-        self.metrics.model("idle", "1").set_saturation_source(lambda: 9.0)
+        self.metrics.model("idle", "1").saturation = lambda: 9.0
         self.meter = LoadMeter(
             self.metrics,
             processors=4,
@@ -61,19 +61,19 @@ def test_first_report_is_the_mean_since_the_start(stage: Stage) -> None:
 
 
 def test_utilization_is_the_maximum_of_the_models_and_the_loop(stage: Stage) -> None:
-    stage.model.set_saturation_source(lambda: 1.25)
+    stage.model.saturation = lambda: 1.25
     stage.pass_time(1, loop=0.5, answered=1)
     assert stage.meter.report().application_utilization == pytest.approx(1.25)
     assert stage.meter.report().named_metrics == {"saturation": 1.25, "event_loop_utilization": pytest.approx(0.5)}
-    stage.model.set_saturation_source(lambda: None)  # unknown
+    stage.model.saturation = lambda: None  # unknown
     stage.pass_time(1, loop=0.5)
     assert stage.meter.report().application_utilization == pytest.approx(0.5)
 
 
 def test_saturation_of_models_that_share_a_device_is_added_up(stage: Stage) -> None:
     other = stage.metrics.model("other", "1")
-    other.set_saturation_source(lambda: 0.5)
-    stage.model.set_saturation_source(lambda: 0.25)
+    other.saturation = lambda: 0.5
+    stage.model.saturation = lambda: 0.25
     other.observe_success("http", TIMING, 1)
     stage.pass_time(1, answered=1)
     assert stage.meter.report().named_metrics["saturation"] == pytest.approx(0.75)

@@ -75,7 +75,7 @@ def test_failed_request_counts_its_duration_by_kind_and_no_phases(
 def test_open_streams_are_read_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("ortserve_grpc_streams") == 0
     counts = iter((3, 2))
-    metrics.set_streams_source(lambda: next(counts))
+    metrics.read_streams = lambda: next(counts)
     assert [registry.get_sample_value("ortserve_grpc_streams") for _ in range(2)] == [3, 2]
 
 
@@ -124,7 +124,7 @@ def test_saturation_is_read_at_each_scrape_and_omitted_while_unknown(
 ) -> None:
     labels = {"model": "m", "version": "1"}
     known = [None, 0.5, 1.5]
-    metrics.model("m", "1").set_saturation_source(lambda: known.pop(0))
+    metrics.model("m", "1").saturation = lambda: known.pop(0)
     assert [registry.get_sample_value("ortserve_saturation", labels) for _ in range(3)] == [None, 0.5, 1.5]
 
 
@@ -184,12 +184,12 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.observe_batch(1, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
     numbers = BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2, {"agreed": 5})
     model.set_batching_source(lambda: numbers)
-    model.set_saturation_source(lambda: 0.5)
+    model.saturation = lambda: 0.5
     model.cache = CacheCounts(hits=3, misses=1)
     model.set_recording_source(lambda: {"recorded": 6})
     model.set_sequences_source(lambda: SequenceReading(3, 2, 64, {"expired": 1}))
     rollout = RolloutReading("m", "2", "shadow", {"agreed": 1}, {"max": 0.1}, {"stable": 0.1, "candidate": None})
-    metrics.set_rollouts_source(lambda: [rollout])
+    metrics.read_rollouts = lambda: [rollout]
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
     metrics.cut_answer("disconnected")
@@ -207,8 +207,8 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     metrics.residency.count_refusal("stay")
     metrics.residency.count_request("m", "loaded")
     account = {"m/1": {"buffers": 1}}
-    metrics.set_devices_source(lambda: [DeviceReading("cuda:0", {"free": 1}, account, 0.5, account)])
-    metrics.set_stores_source(lambda: StoresReading([StoreReading("s3://bucket", True, 10, 1, 2)], 10))
+    metrics.read_devices = lambda: [DeviceReading("cuda:0", {"free": 1}, account, 0.5, account)]
+    metrics.read_stores = lambda: StoresReading([StoreReading("s3://bucket", True, 10, 1, 2)], 10)
 
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 

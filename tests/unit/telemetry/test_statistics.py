@@ -100,7 +100,7 @@ def registry() -> CollectorRegistry:
     model = metrics.model("m", "1")
     model.load_ns = 1_500_000_000
     model.cache = CacheCounts(hits=0, misses=2, miss_ns=6_000)
-    metrics.set_cache_source(lambda: CacheReading(2, 25, 100, 3, hits=4, misses=5, lookup_ns=7_000, store_ns=8_000))
+    metrics.read_cache = lambda: CacheReading(2, 25, 100, 3, hits=4, misses=5, lookup_ns=7_000, store_ns=8_000)
     model.observe_success("http", UNEVEN_TIMING, 2)
     model.observe_success("http", UNEVEN_TIMING, 5)
     model.observe_batch(7, 0, BatchResult((), 1, 2, 1), 3)

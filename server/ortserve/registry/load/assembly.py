@@ -144,7 +144,7 @@ class Assembly:
         batcher = Batcher(runs, limits, self._clock, has_texts=has_texts)
         sequences = self._sequence_runs(loaded, options, batcher, metrics)
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks, sequences))
-        metrics.set_saturation_source(batcher.saturation)
+        metrics.saturation = batcher.saturation
         _report_instances(loaded, metrics)
         served = ServedModel(
             loaded,
