@@ -12,6 +12,7 @@ agree with its count, but its sum, and other series, may be one request ahead.
 
 import platform
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -69,16 +70,16 @@ class Metrics(Collector):
         self._onnxruntime_version = onnxruntime_version
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self._unknown: dict[tuple[str, ErrorKind], HistogramSeries] = {}
-        self._rejected: dict[str, dict[str, int]] = {"": {}}
-        self._loads: dict[tuple[str, ...], int] = {}
-        self._overdue_batches: dict[Labels, int] = {}
-        self._unauthorized: dict[Labels, int] = {}
+        self._rejected: dict[str, Counter[str]] = {"": Counter()}
+        self._loads: Counter[Labels] = Counter()
+        self._overdue_batches: Counter[Labels] = Counter()
+        self._unauthorized: Counter[Labels] = Counter()
         self._unauthorized_lock = threading.Lock()
-        self._cut_answers: dict[Labels, int] = {}
-        self._connection_errors: dict[Labels, int] = {}
+        self._cut_answers: Counter[Labels] = Counter()
+        self._connection_errors: Counter[Labels] = Counter()
         self.read_streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
-        self._certificate_reloads: dict[Labels, int] = {}
+        self._certificate_reloads: Counter[Labels] = Counter()
         self.tracing: Tracing | None = None
         self.read_devices: Callable[[], Sequence[DeviceReading]] = tuple
         self.read_stores: Callable[[], StoresReading] | None = None
@@ -103,7 +104,7 @@ class Metrics(Collector):
     def show(self, series: ModelMetrics) -> None:
         """Expose a version's series instead of those of its previous load, whose later observations are lost."""
         self._models[series.name, series.version] = series
-        self._rejected.setdefault(series.name, {})
+        self._rejected.setdefault(series.name, Counter())
 
     def models(self) -> list[ModelMetrics]:
         """The series of every version. Any thread may call it."""
@@ -127,20 +128,19 @@ class Metrics(Collector):
 
     def loaded(self, model: str, *, is_ok: bool) -> None:
         """Count a finished load of a version. ``model`` is a model of the registry."""
-        labels = (model, "ok" if is_ok else "failed")
-        self._loads[labels] = self._loads.get(labels, 0) + 1
+        self._loads[model, "ok" if is_ok else "failed"] += 1
 
     def batch_overdue(self, model: str, *, is_abandoned: bool = False) -> None:
         """Count a run that exceeded its time limit and was terminated, or that was abandoned."""
         for outcome in _OVERDUE_OUTCOMES:
-            self._overdue_batches.setdefault((model, outcome), 0)
+            self._overdue_batches[model, outcome] += 0
         self._overdue_batches[model, _OVERDUE_OUTCOMES[is_abandoned]] += 1
 
     def certificate_serves(self, expires_s: float) -> None:
         """Set the expiration time of the certificate in use, in seconds since 1970."""
         self._certificate_expires_s = expires_s
         for outcome in ("ok", "failed"):
-            self._certificate_reloads.setdefault((outcome,), 0)
+            self._certificate_reloads[outcome,] += 0
 
     def certificate_reloaded(self, *, is_ok: bool) -> None:
         """Count a change of the certificate's files."""
@@ -148,11 +148,11 @@ class Metrics(Collector):
 
     def cut_answer(self, cause: str) -> None:
         """Count a gRPC answer that ended before the caller had received it completely."""
-        self._cut_answers[cause,] = self._cut_answers.get((cause,), 0) + 1
+        self._cut_answers[cause,] += 1
 
     def connection_error(self, code: str) -> None:
         """Count a gRPC connection that the server closed with an error; ``code`` is the name of its code."""
-        self._connection_errors[code,] = self._connection_errors.get((code,), 0) + 1
+        self._connection_errors[code,] += 1
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before its model was found."""
@@ -163,13 +163,12 @@ class Metrics(Collector):
         by_reason = self._rejected.get(model)
         if by_reason is None:
             by_reason = self._rejected[""]
-        by_reason[reason] = by_reason.get(reason, 0) + 1
+        by_reason[reason] += 1
 
     def unauthorized(self, group: str, kind: ErrorKind) -> None:
         """Count a request without a valid key. Thread-safe, because the metrics port rejects requests, too."""
         with self._unauthorized_lock:
-            labels = (group, kind.value)
-            self._unauthorized[labels] = self._unauthorized.get(labels, 0) + 1
+            self._unauthorized[group, kind.value] += 1
 
     def total_requests(self) -> tuple[int, int]:
         """The number of counted requests, and the number of those that ended with one of ``_FAULTS``."""

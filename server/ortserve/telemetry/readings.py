@@ -3,6 +3,7 @@
 A scrape takes the readings on its own thread. The event loop writes ``LoopActivity``, and the watchdog reads it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -218,19 +219,10 @@ class ResidencyCounts:
     """
 
     def __init__(self) -> None:
-        self.evictions: dict[str, int] = {}
-        self.refusals: dict[str, int] = {}
-        self.requests: dict[tuple[str, str], int] = {}
+        self.evictions: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.requests: Counter[tuple[str, str]] = Counter()
         self.waited_ns = 0
-
-    def count_eviction(self, model: str) -> None:
-        self.evictions[model] = self.evictions.get(model, 0) + 1
-
-    def count_refusal(self, reason: str) -> None:
-        self.refusals[reason] = self.refusals.get(reason, 0) + 1
-
-    def count_request(self, model: str, outcome: str) -> None:
-        self.requests[model, outcome] = self.requests.get((model, outcome), 0) + 1
 
     def forget(self, model: str) -> None:
         """Drop the counts of a model that is unknown from now on."""

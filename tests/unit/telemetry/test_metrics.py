@@ -203,9 +203,9 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.memory = lambda: {"sessions": 7, "runs": 1}
     metrics.memory_budget_bytes = 8
     metrics.gpu_memory_budget_bytes = 8
-    metrics.residency.count_eviction("m")
-    metrics.residency.count_refusal("stay")
-    metrics.residency.count_request("m", "loaded")
+    metrics.residency.evictions["m"] += 1
+    metrics.residency.refusals["stay"] += 1
+    metrics.residency.requests["m", "loaded"] += 1
     account = {"m/1": {"buffers": 1}}
     metrics.read_devices = lambda: [DeviceReading("cuda:0", {"free": 1}, account, 0.5, account)]
     metrics.read_stores = lambda: StoresReading([StoreReading("s3://bucket", True, 10, 1, 2)], 10)

@@ -87,12 +87,12 @@ class Demands:
         counts, now_ns = self._counts, self._clock()
         by_ns = received_ns + (self._wait_ns if timeout_ns is None else min(timeout_ns, self._wait_ns))
         if demand.waiting >= MAX_WAITING:
-            counts.count_request(name, "refused")
+            counts.requests[name, "refused"] += 1
             raise ServeError(
                 ErrorKind.OVERLOADED, f"{MAX_WAITING} requests, the maximum, already wait for '{name}'", retry_after_s=1
             )
         if by_ns <= now_ns or (demand.is_measured and demand.ready_ns > by_ns):
-            counts.count_request(name, "late")
+            counts.requests[name, "late"] += 1
             raise self._late(name, demand, now_ns)
         demand.waiting += 1
         try:
@@ -102,13 +102,13 @@ class Demands:
             demand.waiting -= 1
             counts.waited_ns += self._clock() - now_ns
         if not demand.task.done():
-            counts.count_request(name, "late")
+            counts.requests[name, "late"] += 1
             raise self._late(name, demand, self._clock())
         if demand.task.cancelled():
-            counts.count_request(name, "failed")
+            counts.requests[name, "failed"] += 1
             raise ServeError(ErrorKind.NOT_READY, f"the load of '{name}' was cancelled", retry_after_s=1)
         error = demand.task.exception()
-        counts.count_request(name, "loaded" if error is None else "failed")
+        counts.requests[name, "loaded" if error is None else "failed"] += 1
         if isinstance(error, ServeError):  # a new error for each caller, because each adds its own traceback
             raise ServeError(error.kind, error.message, retry_after_s=error.retry_after_s)
         if error is not None:

@@ -257,17 +257,17 @@ class MemoryRoom:
             plan = plan_room(budget.need, budget.nbytes, budget.used - freed, staying, now_ns)
             if plan.missing_bytes:
                 if is_start and budget.need <= budget.nbytes and not options.is_pinned:
-                    self._counts.count_refusal("start")
+                    self._counts.refusals["start"] += 1
                     reason = "the models that were loaded before it use up the memory budget"
                     raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
-                self._counts.count_refusal("budget")
+                self._counts.refusals["budget"] += 1
                 raise _no_room(record.model, budget, plan.missing_bytes)
             leaving.update(dict.fromkeys(plan.evict))
             until_ns = max(until_ns, plan.wait_until_ns)
         if until_ns:
             record.waits_since_ns = record.waits_since_ns or now_ns
             if until_ns > record.waits_since_ns + self._wait_ns:
-                self._counts.count_refusal("stay")
+                self._counts.refusals["stay"] += 1
                 wait_s = (until_ns - now_ns) / 1e9
                 raise NoRoomError(
                     f"no room for '{record.model}' for {wait_s:.1f} s: the models in memory were loaded a moment ago",
@@ -277,7 +277,7 @@ class MemoryRoom:
             return until_ns
         for name in leaving:
             log_event(logger, logging.INFO, "model is evicted", model=name, for_model=record.model)
-            self._counts.count_eviction(name)
+            self._counts.evictions[name] += 1
             self._draining.evict(name)
         return 0
 
@@ -295,7 +295,7 @@ class MemoryRoom:
         if not total.is_measured:
             return
         for budget, held, missing in self._missing_together(total, names, self._residents(ensemble)):
-            self._counts.count_refusal("budget")
+            self._counts.refusals["budget"] += 1
             raise NoRoomError(
                 f"the members of '{ensemble}' need about {format_bytes(budget.need)} together{budget.where}, "
                 f"{budget.option} is {format_bytes(budget.nbytes)}, of which pinned models hold "
