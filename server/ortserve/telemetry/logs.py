@@ -36,46 +36,52 @@ _MAX_IN_LINE: Final = 399
 """Maximum number of characters of a text line, so that logs stay readable."""
 
 
-class LineFormatter(logging.Formatter):
-    """``2030-01-31T12:00:00.123Z INFO ortserve.registry version is ready model=simple version=1``, in UTC."""
+def text_line(
+    created: float, level: str, logger: str, message: str, fields: Mapping[str, object], exception: str = ""
+) -> str:
+    """``2030-01-31T12:00:00.123Z INFO ortserve.registry version is ready model=simple version=1``, in UTC.
 
-    def format(self, record: logging.LogRecord) -> str:
-        # The message may contain text of a caller, which must not be able to forge a line.
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
-        line = text_line(record.created, record.levelname, record.name, message, getattr(record, "fields", {}))
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, the event's fields, ``exception``.
-
-    A field with one of these names is written as ``field_<name>``. Values that JSON cannot represent become text. So do
-    versions, which are empty where they are unknown: stores of logs give a field one type for all lines.
+    ``created`` is in seconds since 1970. A traceback, ``exception``, follows in further lines.
     """
-
-    def format(self, record: logging.LogRecord) -> str:
-        exception = self.formatException(record.exc_info) if record.exc_info else ""
-        fields = getattr(record, "fields", {})
-        return json_line(record.created, record.levelname, record.name, record.getMessage(), fields, exception)
-
-
-def text_line(created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
-    """A text line; ``created`` is in seconds since 1970, ``level`` is for example ``INFO``."""
-    return " ".join(
+    # The message may contain text of a caller, which must not be able to forge a line.
+    message = message.replace("\r", "\\r").replace("\n", "\\n")
+    line = " ".join(
         [_moment(created), level, logger, message, *[f"{key}={_spell(value)}" for key, value in fields.items()]]
     )
+    return f"{line}\n{exception}" if exception else line
 
 
 def json_line(
     created: float, level: str, logger: str, message: str, fields: Mapping[str, object], exception: str = ""
 ) -> str:
-    """A JSON line, as ``JsonFormatter`` describes it."""
+    """One JSON object: ``time`` (UTC), ``level``, ``logger``, ``message``, the event's fields, ``exception``.
+
+    A field with one of these names is written as ``field_<name>``. Values that JSON cannot represent become text. So do
+    versions, which are empty where they are unknown: stores of logs give a field one type for all lines.
+    """
     line: dict[str, object] = {"time": _moment(created), "level": level.lower(), "logger": logger, "message": message}
     for key, value in fields.items():
         line[f"field_{key}" if key in _KEYS else key] = str(value) if key == "version" else _json_value(value)
     if exception:
         line["exception"] = exception
     return json.dumps(line, default=str)
+
+
+_LINES: Final = {"text": text_line, "json": json_line}
+"""Writes a line, by the value of ``log_format``."""
+
+
+class LineFormatter(logging.Formatter):
+    """Writes records as lines of a format."""
+
+    def __init__(self, log_format: LogFormat) -> None:
+        super().__init__()
+        self._line = _LINES[log_format]
+
+    def format(self, record: logging.LogRecord) -> str:
+        exception = self.formatException(record.exc_info) if record.exc_info else ""
+        fields = getattr(record, "fields", {})
+        return self._line(record.created, record.levelname, record.name, record.getMessage(), fields, exception)
 
 
 class LogSwitches:
@@ -116,7 +122,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self, switches: LogSwitches, log_format: LogFormat) -> None:
         super().__init__(sys.stderr)
-        self.setFormatter(JsonFormatter() if log_format == "json" else LineFormatter())
+        self.setFormatter(LineFormatter(log_format))
         self.addFilter(lambda record: switches.allows(record.levelno))
 
 
@@ -150,7 +156,7 @@ def never_wait_for_standard_error(log_format: LogFormat) -> None:
     """
     if sys.stderr is None:  # the process was started without
         return
-    line = json_line if log_format == "json" else text_line
+    line = _LINES[log_format]
 
     def describe(dropped: int) -> str:
         message = "log lines were dropped, because standard error took none"
@@ -233,7 +239,7 @@ class AccessLog:
     def __init__(self, switches: LogSwitches, log_format: LogFormat) -> None:
         """The lines have severity ``info`` of ``switches``."""
         self._switches = switches
-        self._line = json_line if log_format == "json" else text_line
+        self._line = _LINES[log_format]
         self._lines: list[str] = []
         self._stream: TextIO | None = sys.stderr  # None if the process has no standard error
 
