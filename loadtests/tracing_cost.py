@@ -35,7 +35,7 @@ from harness import circumstances, spread, table
 from ortserve.clock import monotonic_ns
 from ortserve.core.timing import PHASES, Timing
 from ortserve.frontends.trace_headers import HttpTraces
-from ortserve.telemetry.otlp import OtlpTracing, RequestSpans
+from ortserve.telemetry.otlp import OtlpTrace, OtlpTracing
 from ortserve.telemetry.tracing import EndedRequest, http_operation
 
 TIMING: Final = Timing(1_000_000, 1_040_000, 1_070_000, 1_080_000, 1_330_000, 1_390_000, batch_rows=4)
@@ -92,10 +92,12 @@ def cases_of(never: OtlpTracing, always: OtlpTracing) -> dict[str, Callable[[], 
 def export_us() -> float:
     """Time of this thread, in µs per request, to create and encode spans."""
     context = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-    requests = [RequestSpans(INFER, PATH, context, None, ENDED) for _ in range(BATCH)]
+    ended: list[OtlpTrace] = []
+    for _ in range(BATCH):
+        OtlpTrace(ended.append, INFER, PATH, context, None).end(ENDED)
     resource = Resource({"service.name": "ortserve"})
     begin_s = time.thread_time()
-    encoded = encode_spans([span for one in requests for span in one.make(resource, 0)])
+    encoded = encode_spans([span for one in ended for span in one.make(resource, 0)])
     encoded.SerializeToString()
     taken_s = time.thread_time() - begin_s
     spans = encoded.resource_spans[0].scope_spans[0].spans

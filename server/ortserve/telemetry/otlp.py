@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 from uuid import uuid4
@@ -43,29 +43,44 @@ _MAX_TEXT: Final = 256
 """Maximum number of characters of a caller's text."""
 
 
-class RequestSpans:
-    """A finished sampled request. ``make`` converts it to spans of the request, its phases and an ensemble's steps.
+class OtlpTrace:
+    """The trace of a sampled request; see ``Trace``. Once it has ended, ``make`` creates its spans.
 
     ``context`` is the context of the request's own span, the only attribute that a span processor reads before export.
     The spans are created with the library's constructor. The library's tracer would have to run when the request
     begins, and costs several times as much.
     """
 
-    __slots__ = ("_operation", "_parent", "_path", "_request", "context")
+    __slots__ = ("_operation", "_parent", "_path", "_queue", "_request", "context")
+
+    _request: EndedRequest
 
     def __init__(
         self,
+        queue: Callable[["OtlpTrace"], object],
         operation: Operation,
         path: bytes,
         context: SpanContext,
         parent: SpanContext | None,
-        request: EndedRequest,
     ) -> None:
+        """``queue`` receives the trace when it has ended."""
         self.context = context
+        self._queue = queue
         self._operation = operation
         self._path = path
         self._parent = parent
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self.context.trace_id:032x}"
+
+    @property
+    def span_id(self) -> str:
+        return f"{self.context.span_id:016x}"
+
+    def end(self, request: EndedRequest) -> None:
         self._request = request
+        self._queue(self)
 
     @property
     def count(self) -> int:
@@ -210,37 +225,6 @@ _EXPORTED_REQUESTS: Final = 256
 """Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""
 
 
-class OtlpTrace:
-    """The trace of a sampled request; see ``Trace``."""
-
-    __slots__ = ("_context", "_operation", "_parent", "_path", "_tracing")
-
-    def __init__(
-        self,
-        tracing: "OtlpTracing",
-        operation: Operation,
-        path: bytes,
-        context: SpanContext,
-        parent: SpanContext | None,
-    ) -> None:
-        self._tracing = tracing
-        self._operation = operation
-        self._path = path
-        self._context = context
-        self._parent = parent
-
-    @property
-    def trace_id(self) -> str:
-        return f"{self._context.trace_id:032x}"
-
-    @property
-    def span_id(self) -> str:
-        return f"{self._context.span_id:016x}"
-
-    def end(self, request: EndedRequest) -> None:
-        self._tracing.hand_over(RequestSpans(self._operation, self._path, self._context, self._parent, request))
-
-
 class OtlpTracing:
     """Exports traces from construction until ``close``; see ``Tracing``."""
 
@@ -293,20 +277,21 @@ class OtlpTracing:
                     trace_flags=_SAMPLED,
                     trace_state=parent.trace_state,
                 )
-                return OtlpTrace(self, operation, path, context, parent)
+                return OtlpTrace(self._queue, operation, path, context, parent)
         trace_id = IDS.generate_trace_id()
         if trace_id & TraceIdRatioBased.TRACE_ID_LIMIT >= self._root_bound:
             return None
-        return OtlpTrace(self, operation, path, SpanContext(trace_id, IDS.generate_span_id(), False, _SAMPLED), None)
+        context = SpanContext(trace_id, IDS.generate_span_id(), False, _SAMPLED)
+        return OtlpTrace(self._queue, operation, path, context, None)
 
-    def hand_over(self, spans: RequestSpans) -> None:
-        """Queue the spans of a request for export, or drop them if the queue is full."""
+    def _queue(self, trace: OtlpTrace) -> None:
+        """Queue a trace that has ended for export, or drop it if the queue is full."""
         if self._handed_over - self._exporter.taken_requests >= _QUEUED_REQUESTS:
-            self._rejected_spans += spans.count
+            self._rejected_spans += trace.count
             return
         self._handed_over += 1
         # The processor reads only the context of a span before it passes the span to ``_RequestExporter``.
-        self._processor.on_end(cast("ReadableSpan", spans))
+        self._processor.on_end(cast("ReadableSpan", trace))
 
     def close(self, timeout_s: float) -> None:
         # The processor itself would wait for half a minute before it stops the exporter.
@@ -330,14 +315,14 @@ class _RequestExporter(SpanExporter):
         self.dropped_spans = 0
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
-        requests: Sequence[RequestSpans] = spans
-        self.taken_requests += len(requests)
+        traces: Sequence[OtlpTrace] = spans
+        self.taken_requests += len(traces)
         if self._is_closed:
-            self.dropped_spans += sum(request.count for request in requests)
+            self.dropped_spans += sum(trace.count for trace in traces)
             return SpanExportResult.FAILURE
         # One offset for all spans: the wall clock may be changed at any time, and a trace must be consistent.
         wall_minus_monotonic_ns = time.time_ns() - self._clock()
-        made = [span for request in requests for span in request.make(self._resource, wall_minus_monotonic_ns)]
+        made = [span for trace in traces for span in trace.make(self._resource, wall_minus_monotonic_ns)]
         result = self._exporter.export(made)
         is_failure = result is not SpanExportResult.SUCCESS
         if is_failure:
