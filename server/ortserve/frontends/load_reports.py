@@ -31,40 +31,28 @@ class LoadReports:
         self._meter = meter
         self.default: Final = LoadFormat.BIN if is_always else None
         """Format of reports that callers did not request; None if only requested reports are sent."""
-        self._encoded_report: LoadReport | None = None
-        self._headers: dict[LoadFormat, tuple[bytes, bytes]] = {}
-        self._metadata: dict[LoadFormat, tuple[str, str | bytes]] = {}
+        self._report: LoadReport | None = None
+        self._encoded: dict[LoadFormat, tuple[str, str | bytes]] = {}
+        """The entry with ``_report``, by format."""
 
     def header(self, chosen: LoadFormat) -> tuple[bytes, bytes]:
         """Return the header with the report for an HTTP response."""
-        report = self._renew()
-        header = self._headers.get(chosen)
-        if header is None:
-            name, value = self._entry(report, chosen)
-            text = base64.b64encode(value) if isinstance(value, bytes) else value.encode()
-            header = self._headers[chosen] = (name.encode(), text)
-        return header
+        name, value = self.metadata(chosen)
+        return name.encode(), base64.b64encode(value) if isinstance(value, bytes) else value.encode()
 
     def metadata(self, chosen: LoadFormat) -> tuple[str, str | bytes]:
         """Return the report as an entry of the trailing metadata of a gRPC call."""
-        return self._entry(self._renew(), chosen)
-
-    def _entry(self, report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
-        entry = self._metadata.get(chosen)
+        report = self._meter.report()
+        if report is not self._report:
+            self._report = report
+            self._encoded.clear()
+        entry = self._encoded.get(chosen)
         if entry is None:
-            entry = self._metadata[chosen] = _encoded(report, chosen)
+            entry = self._encoded[chosen] = _encode(report, chosen)
         return entry
 
-    def _renew(self) -> LoadReport:
-        report = self._meter.report()
-        if report is not self._encoded_report:
-            self._encoded_report = report
-            self._headers.clear()
-            self._metadata.clear()
-        return report
 
-
-def _encoded(report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
+def _encode(report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
     if chosen is LoadFormat.BIN:
         return _BINARY_NAME, encode_message(report)
     encode = encode_text if chosen is LoadFormat.TEXT else encode_json
