@@ -191,7 +191,6 @@ class NativeContext:
         try:
             # The handler makes its own reservation for the message, in the turn in which this one ends.
             with self._gate.hold(0) as hold:
-                hold.set_unchecked(len(message))
                 return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
         except RejectedMessageError as rejection:
             self._sending.end(stream, rejection.code, rejection.text, is_prompt=True)

@@ -5,12 +5,13 @@ run on the loop for short messages and on a thread for long ones.
 """
 
 import asyncio
+from functools import partial
 from typing import Final
 
 import grpc
 
-from ortserve.codecs.compression import Encoding, Inflater, compress_long
-from ortserve.codecs.compression import compress as deflated
+from ortserve.codecs import compression
+from ortserve.codecs.compression import Encoding, Inflater
 from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.native.flow_control import STREAM_WINDOW
@@ -159,25 +160,8 @@ class MessageReader:
             parts.append(part)
 
 
-class _InflatedBytes:
-    """Reserves memory for a message while it is inflated."""
-
-    def __init__(self, hold: Hold, compressed_bytes: int) -> None:
-        self._hold = hold
-        self._compressed_bytes = compressed_bytes
-        self._size = 0
-
-    def reserve(self, part_bytes: int) -> None:
-        """Count inflated bytes. Raises ServeError: overloaded, only beyond the size of a window."""
-        self._size += part_bytes
-        if self._size <= STREAM_WINDOW:
-            self._hold.set_unchecked(self._compressed_bytes + self._size)
-        else:
-            self._hold.grow(part_bytes)
-
-
 async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes | memoryview:
-    """Decompress a message; ``hold`` reserves memory for the inflated bytes.
+    """Decompress a message; ``hold`` reserves memory for its compressed and inflated bytes.
 
     Up to the size of a stream's window, memory is counted without a limit. The handler that reads the message applies
     the limit and rejects one request; a rejection here would end the whole stream.
@@ -195,9 +179,10 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
         text = f"grpc-encoding: expected one of {ACCEPTED_ENCODINGS.decode()}, got {encoding.decode('latin-1')}"
         raise RejectedMessageError(grpc.StatusCode.UNIMPLEMENTED, text)
     inflater = Inflater(message, known, max_bytes, subject="a message", header="grpc-encoding")
-    inflated = _InflatedBytes(hold, len(message))
+    hold.set_unchecked(len(message))
+    reserve = partial(_reserve_inflated, hold, len(message) + STREAM_WINDOW)
     try:
-        return await inflate_all(inflater, compressed_bytes=len(message), hold=inflated.reserve, memory=hold.memory)
+        return await inflate_all(inflater, compressed_bytes=len(message), hold=reserve, memory=hold.memory)
     except ServeError as error:
         if error.kind is ErrorKind.TOO_LARGE:
             text = too_large(max_bytes, None, "decompressed message").message
@@ -207,17 +192,22 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
         raise
 
 
+def _reserve_inflated(hold: Hold, unchecked_bytes: int, part_bytes: int) -> None:
+    """Count inflated bytes. Raises ServeError: overloaded, only beyond ``unchecked_bytes`` in total."""
+    size = hold.size + part_bytes
+    if size <= unchecked_bytes:
+        hold.set_unchecked(size)
+    else:
+        hold.grow(part_bytes)
+
+
 async def compress(message: bytes | memoryview, encoding: bytes, memory: LargeMemory) -> Message:
     """Return the compressed message, a long one in ``memory``; the message itself if compression does not shrink it."""
     smaller: bytes | memoryview
     if len(message) <= _COMPRESSED_INLINE_BYTES:
-        smaller = deflate(message, encoding)
+        smaller = compression.compress(message, _ENCODINGS[encoding])
     else:
         loop = asyncio.get_running_loop()
+        compress_long = compression.compress_long
         smaller = await loop.run_in_executor(None, compress_long, message, _ENCODINGS[encoding], memory)
     return (smaller, True) if len(smaller) < len(message) else (message, False)
-
-
-def deflate(message: bytes | memoryview, encoding: bytes) -> bytes:
-    """Compress a short message. Any thread."""
-    return deflated(message, _ENCODINGS[encoding])

@@ -24,10 +24,10 @@ from native_wire import (
     framed,
     on_wire,
 )
+from ortserve.codecs.compression import Encoding, compress
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.connection import MessageReceiver
 from ortserve.frontends.grpc.native.limits import Limits
-from ortserve.frontends.grpc.native.messages import deflate
 
 OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
 
@@ -294,7 +294,7 @@ def test_bad_call_ends_with_trailers_only(
 def test_messages_of_both_encodings_are_decoded(path: str, encoding: str) -> None:
     async def test(_: Wire, client: Client) -> None:
         stream = client.open(path, ("grpc-encoding", encoding))
-        packed = deflate(b"hello" * 50, encoding.encode())
+        packed = compress(b"hello" * 50, Encoding(encoding))
         client.send(stream, framed(packed, flag=1), is_end=True)
         await client.exchange()
         assert client.answers[stream].messages == [b"hello" * 50]
@@ -315,7 +315,7 @@ def test_accepted_compression_is_used_where_it_shrinks_the_answer(path: str) -> 
                 answer = client.answers[stream]
                 assert answer.headers.get(b"grpc-encoding") == (b"gzip" if is_compressed else None)
                 packed = is_compressed and len(message) > 1
-                assert answer.data == (framed(deflate(message, b"gzip"), flag=1) if packed else framed(message))
+                assert answer.data == (framed(compress(message, Encoding.GZIP), flag=1) if packed else framed(message))
                 assert answer.status == OK
 
     on_wire(test, encoding=b"gzip")
