@@ -30,7 +30,7 @@ from ortserve.frontends.grpc.calls import (
     unary,
     write,
 )
-from ortserve.frontends.grpc.native.connection import Connection
+from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
@@ -105,16 +105,10 @@ class Wire:
 
     def connect(self, limits: Limits, max_age_s: float | None = None) -> Connection:
         """Open another connection to the same port, without a transport."""
-        return Connection(
-            self.work,
-            limits,
-            self.connections,
-            self.budget,
-            self.errors,
-            self.clock,
-            max_age_s,
-            on_cut_answer=self.cut_answers.append,
+        port = GrpcPort(
+            self.work, limits, self.budget, self.errors, self.clock, self.cut_answers.append, self.connections
         )
+        return Connection(port, max_age_s)
 
     def feed(self, data: bytes) -> None:
         """Pass bytes to the connection as received bytes."""

@@ -7,6 +7,7 @@ others. ``Sending`` sends the answers through a ``FrameWriter``.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, cast
 
 from ortserve.clock import Clock
@@ -41,44 +42,42 @@ _LAST_CALLS_S: Final = 1.0
 """Time for which a draining connection accepts calls that may be on their way, if the peer does not answer the PING."""
 
 
+@dataclass(frozen=True, slots=True)
+class GrpcPort:
+    """State that all connections of a port share. Loop thread only.
+
+    Attributes:
+        dispatcher: Runs the handlers.
+        limits: Limits of the port and each connection.
+        budget: Budget for the unsent answers of all connections.
+        errors: Counts connections that end with an error.
+        clock: Monotonic nanoseconds.
+        on_cut_answer: As in ``Sending``.
+        connections: The open connections.
+    """
+
+    dispatcher: CallDispatcher
+    limits: Limits
+    budget: UnsentBudget
+    errors: ConnectionErrors
+    clock: Clock
+    on_cut_answer: Callable[[str], None]
+    connections: "set[Connection]"
+
+
 class Connection(asyncio.Protocol):
     """The connection of one socket. Loop thread only."""
 
-    def __init__(
-        self,
-        dispatcher: CallDispatcher,
-        limits: Limits,
-        connections: "set[Connection]",
-        budget: UnsentBudget,
-        errors: ConnectionErrors,
-        clock: Clock,
-        max_age_s: float | None,
-        *,
-        on_cut_answer: Callable[[str], None],
-    ) -> None:
-        """Create the connection. All connections of the port share the arguments except ``max_age_s``.
-
-        Args:
-            dispatcher: Runs the handlers.
-            limits: Limits of the port and each connection.
-            connections: The open connections of the port.
-            budget: Budget for the unsent answers of all connections.
-            errors: Counts connections that end with an error.
-            clock: Monotonic nanoseconds.
-            max_age_s: Age at which the connection drains; None for no limit. It is drawn for each connection, so that
-                connections opened together do not end together.
-            on_cut_answer: As in ``Sending``.
+    def __init__(self, port: GrpcPort, max_age_s: float | None) -> None:
+        """``max_age_s`` is the age at which the connection drains; None for no limit. It is drawn for each connection,
+        so that connections opened together do not end together.
         """
-        self._dispatcher = dispatcher
-        self._limits = limits
-        self._connections = connections
-        self._budget = budget
-        self._errors = errors
-        self._clock = clock
-        self._on_cut_answer = on_cut_answer
+        self._port = port
+        self._limits = port.limits
+        self._clock = port.clock
         self._loop = asyncio.get_running_loop()
         self.closed: Final = self._loop.create_future()
-        self._life = Lifetime(limits, clock(), max_age_s)
+        self._life = Lifetime(port.limits, port.clock(), max_age_s)
         self._is_failed = False
         self._is_half_closed = False
         self._tick: asyncio.TimerHandle | None = None
@@ -90,27 +89,28 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        port = self._port
         self._writer = writer = FrameWriter(self._loop, self._transport)
         self._sending = sending = Sending(
             self._loop,
             self._clock,
             writer,
             self._life,
-            self._budget,
-            on_cut_answer=self._on_cut_answer,
+            port.budget,
+            on_cut_answer=port.on_cut_answer,
             on_stream_drained=self._close_if_drained,
         )
-        self._timeouts = CallTimeouts(self._loop, sending.streams, sending, self._limits)
-        self._receiving = Receiving(self._dispatcher, self._limits, sending, writer, self._timeouts, self._life)
+        self._timeouts = CallTimeouts(self._loop, sending, self._limits)
+        self._receiving = Receiving(port.dispatcher, self._limits, sending, writer, self._timeouts, self._life)
         control = ControlFrames(self._receiving, sending, writer, self._limits, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving, control)
-        if len(self._connections) >= self._limits.max_connections:
+        if len(port.connections) >= self._limits.max_connections:
             # Without SETTINGS and GOAWAY, as in grpc: clients that have received SETTINGS reconnect at once, others
             # back off.
             self._transport.abort()
             return
-        self._connections.add(self)
-        self._budget.add(sending)
+        port.connections.add(self)
+        port.budget.add(sending)
         ours = {
             frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
@@ -152,12 +152,12 @@ class Connection(asyncio.Protocol):
         return True
 
     def connection_lost(self, _error: Exception | None) -> None:
-        self._connections.discard(self)
+        self._port.connections.discard(self)
         for timer in (self._tick, self._drain_end, self._probing):
             if timer is not None:
                 timer.cancel()
         self._receiving.close("disconnected")
-        self._budget.remove(self._sending)
+        self._port.budget.remove(self._sending)
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -272,7 +272,7 @@ class Connection(asyncio.Protocol):
     def _fail(self, error: Http2ConnectionError) -> None:
         self._is_failed = True
         peer = self._transport.get_extra_info("peername")
-        self._errors.report(error, peer, len(self._sending.streams))
+        self._port.errors.report(error, peer, len(self._sending.streams))
         self._receiving.close("connection_error")
         self._writer.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
         self._close()

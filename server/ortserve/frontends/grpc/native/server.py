@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.frontends.grpc.native.connection import Connection
+from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
@@ -53,24 +53,20 @@ class NativeGrpcServer:
             on_connection_error: As ``on_error`` in ``ConnectionErrors``.
             tls: Shared state of the TLS sessions; None for plain text.
         """
-        self._dispatcher = dispatcher
+        errors = ConnectionErrors(clock, on_connection_error)
+        budget = UnsentBudget(limits.max_unsent_bytes)
+        self._shared = GrpcPort(dispatcher, limits, budget, errors, clock, on_cut_answer, connections=set())
         self._streams = streams
-        self._limits = limits
         self._host = host
         self._port = port
         self._reuse_port = reuse_port
-        self._clock = clock
-        self._on_cut_answer = on_cut_answer
-        self._errors = ConnectionErrors(clock, on_connection_error)
-        self._budget = UnsentBudget(limits.max_unsent_bytes)
-        self._connections: set[Connection] = set()
         self._tls = tls
         self._server: asyncio.Server | None = None
 
     @property
     def connection_count(self) -> int:
         """Number of open connections."""
-        return len(self._connections)
+        return len(self._shared.connections)
 
     async def start(self) -> int:
         """Listen and serve.
@@ -88,17 +84,8 @@ class NativeGrpcServer:
         return int(listener.getsockname()[1])
 
     def _connect(self) -> Connection:
-        age_s = self._limits.max_age_s
-        return Connection(
-            self._dispatcher,
-            self._limits,
-            self._connections,
-            self._budget,
-            self._errors,
-            self._clock,
-            None if age_s is None else draw_age_s(age_s),
-            on_cut_answer=self._on_cut_answer,
-        )
+        age_s = self._shared.limits.max_age_s
+        return Connection(self._shared, None if age_s is None else draw_age_s(age_s))
 
     async def stop(self, grace_s: float) -> None:
         """Reject new calls (GOAWAY), finish running calls, and stop reading requests of streams.
@@ -114,12 +101,12 @@ class NativeGrpcServer:
             self._tls.close()
         self._streams.begin_drain()
         await asyncio.sleep(0)  # connections accepted in this turn of the loop are registered in the next one
-        connections = list(self._connections)
+        connections = list(self._shared.connections)
         for connection in connections:
             connection.begin_drain()
         if connections:
             await asyncio.wait([connection.closed for connection in connections], timeout=grace_s)
-        remaining = list(self._connections)
+        remaining = list(self._shared.connections)
         if unanswered := sum([connection.has_calls for connection in remaining]):
             log_event(
                 logger,
@@ -133,4 +120,4 @@ class NativeGrpcServer:
             connection.abort()
         if connections:
             await asyncio.wait([connection.closed for connection in connections])
-        await self._dispatcher.until_done()
+        await self._shared.dispatcher.until_done()

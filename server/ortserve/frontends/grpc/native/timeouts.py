@@ -10,7 +10,6 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.sending import Sending
-from ortserve.frontends.grpc.native.stream import Stream
 
 _NEVER_NS: Final = 2**63 - 1
 
@@ -25,13 +24,10 @@ class CallTimeouts:
         next_deadline_ns: Time at which the timer is due. A call with an earlier deadline needs ``wake_at``.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, streams: Mapping[int, Stream], sending: Sending, limits: Limits
-    ) -> None:
-        """``streams`` are the open streams by id."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, sending: Sending, limits: Limits) -> None:
         self._loop = loop
-        self._streams = streams
         self._sending = sending
+        self._streams: Final = sending.streams
         self._limits = limits
         self._progress = SendProgress(limits.send_timeout_s)
         self._timer: asyncio.TimerHandle | None = None
