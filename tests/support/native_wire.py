@@ -15,6 +15,7 @@ from h2.settings import SettingCodes, Settings
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.transport import FakeTransport
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -34,7 +35,6 @@ from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
-from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.service.gate import BodyGate
 
 ECHO: Final = "/test/Echo"
@@ -74,14 +74,15 @@ class Wire:
         loop: asyncio.AbstractEventLoop,
         clock: FakeClock,
         *,
-        limits: Limits | None = None,
+        options: GrpcOptions | None = None,
+        max_message_bytes: int = 2**31 - 1,
         max_age_s: float | None = None,
         max_inflight_bytes: int = 10**9,
         encoding: bytes = b"",
         budget: UnsentBudget | None = None,
         errors: ConnectionErrors | None = None,
     ) -> None:
-        limits = limits or Limits()
+        options = options or GrpcOptions()
         self.clock = clock
         self.gate = BodyGate(max_inflight_bytes)
         self.running = 0
@@ -93,20 +94,24 @@ class Wire:
         self._loop = loop
         self._releases: list[InflightRequest | asyncio.Future[None]] = []
         quick = {ECHO: self._answering(self._complete_soon), FAIL: _fail, HOLD: self._answering(self._keep)}
-        max_message_bytes = limits.max_message_bytes
         self.work = CallDispatcher(
-            self._find, quick, self.gate, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
+            self._find,
+            quick,
+            self.gate,
+            max_quick_bytes=max_message_bytes,
+            max_message_bytes=lambda _: max_message_bytes,
+            encoding=encoding,
         )
-        self.budget = budget or UnsentBudget(limits.max_unsent_bytes)
+        self.budget = budget or UnsentBudget(options.grpc_unsent_bytes)
         self.errors = errors or ConnectionErrors(clock, self.connection_errors.append)
-        self.connection = self.connect(limits, max_age_s)
+        self.connection = self.connect(options, max_age_s)
         self.transport = FakeTransport(loop, self.connection)
         self.connection.connection_made(self.transport)
 
-    def connect(self, limits: Limits, max_age_s: float | None = None) -> Connection:
+    def connect(self, options: GrpcOptions, max_age_s: float | None = None) -> Connection:
         """Open another connection to the same port, without a transport."""
         port = GrpcPort(
-            self.work, limits, self.budget, self.errors, self.clock, self.cut_answers.append, self.connections
+            self.work, options, self.budget, self.errors, self.clock, self.cut_answers.append, self.connections
         )
         return Connection(port, max_age_s)
 

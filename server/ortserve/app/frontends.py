@@ -16,7 +16,7 @@ from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.management_calls import ManagementCalls, SharedMemoryCalls
 from ortserve.frontends.grpc.model_calls import ModelCalls
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
-from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
+from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.router import Router, max_message_bytes
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
@@ -138,6 +138,7 @@ class Frontends:
             router.find,
             {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
             inference.gate,
+            max_quick_bytes=options.max_body_bytes,
             max_message_bytes=partial(max_message_bytes, max_body_bytes=options.max_body_bytes),
             encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
             guards=router.guards,
@@ -145,7 +146,7 @@ class Frontends:
         return NativeGrpcServer(
             dispatcher,
             streams,
-            connection_limits(options, max_message_bytes=options.max_body_bytes),
+            options,
             host=options.host,
             port=options.grpc_port,
             reuse_port=options.reuse_port,

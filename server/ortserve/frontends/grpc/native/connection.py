@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from ortserve.clock import Clock
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.control_frames import DRAIN_PING, ControlFrames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
@@ -20,7 +21,7 @@ from ortserve.frontends.grpc.native.frame_reader import MAX_DATA_BYTES, FrameRea
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
-from ortserve.frontends.grpc.native.limits import STALL_S, Lifetime, LifetimeAction, Limits
+from ortserve.frontends.grpc.native.limits import STALL_S, Lifetime, LifetimeAction, max_calls, tick_s
 from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
@@ -48,7 +49,7 @@ class GrpcPort:
 
     Attributes:
         dispatcher: Runs the handlers.
-        limits: Limits of the port and each connection.
+        options: Limits of the port and each connection.
         budget: Budget for the unsent answers of all connections.
         errors: Counts connections that end with an error.
         clock: Monotonic nanoseconds.
@@ -57,7 +58,7 @@ class GrpcPort:
     """
 
     dispatcher: CallDispatcher
-    limits: Limits
+    options: GrpcOptions
     budget: UnsentBudget
     errors: ConnectionErrors
     clock: Clock
@@ -73,11 +74,12 @@ class Connection(asyncio.Protocol):
         so that connections opened together do not end together.
         """
         self._port = port
-        self._limits = port.limits
+        self._options = port.options
+        self._tick_s = tick_s(port.options)
         self._clock = port.clock
         self._loop = asyncio.get_running_loop()
         self.closed: Final = self._loop.create_future()
-        self._life = Lifetime(port.limits, port.clock(), max_age_s)
+        self._life = Lifetime(port.options, port.clock(), max_age_s)
         self._is_failed = False
         self._is_half_closed = False
         self._tick: asyncio.TimerHandle | None = None
@@ -100,11 +102,11 @@ class Connection(asyncio.Protocol):
             on_cut_answer=port.on_cut_answer,
             on_stream_drained=self._close_if_drained,
         )
-        self._timeouts = CallTimeouts(self._loop, sending, self._limits)
-        self._receiving = Receiving(port.dispatcher, self._limits, sending, writer, self._timeouts, self._life)
-        control = ControlFrames(self._receiving, sending, writer, self._limits, self._life, self._end_drain)
+        self._timeouts = CallTimeouts(self._loop, sending, port.options)
+        self._receiving = Receiving(port.dispatcher, port.options, sending, writer, self._timeouts, self._life)
+        control = ControlFrames(self._receiving, sending, writer, port.options, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving, control)
-        if len(port.connections) >= self._limits.max_connections:
+        if len(port.connections) >= port.options.grpc_max_connections:
             # Without SETTINGS and GOAWAY, as in grpc: clients that have received SETTINGS reconnect at once, others
             # back off.
             self._transport.abort()
@@ -112,14 +114,14 @@ class Connection(asyncio.Protocol):
         port.connections.add(self)
         port.budget.add(sending)
         ours = {
-            frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
+            frames.MAX_CONCURRENT_STREAMS: max_calls(port.options),
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
             frames.MAX_FRAME_SIZE: MAX_DATA_BYTES,
             frames.MAX_HEADER_LIST_SIZE: MAX_LIST_BYTES,
         }
         writer.control(frames.settings(ours))
         writer.control(frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW))
-        self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
+        self._tick = self._loop.call_later(self._tick_s, self._on_tick)
 
     def data_received(self, data: bytes) -> None:
         if len(data) > SHORT_READ_BYTES:
@@ -224,14 +226,14 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _on_tick(self) -> None:
-        self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
+        self._tick = self._loop.call_later(self._tick_s, self._on_tick)
         now_ns = self._clock()
         action = self._next_action(now_ns)
         if action is LifetimeAction.ABORT:
             self._transport.abort()
             return
         if action is LifetimeAction.RETIRE:
-            self.begin_drain(self._limits.max_age_grace_s)
+            self.begin_drain(self._options.grpc_max_connection_age_grace_s)
         elif action is LifetimeAction.DRAIN:
             self.begin_drain()
         elif action is LifetimeAction.PING:

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from typing import Final
 
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.flood_limits import (
     FLOOD,
@@ -16,7 +17,7 @@ from ortserve.frontends.grpc.native.flood_limits import (
 )
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
-from ortserve.frontends.grpc.native.limits import Lifetime, Limits
+from ortserve.frontends.grpc.native.limits import Lifetime
 from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 
@@ -32,7 +33,7 @@ class ControlFrames:
         receiving: Receiving,
         sending: Sending,
         writer: FrameWriter,
-        limits: Limits,
+        options: GrpcOptions,
         life: Lifetime,
         on_drain_answer: Callable[[], None],
     ) -> None:
@@ -45,7 +46,7 @@ class ControlFrames:
         self._streams: Final = sending.streams
         self._resets = ResetLimit(receiving.flood)
         self._window_updates = TokenBucket(life.heard_ns)
-        self._pings = PingLimit(limits)
+        self._pings = PingLimit(options)
 
     def on_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:

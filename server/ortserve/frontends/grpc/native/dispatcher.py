@@ -35,6 +35,7 @@ class CallDispatcher:
 
     Attributes:
         gate: Reserves the memory of requests.
+        max_quick_bytes: Maximum size of the message of a quick call.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CallDispatcher:
         quick: Mapping[str, QuickCall],
         gate: BodyGate,
         *,
+        max_quick_bytes: int,
         max_message_bytes: Callable[[str], int],
         encoding: bytes = b"",
         guards: Mapping[str, Guard] | None = None,
@@ -53,8 +55,8 @@ class CallDispatcher:
             find: Returns the handler of a path; every path has a handler.
             quick: Unary calls that need no task, by path.
             gate: Reserves the memory of requests.
-            max_message_bytes: Returns the limit of a message by path, before and after decompression. Quick calls use
-                the limit of the connection.
+            max_quick_bytes: Maximum size of the message of a quick call.
+            max_message_bytes: Returns the limit of a message of any other call by path, before and after decompression.
             encoding: Compression of answers to callers that accept it; empty for uncompressed answers.
             guards: Checks of the keys of callers, by path.
         """
@@ -62,6 +64,7 @@ class CallDispatcher:
         self._find = find
         self._quick = quick
         self.gate: Final = gate
+        self.max_quick_bytes: Final = max_quick_bytes
         self._max_message_bytes = max_message_bytes
         self._encoding = encoding
         self._loop = asyncio.get_running_loop()

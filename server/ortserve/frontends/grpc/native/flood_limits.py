@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.clock import Clock
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
-from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -105,21 +105,22 @@ class PingLimit:
     https://github.com/grpc/grpc/blob/master/doc/keepalive.md, and grpc's ``ping_abuse_policy.cc``.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, options: GrpcOptions) -> None:
+        self._options = options
         self._heard_ns: int | None = None
         self._strikes = 0
 
     def admit(self, now_ns: int, *, has_calls: bool) -> bool:
         """Count a ping. Returns False if the limit is exceeded."""
-        limits = self._limits
-        is_idle = not has_calls and not limits.pings_without_calls
-        interval_s = _IDLE_PING_INTERVAL_S if is_idle else limits.min_ping_interval_s
+        options = self._options
+        is_idle = not has_calls and not options.grpc_keepalive_permit_without_calls
+        interval_s = _IDLE_PING_INTERVAL_S if is_idle else options.grpc_http2_min_recv_ping_interval_without_data_s
         heard_ns, self._heard_ns = self._heard_ns, now_ns
         if heard_ns is None or now_ns - heard_ns >= interval_s * 1e9:
             return True
         self._strikes += 1
-        return self._strikes <= limits.max_ping_strikes or limits.max_ping_strikes <= 0
+        most = options.grpc_http2_max_ping_strikes
+        return self._strikes <= most or most == 0
 
     def reset(self) -> None:
         """Clear all strikes, because part of an answer was sent: clients ping while they read answers."""

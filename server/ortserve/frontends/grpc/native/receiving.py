@@ -9,6 +9,7 @@ from typing import Final
 
 import grpc
 
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ServeError, out_of_memory
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
@@ -23,7 +24,7 @@ from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREA
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import HeaderReader, Headers
-from ortserve.frontends.grpc.native.limits import Lifetime, Limits
+from ortserve.frontends.grpc.native.limits import Lifetime, max_calls
 from ortserve.frontends.grpc.native.messages import RejectedMessageError
 from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, check_trailers, read_head
 from ortserve.frontends.grpc.native.sending import Sending
@@ -48,14 +49,14 @@ class Receiving:
     def __init__(
         self,
         dispatcher: CallDispatcher,
-        limits: Limits,
+        options: GrpcOptions,
         sending: Sending,
         writer: FrameWriter,
         timeouts: CallTimeouts,
         life: Lifetime,
     ) -> None:
         self._dispatcher = dispatcher
-        self._limits = limits
+        self._max_calls = max_calls(options)
         self._sending = sending
         self._writer = writer
         self._timeouts = timeouts
@@ -196,7 +197,7 @@ class Receiving:
             self.charge()
             return
         sending = self._sending
-        if len(self._streams) >= self._limits.max_streams or (sending.unsent_bytes and sending.has_too_much_unsent()):
+        if len(self._streams) >= self._max_calls or (sending.unsent_bytes and sending.has_too_much_unsent()):
             self.reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         if headers is not self._last_headers:  # the reader returns the same object for a cached block
@@ -213,7 +214,7 @@ class Receiving:
             stream_id,
             head,
             heard_ns,
-            max_message_bytes=self._limits.max_message_bytes,
+            max_message_bytes=self._dispatcher.max_quick_bytes,
             memory=self._dispatcher.gate.memory,
         )
         self._streams[stream_id] = stream

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.clock import Clock
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
-from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsPort
 from ortserve.listening import draw_age_s, open_listener
@@ -29,7 +29,7 @@ class NativeGrpcServer:
         self,
         dispatcher: CallDispatcher,
         streams: Streams,
-        limits: Limits,
+        options: GrpcOptions,
         *,
         host: str,
         port: int,
@@ -44,7 +44,7 @@ class NativeGrpcServer:
         Args:
             dispatcher: Runs the handlers.
             streams: The open streams of the handlers; ``stop`` drains them.
-            limits: Limits of the port and each connection.
+            options: Limits of the port and each connection.
             host: Name or address to bind.
             port: Port to bind; 0 lets the system choose.
             reuse_port: As in ``open_listener``.
@@ -54,8 +54,8 @@ class NativeGrpcServer:
             tls: Shared state of the TLS sessions; None for plain text.
         """
         errors = ConnectionErrors(clock, on_connection_error)
-        budget = UnsentBudget(limits.max_unsent_bytes)
-        self._shared = GrpcPort(dispatcher, limits, budget, errors, clock, on_cut_answer, connections=set())
+        budget = UnsentBudget(options.grpc_unsent_bytes)
+        self._shared = GrpcPort(dispatcher, options, budget, errors, clock, on_cut_answer, connections=set())
         self._streams = streams
         self._host = host
         self._port = port
@@ -84,7 +84,7 @@ class NativeGrpcServer:
         return int(listener.getsockname()[1])
 
     def _connect(self) -> Connection:
-        age_s = self._shared.limits.max_age_s
+        age_s = self._shared.options.grpc_max_connection_age_s
         return Connection(self._shared, None if age_s is None else draw_age_s(age_s))
 
     async def stop(self, grace_s: float) -> None:

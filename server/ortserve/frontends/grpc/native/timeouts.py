@@ -6,9 +6,9 @@ from typing import Final
 
 import grpc
 
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import status_of
-from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.sending import Sending
 
 _NEVER_NS: Final = 2**63 - 1
@@ -24,12 +24,12 @@ class CallTimeouts:
         next_deadline_ns: Time at which the timer is due. A call with an earlier deadline needs ``wake_at``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sending: Sending, limits: Limits) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sending: Sending, options: GrpcOptions) -> None:
         self._loop = loop
         self._sending = sending
         self._streams: Final = sending.streams
-        self._limits = limits
-        self._progress = SendProgress(limits.send_timeout_s)
+        self._options = options
+        self._progress = SendProgress(options.grpc_send_timeout_s)
         self._timer: asyncio.TimerHandle | None = None
         self.next_deadline_ns = _NEVER_NS
 
@@ -74,7 +74,8 @@ class CallTimeouts:
         if 0 in stalled:
             return True
         for stream_id in stalled:
-            text = f"grpc_send_timeout_s: the caller read nothing of the answer for {self._limits.send_timeout_s:g} s"
+            timeout_s = self._options.grpc_send_timeout_s
+            text = f"grpc_send_timeout_s: the caller read nothing of the answer for {timeout_s:g} s"
             error = ServeError(ErrorKind.TOO_SLOW, text)
             self._sending.end(self._streams[stream_id], *status_of(error), is_prompt=True)
         return False
@@ -88,7 +89,7 @@ class CallTimeouts:
 
     def _end_stalled_requests(self, now_ns: int) -> None:
         """End the calls whose incomplete message arrives too slowly: its first part uses memory of other calls."""
-        limits = self._limits
+        timeout_s, least_per_s = self._options.grpc_message_timeout_s, self._options.grpc_min_message_bytes_per_s
         for stream in list(self._streams.values()):
             if not stream.waits_for_caller:
                 continue
@@ -96,12 +97,12 @@ class CallTimeouts:
             waited_s = (now_ns - stream.since_ns) / 1e9
             if stream.messages:  # the handler is behind, so the caller may wait for window
                 stream.since_ns, stream.since_bytes = now_ns, kept
-            elif waited_s < limits.message_timeout_s:
+            elif waited_s < timeout_s:
                 continue
-            elif kept - stream.since_bytes < waited_s * limits.min_message_bytes_per_s:
+            elif kept - stream.since_bytes < waited_s * least_per_s:
                 text = (
-                    f"grpc_message_timeout_s: a message arrived at less than {limits.min_message_bytes_per_s} bytes "
-                    f"per second for {limits.message_timeout_s:g} s"
+                    f"grpc_message_timeout_s: a message arrived at less than {least_per_s} bytes per second for "
+                    f"{timeout_s:g} s"
                 )
                 self._sending.end(stream, *status_of(ServeError(ErrorKind.TOO_SLOW, text)), is_prompt=True)
             else:

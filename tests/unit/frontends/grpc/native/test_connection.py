@@ -25,9 +25,9 @@ from native_wire import (
     on_wire,
 )
 from ortserve.codecs.compression import Encoding, compress
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.connection import MessageReceiver
-from ortserve.frontends.grpc.native.limits import Limits
 
 OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
 
@@ -285,7 +285,7 @@ def test_bad_call_ends_with_trailers_only(
         assert not answer.trailers
         assert (await client.call(ECHO, b"y")).messages == [b"y"]
 
-    on_wire(test, limits=Limits(max_message_bytes=10_000_000))
+    on_wire(test, max_message_bytes=10_000_000)
     assert ("/secret/path" in caplog.text) == (path == BOOM)
 
 
@@ -520,7 +520,7 @@ def test_calls_past_the_stream_limit_are_refused_as_retryable(count: int) -> Non
         assert [client.answers[stream].status for stream in held] == [OK] * count
         assert (await client.call(ECHO, b"y")).messages == [b"y"]
 
-    on_wire(test, limits=Limits(max_streams=count))
+    on_wire(test, options=GrpcOptions(grpc_max_connection_calls=count))
 
 
 def test_message_is_rejected_at_the_memory_limit() -> None:
@@ -589,11 +589,11 @@ def test_drain_ends_with_the_last_call(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "max_age_s", "by_s"),
-    [(Limits(max_idle_s=10.0), None, 12), (Limits(max_age_s=10.0), 10.0, 12)],
+    ("options", "max_age_s", "by_s"),
+    [(GrpcOptions(grpc_max_connection_idle_s=10.0), None, 12), (GrpcOptions(grpc_max_connection_age_s=10.0), 10.0, 12)],
 )
 def test_idle_or_expired_connection_gets_goaway_and_is_closed(
-    limits: Limits, max_age_s: float | None, by_s: float
+    options: GrpcOptions, max_age_s: float | None, by_s: float
 ) -> None:
     async def test(wire: Wire, client: Client) -> None:
         await asyncio.sleep(9)
@@ -605,7 +605,7 @@ def test_idle_or_expired_connection_gets_goaway_and_is_closed(
         assert frames.goaway(0, frames.ErrorCode.NO_ERROR) in sent
         assert wire.transport.is_lost
 
-    on_wire(test, limits=limits, max_age_s=max_age_s)
+    on_wire(test, options=options, max_age_s=max_age_s)
 
 
 def test_keepalive_ping_detects_a_dead_peer() -> None:
@@ -620,7 +620,12 @@ def test_keepalive_ping_detects_a_dead_peer() -> None:
         await asyncio.sleep(12)
         assert wire.transport.is_lost
 
-    on_wire(test, limits=Limits(keepalive_s=10.0, keepalive_timeout_s=2.0, max_useless_pings=0))
+    on_wire(
+        test,
+        options=GrpcOptions(
+            grpc_keepalive_time_s=10.0, grpc_keepalive_timeout_s=2.0, grpc_http2_max_pings_without_data=0
+        ),
+    )
 
 
 def test_unread_output_does_not_delay_a_close() -> None:
@@ -671,7 +676,7 @@ def test_slow_message_is_accepted_at_the_minimum_rate(part_bytes: int) -> None:
             await client.exchange()
             assert client.answers[stream].messages == [bytes(2000)]
 
-    on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
+    on_wire(test, options=GrpcOptions(grpc_message_timeout_s=4, grpc_min_message_bytes_per_s=100))
 
 
 def test_fast_start_of_a_message_gives_no_later_credit() -> None:
@@ -683,7 +688,7 @@ def test_fast_start_of_a_message_gives_no_later_credit() -> None:
         await client.exchange()
         assert client.answers[stream].status == CANCELLED
 
-    on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
+    on_wire(test, options=GrpcOptions(grpc_message_timeout_s=4, grpc_min_message_bytes_per_s=100))
 
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
@@ -819,14 +824,14 @@ def test_connection_with_the_most_unsent_bytes_loses_its_oldest_calls() -> None:
         other.lose()
         await other.turn()
 
-    on_wire(test, limits=Limits(max_unsent_bytes=200_000), settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    on_wire(test, options=GrpcOptions(grpc_unsent_bytes=200_000), settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
 
 
 def test_sole_answer_can_exceed_the_limit() -> None:
     async def test(_: Wire, client: Client) -> None:
         assert (await client.call(ECHO, bytes(60_000))).messages == [bytes(60_000)]
 
-    on_wire(test, limits=Limits(max_unsent_bytes=1), settings={SettingCodes.INITIAL_WINDOW_SIZE: 1000})
+    on_wire(test, options=GrpcOptions(grpc_unsent_bytes=1), settings={SettingCodes.INITIAL_WINDOW_SIZE: 1000})
 
 
 def test_connection_that_reads_no_answers_starts_no_calls() -> None:
@@ -843,7 +848,7 @@ def test_connection_that_reads_no_answers_starts_no_calls() -> None:
         await client.exchange()
         assert (await client.call(ECHO, b"x")).messages == [b"x"]
 
-    on_wire(test, limits=Limits(max_unsent_bytes=2 * 34_000))
+    on_wire(test, options=GrpcOptions(grpc_unsent_bytes=2 * 34_000))
 
 
 def test_connection_can_exceed_its_share_while_half_the_limit_is_free() -> None:
@@ -856,14 +861,14 @@ def test_connection_can_exceed_its_share_while_half_the_limit_is_free() -> None:
         await client.exchange()
         assert client.answers[echoed].reset is None
 
-    on_wire(test, limits=Limits(max_unsent_bytes=4 * 30_000))
+    on_wire(test, options=GrpcOptions(grpc_unsent_bytes=4 * 30_000))
 
 
 def test_connection_past_the_limit_is_closed_without_settings() -> None:
     """A client that received SETTINGS would reconnect at once."""
 
     async def test(wire: Wire, client: Client) -> None:
-        other = wire.connect(Limits(max_connections=1))
+        other = wire.connect(GrpcOptions(grpc_max_connections=1))
         transport = FakeTransport(asyncio.get_running_loop(), other)
         other.connection_made(transport)
         assert transport.take() == b""

@@ -1,7 +1,7 @@
 """Limits on frames that carry no request: tokens, and pings as grpc counts them."""
 
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native.flood_limits import PingLimit, TokenBucket
-from ortserve.frontends.grpc.native.limits import Limits
 
 S = 10**9
 
@@ -37,25 +37,28 @@ def count_until_too_many(pings: PingLimit, every_s: float, *, has_calls: bool) -
     return None
 
 
+EVERY_10_S = GrpcOptions(grpc_http2_min_recv_ping_interval_without_data_s=10)
+
+
 def test_spaced_pings_are_always_tolerated() -> None:
-    assert count_until_too_many(PingLimit(Limits(min_ping_interval_s=10)), 10, has_calls=True) is None
-    assert count_until_too_many(PingLimit(Limits()), 7200, has_calls=False) is None
+    assert count_until_too_many(PingLimit(EVERY_10_S), 10, has_calls=True) is None
+    assert count_until_too_many(PingLimit(GrpcOptions()), 7200, has_calls=False) is None
 
 
 def test_early_pings_are_too_many_after_the_strikes() -> None:
-    assert count_until_too_many(PingLimit(Limits(min_ping_interval_s=10)), 9.9, has_calls=True) == 3
-    assert count_until_too_many(PingLimit(Limits(max_ping_strikes=5)), 1, has_calls=True) == 6
-    assert count_until_too_many(PingLimit(Limits(max_ping_strikes=0)), 1, has_calls=True) is None
+    assert count_until_too_many(PingLimit(EVERY_10_S), 9.9, has_calls=True) == 3
+    assert count_until_too_many(PingLimit(GrpcOptions(grpc_http2_max_ping_strikes=5)), 1, has_calls=True) == 6
+    assert count_until_too_many(PingLimit(GrpcOptions(grpc_http2_max_ping_strikes=0)), 1, has_calls=True) is None
 
 
 def test_idle_connection_can_be_pinged_at_the_configured_interval() -> None:
-    assert count_until_too_many(PingLimit(Limits(min_ping_interval_s=10)), 10, has_calls=False) == 3
-    without = Limits(min_ping_interval_s=10, pings_without_calls=True)
+    assert count_until_too_many(PingLimit(EVERY_10_S), 10, has_calls=False) == 3
+    without = GrpcOptions(grpc_http2_min_recv_ping_interval_without_data_s=10, grpc_keepalive_permit_without_calls=True)
     assert count_until_too_many(PingLimit(without), 10, has_calls=False) is None
 
 
 def test_answered_calls_reset_the_strikes() -> None:
-    pings = PingLimit(Limits())
+    pings = PingLimit(GrpcOptions())
     for number in range(50):
         assert pings.admit(number, has_calls=False)
         pings.reset()

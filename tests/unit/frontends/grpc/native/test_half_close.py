@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from native_wire import ECHO, HOLD, STREAM, Client, Wire, framed, on_wire
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
-from ortserve.frontends.grpc.native.limits import Limits
 
 PING = frames.frame(frames.PING, 0, 0, bytes(8))
 
@@ -97,7 +97,12 @@ def test_client_that_answers_pings_can_wait() -> None:
         assert client.answers[held].messages == [b"x"]
         assert wire.transport.is_lost
 
-    on_wire(test, limits=Limits(keepalive_s=10, pings_without_calls=True, max_idle_s=20))
+    on_wire(
+        test,
+        options=GrpcOptions(
+            grpc_keepalive_time_s=10, grpc_keepalive_permit_without_calls=True, grpc_max_connection_idle_s=20
+        ),
+    )
 
 
 def test_answer_larger_than_the_windows_fails_its_call() -> None:

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop
 from native_wire import ECHO, FAIL, HOLD, SLOW, STREAM, Answer, Client, Wire, end, framed
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
-from ortserve.frontends.grpc.native.limits import Limits
 
 CANCELLED, DEADLINE, UNIMPLEMENTED = 1, 4, 12
 paths = st.sampled_from([ECHO, FAIL, HOLD, SLOW, STREAM, "/nothing/Here"])
@@ -71,7 +71,11 @@ class TransportMachine(RuleBasedStateMachine):
     def connect(self, window: int, table: int) -> None:
         async def make() -> None:
             # Callers may take any time for their answers here.
-            self.wire = Wire(self.loop, self.clock, limits=Limits(max_streams=50, send_timeout_s=10**6))
+            self.wire = Wire(
+                self.loop,
+                self.clock,
+                options=GrpcOptions.model_construct(grpc_max_connection_calls=50, grpc_send_timeout_s=10**6),
+            )
             chosen = {SettingCodes.INITIAL_WINDOW_SIZE: window, SettingCodes.HEADER_TABLE_SIZE: table}
             self.client = Client(self.wire, chosen)
             await self.client.exchange()
@@ -259,7 +263,7 @@ class MischiefMachine(RuleBasedStateMachine):
         self.sent = b""
 
         async def make() -> Wire:
-            wire = Wire(self.loop, self.clock, limits=Limits(max_streams=5))
+            wire = Wire(self.loop, self.clock, options=GrpcOptions(grpc_max_connection_calls=5))
             wire.feed(frames.PREFACE + frames.settings({}))
             return wire
 
