@@ -198,8 +198,10 @@ class BatchRuns:
             return
         now_ns = self._clock()
         usual, limit, inline = self.policy, self._row_limit, self.inline
-        if not self.share.may_start() and not (inline and inline.may_overtake(self.share, self.queue, usual.max_rows)):
-            return  # the share wakes this batcher when its turn comes
+        if not self.share.may_start():
+            first = self._scheduler.first_group(usual.max_rows)
+            if inline is None or first is None or not inline.may_overtake(self.share, first, first.rows):
+                return  # the share wakes this batcher when its turn comes
         policy = usual if limit is None else limit.next_policy(self.queue, usual, now_ns)
         group = self._scheduler.next_group(policy, now_ns)
         if group is None and self._row_checks is not None and not self.share.overtakes:
@@ -218,7 +220,7 @@ class BatchRuns:
             if self.policy.buckets and not group.shape_class.runs_alone:
                 bucket = self.policy.bucket_for(bucket)
             batch = form_batch(group.requests, group.rows, bucket)
-        if self.share.overtakes and not (inline and inline.is_short(self.share, group, bucket)):
+        if self.share.overtakes and not (inline and inline.may_overtake(self.share, group, bucket)):
             self._scheduler.put_back(group, usual.max_rows)
             self.share.may_start()  # as soon as there are threads
             return
@@ -362,11 +364,8 @@ class BatchRuns:
                 # Form the same batch again: settled requests keep their inputs, and the group its order and bucket.
                 self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if now_ns >= self.answer_time.due_ns:
-            # Callbacks have answered by now. Waiting tasks answer in the next turn, before ``_on_answered``.
-            self._loop.call_soon(self._on_answered, now_ns)
-
-    def _on_answered(self, computed_ns: int) -> None:
-        self.answer_time.observe(computed_ns, self._clock())
+            # Callbacks have answered by now. Waiting tasks answer in the next turn, before this one.
+            self._loop.call_soon(lambda: self.answer_time.observe(now_ns, self._clock()))
 
     def _on_failed(self, group: RequestGroup, bucket: int, taken_ns: int, error: Exception) -> None:
         """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""

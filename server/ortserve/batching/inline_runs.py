@@ -14,7 +14,6 @@ from typing import Final
 
 from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import LatencyModel
-from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.shared_threads import Share
 from ortserve.clock import Clock
 from ortserve.telemetry.logs import log_event
@@ -87,16 +86,18 @@ class InlineRuns:
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may."""
 
-    def may_overtake(self, share: Share, queue: RequestQueue, max_rows: int) -> bool:
-        """Whether a run may start now that no threads are free, because the batch that is due first is short."""
-        first = queue.first()
-        if first is None or not self._is_short(share, first, min(first.rows, max_rows)):
-            return False
-        return share.may_start(overtakes=True)
+    def may_overtake(self, share: Share, group: RequestGroup, rows: int) -> bool:
+        """Whether a run of ``rows`` rows may start although no threads are free: on the loop, or on a worker.
 
-    def is_short(self, share: Share, group: RequestGroup, bucket: int) -> bool:
-        """Whether a batch of ``bucket`` rows may overtake other models. Parts of failed batches never do."""
-        return group.search is None and self._is_short(share, group.shape_class, bucket)
+        Parts of failed batches never use the loop.
+        """
+        shape_class = group.shape_class
+        uses_loop = group.search is None and not self.barred_because
+        if not uses_loop or not self._budget.suffices(shape_class.run_latency.predict_ns(rows)):
+            predicted_ns = shape_class.batch_latency.predict_ns(rows)
+            if predicted_ns is None or predicted_ns > share.overtaking_ns:
+                return False
+        return share.may_start(overtakes=True)
 
     def begin(self, run_latency: LatencyModel, rows: int) -> float | None:
         """Begin a run of ``rows`` rows. Returns its predicted time; None if it may not use the loop in this turn."""
@@ -152,9 +153,3 @@ class InlineRuns:
             self.barred_because = ""
             model, _, version = self._name.rpartition("/")
             log_event(logger, logging.INFO, "model may use the event loop again", model=model, version=version)
-
-    def _is_short(self, share: Share, shape_class: ShapeClass, rows: int) -> bool:
-        if not self.barred_because and self._budget.suffices(shape_class.run_latency.predict_ns(rows)):
-            return True
-        predicted_ns = shape_class.batch_latency.predict_ns(rows)
-        return predicted_ns is not None and predicted_ns <= share.overtaking_ns

@@ -65,6 +65,13 @@ class Scheduler:
         """Schedule groups before all queued requests."""
         self._again.extend(groups)
 
+    def first_group(self, max_rows: int) -> RequestGroup | None:
+        """What ``next_group`` would dequeue, as far as a glance shows: the shape class and at most how many rows."""
+        if self._again:
+            return self._again[0]
+        shape_class = self._queue.first()
+        return None if shape_class is None else RequestGroup(shape_class, (), min(shape_class.rows, max_rows))
+
     def put_back(self, group: RequestGroup, max_rows: int) -> None:
         """Undo ``next_group`` for a group that cannot run yet."""
         if group.search is not None:

@@ -60,10 +60,10 @@ class Share:
 
     @property
     def _has_least_work(self) -> bool:
-        """Whether the model has had less time than each one that runs."""
+        """Whether the model has had less time than each one that runs, as far as the times of its runs are known."""
         shared = self._shared
         work_ns = max(self.work_ns, shared.clock_ns)
-        return all(work_ns < other.work_ns for other in shared.running)
+        return all(work_ns < other.work_ns or math.isinf(other.run_ns) for other in shared.running)
 
     @property
     def overtaking_ns(self) -> float:

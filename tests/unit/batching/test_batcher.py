@@ -336,17 +336,19 @@ def test_runs_again_after_a_failure_are_never_on_the_loop() -> None:
     play(main, run_ns=50 * US, known_ns=50 * US)
 
 
-def test_runs_again_after_a_failure_wait_for_threads_that_runs_on_the_loop_do_not_need() -> None:
+@pytest.mark.parametrize("other_ns", [100 * US, 100 * MS], ids=["wait", "overtake"])
+def test_runs_again_after_a_failure_overtake_only_on_workers(other_ns: int) -> None:
     async def main(stage: Stage) -> None:
         other = stage.shared.share(1, lambda: None)
         assert other.may_start()
-        other.begin(100 * MS)
+        other.begin(other_ns)
         failed = asyncio.gather(stage.submit(rows_of(1)), stage.submit(rows_of(POISON)), return_exceptions=True)
         await asyncio.sleep(0.01)
         later = stage.submit(rows_of(3))
         await asyncio.sleep(0.01)
         assert stage.shared.free_threads == 0
-        assert [run.is_inline for run in stage.runner.runs] == [True]
+        is_long = other_ns == 100 * MS
+        assert [run.is_inline for run in stage.runner.runs[:4]] == ([True, False, False, True] if is_long else [True])
         other.end()
         outcomes = await failed
         assert isinstance(outcomes[0], tuple)

@@ -1,6 +1,7 @@
 """Models that share threads: the order of runs, and the release of threads."""
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -210,6 +211,20 @@ def test_short_run_overtakes_long_ones_while_its_model_has_had_less_time() -> No
         assert stage.woken[-1] == "short"
 
     on_stage(main, threads=2)
+
+
+def test_run_of_known_time_overtakes_one_of_unknown_time() -> None:
+    async def main(stage: Stage) -> None:
+        unknown, known = stage.share("unknown"), stage.share("known")
+        run(unknown, 0)
+        assert not known.may_start()
+        for _ in range(3):
+            assert known.overtaking_ns == math.inf
+            assert known.may_start(overtakes=True)
+            known.begin(100)
+            known.end()
+
+    on_stage(main)
 
 
 def test_no_run_overtakes_one_that_is_not_much_longer() -> None:
