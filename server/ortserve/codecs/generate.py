@@ -44,7 +44,7 @@ _SAMPLING: Final = frozenset(
 
 
 def decode_generate_request(
-    body: bytes | memoryview, model_name: str, model_version: str, inputs: Sequence[TensorSpec], *, is_stream: bool
+    body: bytes | memoryview, model_name: str, model_version: str, inputs: Sequence[TensorSpec], is_stream: bool
 ) -> InferRequest:
     """Decode a request.
 
@@ -116,12 +116,11 @@ class GenerateRequest:
     def read(self) -> InferRequest:
         """Decode the request, as ``decode_generate_request``."""
         return decode_generate_request(
-            self._body, self.model_name, self._model_version, self._inputs(), is_stream=self._is_stream
+            self._body, self.model_name, self._model_version, self._inputs(), self._is_stream
         )
 
     def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
-        inputs = [(spec.name, spec.datatype.value, spec.shape) for spec in self._inputs()]
-        return "generate", self._body, (self.model_name, self._model_version, inputs, self._is_stream)
+        return "generate", self._body, (self.model_name, self._model_version, self._inputs(), self._is_stream)
 
 
 def encode_generate_response(response: InferResponse) -> bytes:
@@ -151,12 +150,9 @@ class GenerateEncoder:
         return elements > INLINE_ELEMENTS or has_long_texts(texts)
 
     def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
-        return encode_generate_event(response) if self._is_stream else encode_generate_response(response)
-
-
-def encode_generate_event(response: InferResponse) -> bytes:
-    """Encode the answer as a stream of one server-sent event, because an ONNX model answers once."""
-    return b"data: " + encode_generate_response(response) + b"\n\n"
+        answer = encode_generate_response(response)
+        # A stream of one server-sent event, because an ONNX model answers once.
+        return b"data: %b\n\n" % answer if self._is_stream else answer
 
 
 def _bare(element: np.generic) -> Any:

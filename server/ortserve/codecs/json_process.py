@@ -14,40 +14,29 @@ from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_el
 from ortserve.codecs.generate import decode_generate_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.codecs.rest import RestRequest
-from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.dtypes import DataType
 from ortserve.core.helper_process import Parts, pack, serve, unpack
-from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, RequestedOutput
-from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
-
-
-def _read_generate(
-    body: memoryview, model: str, version: str, inputs: list[tuple[str, str, tuple[int, ...]]], is_stream: bool
-) -> InferRequest:
-    specs = [TensorSpec(name, DATATYPES[datatype], shape) for name, datatype, shape in inputs]
-    return decode_generate_request(body, model, version, specs, is_stream=is_stream)
-
 
 _READERS: Final[dict[str, Callable[..., Parts]]] = {
     "infer": lambda *arguments: pack_request(RestRequest(*arguments).read()),
-    "generate": lambda *arguments: pack_request(_read_generate(*arguments)),
+    "generate": lambda *arguments: pack_request(decode_generate_request(*arguments)),
     "load": lambda body: _pack_load(decode_load_body(body)),
 }
 
 
 def pack_request(request: InferRequest) -> Parts:
     """Encode a request as parts: a pickled header, then the elements of each input as raw bytes."""
-    regions = request.regions
     small = (
         request.model_name,
         request.model_version,
         request.id,
-        [(tensor.name, tensor.datatype.value, tensor.array.shape) for tensor in request.inputs],
+        [(tensor.name, tensor.datatype, tensor.array.shape) for tensor in request.inputs],
         [(output.name, output.binary, output.classes) for output in request.outputs],
         dict(request.parameters),
         request.binary_output,
-        None if regions is None else ([_pack_region(given) for given in regions.inputs], _spans(regions)),
+        request.regions,
     )
     elements: Parts = []
     for tensor in request.inputs:
@@ -68,8 +57,7 @@ def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
     """Decode a request. Its arrays are views on ``parts``, except BYTES. Raises a ServeError of the helper process."""
     model, version, request_id, inputs, outputs, parameters, binary_output, regions = unpack(parts[0])
     tensors = []
-    for (name, datatype_name, shape), elements in zip(inputs, parts[1:], strict=True):
-        datatype = DATATYPES[datatype_name]
+    for (name, datatype, shape), elements in zip(inputs, parts[1:], strict=True):
         if datatype is DataType.BYTES:
             array = decode_bytes_elements(elements, shape, name)
         else:
@@ -83,7 +71,7 @@ def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
         [RequestedOutput(*output) for output in outputs],
         parameters,
         binary_output,
-        regions=None if regions is None else _unpack_regions(*regions),
+        regions=regions,
     )
 
 
@@ -91,22 +79,6 @@ def unpack_load(parts: Sequence[memoryview]) -> dict[str, LoadParameter]:
     """Decode the parameters of a load call. Raises a ServeError of the helper process."""
     files = iter(parts[1:])
     return {name: bytes(next(files)) if value is None else value for name, value in unpack(parts[0]).items()}
-
-
-def _pack_region(given: RegionInput) -> tuple[Any, ...]:
-    span = given.span
-    return given.name, given.datatype.value, given.shape, (span.region, span.offset, span.byte_size)
-
-
-def _spans(regions: RegionUse) -> dict[str, tuple[str, int, int]]:
-    return {name: (span.region, span.offset, span.byte_size) for name, span in regions.outputs.items()}
-
-
-def _unpack_regions(inputs: list[tuple[Any, ...]], outputs: dict[str, tuple[str, int, int]]) -> RegionUse:
-    return RegionUse(
-        [RegionInput(name, DATATYPES[datatype], shape, RegionSpan(*span)) for name, datatype, shape, span in inputs],
-        {name: RegionSpan(*span) for name, span in outputs.items()},
-    )
 
 
 def _read(arguments: tuple[str, tuple[Any, ...]], body: memoryview) -> Parts:

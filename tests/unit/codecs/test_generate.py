@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ortserve.codecs.generate import decode_generate_request, encode_generate_event, encode_generate_response
+from ortserve.codecs.generate import GenerateEncoder, decode_generate_request, encode_generate_response
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
@@ -159,7 +159,8 @@ def test_outputs_of_one_element_are_bare_and_others_flat() -> None:
 
 def test_event_is_one_line_and_a_blank_line() -> None:
     response = InferResponse("m", "1", "", [Tensor("y", DataType.BYTES, np.array(["a\nb"], object))])
-    assert encode_generate_event(response) == b'data: {"model_name":"m","model_version":"1","y":"a\\nb"}\n\n'
+    events = GenerateEncoder(is_stream=True).encode(InferRequest("m", "", "", (), (), {}), response)
+    assert events == b'data: {"model_name":"m","model_version":"1","y":"a\\nb"}\n\n'
 
 
 @pytest.mark.parametrize("datatype", [DataType.FP16, DataType.FP32, DataType.FP64])
