@@ -39,16 +39,13 @@ class Recorder:
 
     def answered(self, call: Call) -> None:
         """Record a call whose answer is encoded, and set the time of its end."""
-        request, served = call.request, call.served
-        assert request is not None, "a call without a request has no answer"
-        assert served is not None
+        served = call.served
+        assert served is not None, "it has an answer"
         timing = call.timing
         ended_ns = timing.done_ns = self._clock()
         served.metrics.observe_success(call.protocol, timing, call.rows)
         if self._trace_writer is not None:
-            self._trace_writer.observe(
-                call.protocol, timing, request.id, served.name, served.version, ended_ns=ended_ns
-            )
+            self._trace_writer.observe(call, timing, ended_ns)
         if self._access_log is not None:
             _log(self._access_log, call, "ok", ended_ns)
         if call.trace is not None:
@@ -56,8 +53,7 @@ class Recorder:
 
     def failed(self, call: Call, kind: ErrorKind) -> None:
         """Record a call that ended with an error or was cancelled."""
-        request, served = call.request, call.served
-        protocol, timing = call.protocol, call.timing
+        protocol, timing, served = call.protocol, call.timing, call.served
         ended_ns = self._clock()
         duration_ns = ended_ns - timing.received_ns
         if self._trace_writer is not None or call.trace is not None:
@@ -68,15 +64,7 @@ class Recorder:
         else:
             served.metrics.observe_failure(protocol, kind, duration_ns)
             if self._trace_writer is not None:
-                self._trace_writer.observe(
-                    protocol,
-                    timing,
-                    request.id if request else "",
-                    served.name,
-                    served.version,
-                    ended_ns=ended_ns,
-                    is_answered=kind is not ErrorKind.CANCELLED,
-                )
+                self._trace_writer.observe(call, timing, ended_ns, is_answered=kind is not ErrorKind.CANCELLED)
         if timing.taken_ns == 0 and kind is not ErrorKind.CANCELLED:  # no run was started
             self._metrics.rejected(call.model_name, kind.value)
         if self._access_log is not None:

@@ -15,6 +15,7 @@ from ortserve.config.option_groups import TraceFileOptions
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
+from ortserve.service.call import Call
 from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
 
 TraceSetting: TypeAlias = str | list[str]
@@ -160,31 +161,21 @@ class TraceWriter:
         self._clock = clock
         self._numbers = count(1)
 
-    def observe(
-        self,
-        protocol: str,
-        timing: Timing,
-        request_id: str,
-        model: str,
-        version: str,
-        *,
-        ended_ns: int,
-        is_answered: bool = True,
-    ) -> None:
+    def observe(self, call: Call, timing: Timing, ended_ns: int, *, is_answered: bool = True) -> None:
         """Count a request that has ended, and write its trace if it is sampled.
 
         Args:
-            protocol: ``http`` or ``grpc``.
-            timing: Times of the request, which must not change any more: they are read in the next turn of the loop.
-            request_id: The id that the caller sent.
-            model: Name of the model.
-            version: The version that was found.
+            call: A call whose version was found.
+            timing: Its times, which must not change any more: they are read in the next turn of the loop.
             ended_ns: When the answer or the error was ready (monotonic).
             is_answered: False if the request was cancelled.
         """
-        sampling = self._settings.of(model)
+        request, served = call.request, call.served
+        assert served is not None
+        sampling = self._settings.of(served.name)
         if sampling.take():
-            traced = _Traced(next(self._numbers), model, version, request_id, protocol)
+            request_id = "" if request is None else request.id
+            traced = _Traced(next(self._numbers), served.name, served.version, request_id, call.protocol)
             # In the next turn of the loop, because this one sends the answer, unless a thread compresses it first.
             asyncio.get_running_loop().call_soon(self._collect, sampling, traced, timing, ended_ns, is_answered)
 
