@@ -147,7 +147,7 @@ def _describe_instances(config: pb.ModelConfig, served: ServedModel) -> None:
         config.instance_group.add(name=name, count=served.options.instances, kind="KIND_CPU")
         return
     # One group per device, because the count of a group applies to each of its devices.
-    for number, count in Counter(served.device_ids).items():
+    for number, count in Counter(served.loaded.device_ids).items():
         config.instance_group.add(name=name, count=count, kind="KIND_GPU", gpus=[number])
 
 

@@ -75,16 +75,13 @@ class ServedModel(ServedVersion):
             takes_sequences=sequences is not None,
         )
         self.loaded: Final = loaded
+        self.execution_provider: Final = loaded.execution_provider
+        self.intra_op_threads: Final = loaded.intra_op_threads
         self.model_signature: Final = loaded.interface.model
         """Signature of the model itself: the tensors of ``signature`` in the same order, with their shapes before
         reshaping. For a model with sequences, the tensors that the server fills follow."""
-        self.execution_provider: Final = loaded.execution_provider
-        self.device_ids: Final = loaded.device_ids
-        """Device number of each instance."""
-        self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
         self._cached = cached
-        self._instances = loaded.instances
         self._conversions = loaded.interface.conversions
         self._yielding: set[asyncio.Task[Arrays]] = set()
         """Tasks of requests that are enqueued again if their queue timeout passes."""
@@ -121,7 +118,7 @@ class ServedModel(ServedVersion):
 
     def device_bytes(self) -> Mapping[str, int]:
         """As ``ServedVersion.device_bytes``."""
-        instances = [instance for instance in self._instances if isinstance(instance, DeviceInstance)]
+        instances = [instance for instance in self.loaded.instances if isinstance(instance, DeviceInstance)]
         return sum_bytes({instance.streams.device.name: instance.device_bytes} for instance in instances)
 
     def terms(
@@ -302,8 +299,7 @@ class ServedModel(ServedVersion):
         await self._batcher.close()
         if self._cached is not None:
             await self._cached.close()
-        for instance in self._instances:
-            await asyncio.to_thread(instance.close)
+        await asyncio.to_thread(self.loaded.close)
 
 
 def _cancel_row(row: InflightRequest, _: InflightRequest) -> None:

@@ -102,7 +102,7 @@ class VersionLoader:
                 return self._assembly.serve(loaded, source.configuration, record.metrics, events)
             except Exception:
                 record.metrics.release_sources()
-                await _close(loaded)
+                await asyncio.to_thread(loaded.close)
                 raise
         finally:
             reporting.cancel()
@@ -122,7 +122,7 @@ class VersionLoader:
                 raise invalid_input(f"{changed} changed while it was loaded: expected files that stay as they are")
             await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
         except BaseException:  # also cancellation, because the server stops
-            await _close(loaded)
+            await asyncio.to_thread(loaded.close)
             raise
         return loaded
 
@@ -243,9 +243,3 @@ class VersionLoader:
 def _advance_to_warming(record: VersionRecord) -> None:
     if record.state is State.LOADING:
         record.advance(State.WARMING)
-
-
-async def _close(loaded: LoadedModel) -> None:
-    """Close the instances of a load that will not serve. Otherwise their sessions would live as long as the process."""
-    for instance in loaded.instances:
-        await asyncio.to_thread(instance.close)

@@ -718,7 +718,7 @@ async def test_unloaded_version_keeps_neither_its_session_nor_its_buffers(tmp_pa
     await double(registry, "m")
     served = registry.find("m", "")
     assert isinstance(served, ServedModel)
-    parts: list[object] = [served, served._batcher, *served._instances]
+    parts: list[object] = [served, served._batcher, *served.loaded.instances]
     kept = [weakref.ref(part) for part in parts]
     del parts
     del served

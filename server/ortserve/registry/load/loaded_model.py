@@ -54,7 +54,7 @@ class LoadedModel:
         padding: Padding of batches; None if they are not padded.
         labels: Names of the elements of an output, by its name; its classes if no labels are configured.
         on_device: Batch sizes that run on buffers of a device.
-        placed: Device of each instance; empty if all are on the device of ``providers``.
+        device_ids: Device number of each instance, counted among the devices of its kind.
         unbounded_because: Why runs must not happen on the event loop; empty if they may.
         classes: Classes of each output that is a sequence of maps in the file, by the name of the output.
         provenance: Origin of the version; empty if unknown.
@@ -73,7 +73,7 @@ class LoadedModel:
     padding: Padding | None = None
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     on_device: DeviceBatches = field(default_factory=DeviceBatches)
-    placed: tuple[int, ...] = ()
+    device_ids: tuple[int, ...] = ()
     unbounded_because: str = ""
     classes: Mapping[str, Classes] = field(default_factory=dict)
     provenance: str = ""
@@ -95,10 +95,10 @@ class LoadedModel:
         """The full name of the chosen execution provider."""
         return self.providers.name
 
-    @property
-    def device_ids(self) -> tuple[int, ...]:
-        """Device number of each instance, counted among the devices of its kind."""
-        return self.placed or (self.providers.device_id,) * len(self.instances)
+    def close(self) -> None:
+        """Close the instances, which blocks. Otherwise their sessions would live as long as the process."""
+        for instance in self.instances:
+            instance.close()
 
 
 def describe_properties(loaded: LoadedModel, max_rows: int, sequences: SequenceOptions | None = None) -> dict[str, str]:

@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,11 +90,11 @@ def load_model(
     """
     runtime, trials = runtime or DeviceRuntime(), trials or CaptureTrials()
     limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(monotonic_ns)
-    with limiter.permit(partial(progress.show, "waiting for other loads")) as permit:
+    with limiter.permit(partial(progress.show, "waiting for other loads")) as permit, ExitStack() as instances:
         with limiter.analyzing():
             progress.begin("following rows through the graph")
             model = analyse_model(path, name, options, folder)  # 1
-        load = _Load(model, runtime, trials, progress, permit)
+        load = _Load(model, runtime, trials, progress, permit, instances)
         choice = load.choose_provider()  # 2
         while True:
             try:
@@ -107,14 +108,16 @@ def load_model(
             except (DeviceLostError, LoadCancelledError):
                 raise
             except ServeError as error:
+                instances.close()
                 choice = load.next_provider(choice, error)
         load.report_provider(choice)
         warm = load.adjust_threads(warm)
         loaded = load.prepare_instance(warm)  # 6
         loaded = load.add_instances(loaded, resolved.samples)  # 7
         if checks_golden:
-            loaded = load.check_golden(loaded)  # 8
+            loaded = replace(loaded, golden=check_loaded(model, loaded, load.bounds))  # 8
         load.report(loaded)
+        instances.pop_all()  # From now on, the caller closes them.
         return loaded
 
 
@@ -143,13 +146,16 @@ class _Load:
         trials: CaptureTrials,
         progress: Progress,
         permit: LoadPermit,
+        instances: ExitStack,
     ) -> None:
+        """``instances`` closes the instances if the load fails. Their sessions would live as long as the process."""
         self.model = model
         self.name = model.name
         self.options = options = model.options
         self.runtime = runtime
         self.progress = progress
         self.permit = permit
+        self.instances = instances
         self.classes = read_classes(model.content)
         class_names = {output: tuple(map(str, classes)) for output, classes in self.classes.items()}
         self.labels = class_names | read_labels(options, model.folder)
@@ -202,7 +208,7 @@ class _Load:
     def warm_up(
         self, opened: OpenedSession, choice: ProviderChoice, resolved: ResolvedModel, *, is_first: bool = False
     ) -> _WarmInstance:
-        """Create an instance of the session and warm it up. Frees both on failure.
+        """Create an instance of the session and warm it up.
 
         Warm-up of the first session ends early if another number of threads is better.
 
@@ -212,7 +218,7 @@ class _Load:
         choice, threads = self.settings.place(choice, 0), opened.threads
         signature, padding = resolved.interface.model, resolved.padding
         instance = self.opener.make_instance(opened, choice, signature, self.name, padding)
-        opened.forget()
+        self.instances.callback(instance.close)
         # Some operators of ONNX Runtime 1.31.1 end the process on an input of another rank than they expect.
         is_risky = any(spec.has_any_shape and not spec.is_optional for spec in signature.inputs)
         worker, inputs = WorkerRuns(instance, self.bounds), InputGenerator(signature, padding)
@@ -229,16 +235,12 @@ class _Load:
             keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
             give_back_memory=self.settings.memory_release(instance, choice),
         )
-        try:
-            self.progress.begin_warming()
-            with self.permit.measuring(threads):
-                found = warm_up(worker, inputs, plan)
-            self.spent_s += found.spent_ns / 1e9
-            if found.rejection and not found.has_run and choice.name != CPU:
-                self._check_provider(worker, inputs, choice, found.rejection)
-        except BaseException:
-            instance.close()  # Otherwise its worker and session would live as long as the process.
-            raise
+        self.progress.begin_warming()
+        with self.permit.measuring(threads):
+            found = warm_up(worker, inputs, plan)
+        self.spent_s += found.spent_ns / 1e9
+        if found.rejection and not found.has_run and choice.name != CPU:
+            self._check_provider(worker, inputs, choice, found.rejection)
         return _WarmInstance(instance, opened, choice, resolved, found)
 
     def _check_provider(self, worker: WorkerRuns, inputs: InputGenerator, choice: ProviderChoice, reason: str) -> None:
@@ -261,7 +263,7 @@ class _Load:
         threads = self.settings.best_threads(warm.choice, warm.found.latencies)
         if threads == warm.opened.threads:
             return warm
-        warm.instance.close()
+        self.instances.close()
         return self.warm_up(self.opener.open(warm.choice, threads), warm.choice, warm.resolved)
 
     def prepare_instance(self, warm: _WarmInstance) -> LoadedModel:
@@ -269,22 +271,18 @@ class _Load:
         options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
         interface, padding = warm.resolved.interface, warm.resolved.padding
         worker = WorkerRuns(instance, self.bounds)
-        try:
-            alone_because = why_alone(self.model, found) if interface.model.is_batched else ""
-            if alone_because:
-                interface = interface.unbatched(alone_because)
-                padding = resolve_padding(options, interface.model)  # Requests that run alone are not padded.
-            on_device = DeviceBatches(
-                no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
-            )
-            if isinstance(instance, DeviceInstance):
-                on_device = prepare_batches(instance, opened, options, interface.model, found, padding, self.progress)
-                inputs = InputGenerator(interface.model, padding)
-                found = time_on_buffers(worker, inputs, on_device.sizes, found, self._remaining_s())
-            run_samples(worker, warm.resolved.samples)
-        except BaseException:
-            instance.close()
-            raise
+        alone_because = why_alone(self.model, found) if interface.model.is_batched else ""
+        if alone_because:
+            interface = interface.unbatched(alone_because)
+            padding = resolve_padding(options, interface.model)  # Requests that run alone are not padded.
+        on_device = DeviceBatches(
+            no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
+        )
+        if isinstance(instance, DeviceInstance):
+            on_device = prepare_batches(instance, opened, options, interface.model, found, padding, self.progress)
+            inputs = InputGenerator(interface.model, padding)
+            found = time_on_buffers(worker, inputs, on_device.sizes, found, self._remaining_s())
+        run_samples(worker, warm.resolved.samples)
         return LoadedModel(
             instances=(instance,),
             interface=interface,
@@ -297,6 +295,7 @@ class _Load:
             padding=padding,
             labels=self.labels,
             on_device=on_device,
+            device_ids=tuple(self.settings.place(warm.choice, number).device_id for number in range(options.instances)),
             unbounded_because=self._why_off_loop(interface),
             classes=self.classes,
             provenance=read_provenance(self.model.path, self.model.folder),
@@ -311,49 +310,31 @@ class _Load:
     def add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
         """Open and prepare all instances after the first, and store the states of sequences on their device."""
         options, choice = self.options, loaded.providers
-        try:
-            for number in range(1, options.instances):
-                self.progress.begin_part(f"instance {number + 1} of {options.instances}")
-                placed = self.settings.place(choice, number)
-                opened = self.opener.open(placed, loaded.intra_op_threads)
-                instance = self.opener.make_instance(
-                    opened, placed, loaded.signature, f"{self.name} {number}", loaded.padding
-                )
-                opened.forget()
-                loaded = replace(loaded, instances=(*loaded.instances, instance))
-                found, worker = loaded.warm_up, WorkerRuns(instance, self.bounds)
-                if found.latencies and found.inputs is not None:
-                    rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
-                    run_once(worker, found.inputs, rows)
-                if isinstance(instance, DeviceInstance):
-                    prepare_batches(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
-                run_samples(worker, samples)
-            tensors = loaded.interface.sequences
-            if tensors is not None:
-                is_recorded = options.record.share > 0
-                kept, where = keep_states(loaded.instances, tensors, loaded.warm_up, is_recorded=is_recorded)
-                loaded = replace(
-                    loaded,
-                    interface=replace(loaded.interface, sequences=kept),
-                    on_device=replace(loaded.on_device, states=where),
-                )
-        except BaseException:
-            for instance in loaded.instances:
-                instance.close()
-            raise
-        if options.gpus and self.settings.is_on_gpu(choice):
-            placed_on = tuple(self.settings.place(choice, number).device_id for number in range(options.instances))
-            loaded = replace(loaded, placed=placed_on)
-        return loaded
-
-    def check_golden(self, loaded: LoadedModel) -> LoadedModel:
-        """Check the golden samples of the version. Frees the instances on failure. Raises as ``check_loaded`` does."""
-        try:
-            return replace(loaded, golden=check_loaded(self.model, loaded, self.bounds))
-        except BaseException:
-            for instance in loaded.instances:
-                instance.close()
-            raise
+        for number in range(1, options.instances):
+            self.progress.begin_part(f"instance {number + 1} of {options.instances}")
+            placed = self.settings.place(choice, number)
+            opened = self.opener.open(placed, loaded.intra_op_threads)
+            name = f"{self.name} {number}"
+            instance = self.opener.make_instance(opened, placed, loaded.signature, name, loaded.padding)
+            self.instances.callback(instance.close)
+            loaded = replace(loaded, instances=(*loaded.instances, instance))
+            found, worker = loaded.warm_up, WorkerRuns(instance, self.bounds)
+            if found.latencies and found.inputs is not None:
+                rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
+                run_once(worker, found.inputs, rows)
+            if isinstance(instance, DeviceInstance):
+                prepare_batches(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
+            run_samples(worker, samples)
+        tensors = loaded.interface.sequences
+        if tensors is None:
+            return loaded
+        is_recorded = options.record.share > 0
+        kept, where = keep_states(loaded.instances, tensors, loaded.warm_up, is_recorded=is_recorded)
+        return replace(
+            loaded,
+            interface=replace(loaded.interface, sequences=kept),
+            on_device=replace(loaded.on_device, states=where),
+        )
 
     def report_provider(self, choice: ProviderChoice) -> None:
         """Log warnings about the execution provider that opened the model."""

@@ -78,10 +78,6 @@ class OpenedSession:
             del self.session
             self.streams.close(session)
 
-    def forget(self) -> None:
-        """Drop the reference to the session, which the instance owns and frees from now on."""
-        del self.session
-
 
 class SessionOpener:
     """Opens the sessions of one model. For the thread of the load."""
@@ -213,7 +209,7 @@ class SessionOpener:
         name: str,
         padding: Padding | None,
     ) -> Instance | DeviceInstance:
-        """Create the instance that owns the session. The caller must drop all other references to the session."""
+        """Create the instance that owns the session, to which ``opened`` then has no reference."""
         settings, device_id, gpus = self._options.session, choice.device_id, self._options.gpus
         options = run_options(settings, device_id=device_id, gpus=gpus)
         if opened.streams is not None:
@@ -230,8 +226,9 @@ class SessionOpener:
                 is_whole=opened.is_whole,
                 shrink_arenas=arenas_of(settings, device_id, gpus),
             )
+            del opened.session
             return DeviceInstance(batches, name)
-        return Instance(
+        instance = Instance(
             opened.session,
             signature,
             name=name,
@@ -242,6 +239,8 @@ class SessionOpener:
             gpu=self._gpu_access() if choice.name in GPU_PROVIDERS else None,
             nice=self._options.thread_nice,
         )
+        del opened.session
+        return instance
 
     def _gpu_access(self) -> GpuAccess:
         return GpuAccess(self._runtime.devices.capture_lock.shared, partial(device_run_error, device="the GPU"))

@@ -76,8 +76,7 @@ def _load(trial: TrialLoad) -> ServeError | None:
         loaded = load_model(trial.path, trial.name, options, trial.folder, runtime)
     except ServeError as error:
         return error
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     return None
 
 

@@ -172,8 +172,7 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
     if loaded is None:
         return check
     latencies = loaded.warm_up.latencies
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     return replace(
         check,
         execution_provider=loaded.execution_provider,

@@ -127,8 +127,7 @@ def loaded_runs(subject: Subject) -> Iterator[tuple[LoadedModel, InstanceRuns]]:
         bounds = RunBounds(Progress(monotonic_ns))
         yield loaded, InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, bounds)
     finally:
-        for instance in loaded.instances:
-            instance.close()
+        loaded.close()
 
 
 def write_samples(folder: Path, golden: GoldenSamples, signature: ModelSignature) -> None:

@@ -40,8 +40,7 @@ def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows,
         step(0, "running rows alone and together")
         return _describe_rows(loaded, _try_rows(loaded)), loaded
     finally:
-        for instance in loaded.instances:
-            instance.close()
+        loaded.close()
 
 
 def _try_rows(loaded: LoadedModel) -> TrialOutcome | None:

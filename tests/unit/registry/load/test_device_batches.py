@@ -62,11 +62,6 @@ def load(
     return load_model(path, "m/1", chosen, None, runtime, trials or Trials(), progress)
 
 
-def close(loaded: LoadedModel) -> None:
-    for instance in loaded.instances:
-        instance.close()
-
-
 def shown(loaded: LoadedModel) -> dict[str, str]:
     return describe_properties(loaded, loaded.warm_up.max_rows)
 
@@ -91,7 +86,7 @@ def test_without_configuration_sizes_double_while_they_gain(tmp_path: Path) -> N
     assert instance.depth == 2
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     np.testing.assert_allclose(run(instance, x[:1], x[1:], bucket=4), run(instance, x, bucket=3), rtol=1e-4)
-    close(loaded)
+    loaded.close()
     assert device.allocated_bytes == 0
 
 
@@ -107,7 +102,7 @@ def test_configured_buckets_have_buffers_in_every_instance(tmp_path: Path) -> No
         assert isinstance(instance, DeviceInstance)
         run(instance, np.zeros((2, 64), np.float32), bucket=2)
         assert instance.counts.replayed
-    close(loaded)
+    loaded.close()
     assert device.allocated_bytes == 0
     assert device.handles == 0
 
@@ -120,7 +115,7 @@ def test_trials_buffers_and_captures_are_steps_of_a_load(tmp_path: Path) -> None
             steps.append(doing)
 
     progress = NotedProgress(time.monotonic_ns)
-    close(load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), None, progress, buckets=(2, 4), graph_replay=True))
+    load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), None, progress, buckets=(2, 4), graph_replay=True).close()
     assert steps.index("trying in another process whether graphs can be captured") < steps.index(
         f"opening the session on {CPU}"
     )
@@ -166,7 +161,7 @@ def test_sessions_per_graph_are_opened_after_a_successful_trial(tmp_path: Path) 
         replayed = instance.counts.replayed
         run(instance, x, bucket=2)
         assert (instance.counts.replayed, instance.counts.captured) == (replayed + 1, 4)
-    close(loaded)
+    loaded.close()
     assert (device.allocated_bytes, device.handles) == (0, 0)
 
 
@@ -193,7 +188,7 @@ def test_refused_replay_opens_no_sessions_for_graphs(
     assert len(opened) == 1
     assert shown(loaded)["graph_replay"].startswith(f"none: {because}")
     assert instance.counts.not_captured == {reason: 2}
-    close(loaded)
+    loaded.close()
 
 
 def test_sizes_are_served_in_buffers_without_memory_for_graph_sessions(tmp_path: Path) -> None:
@@ -203,7 +198,7 @@ def test_sizes_are_served_in_buffers_without_memory_for_graph_sessions(tmp_path:
     assert loaded.on_device.sizes == (1, 2)
     assert loaded.on_device.replayed == ()
     assert "its session cannot be opened: 'm/1' needs at least" in shown(loaded)["graph_replay"]
-    close(loaded)
+    loaded.close()
     assert (device.allocated_bytes, device.handles) == (0, 0)
 
 
@@ -229,7 +224,7 @@ def test_graphs_leave_memory_for_unopened_instances(tmp_path: Path, monkeypatch:
     assert len(loaded.instances) == 2
     assert loaded.on_device.replayed == (1,)
     assert "weights of other instances" in shown(loaded)["graph_replay"]
-    close(loaded)
+    loaded.close()
 
 
 def test_model_without_buffers_is_accounted_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +249,7 @@ def test_model_without_buffers_is_accounted_and_counted(tmp_path: Path, monkeypa
         before = dict(instance.counts.plain)
         run(instance, np.zeros((1, 64), np.float32), bucket=1)
         assert instance.counts.plain == before | {"unbound": 1}
-        close(loaded)
+        loaded.close()
 
 
 def test_failed_trial_leaves_no_handles_open(tmp_path: Path) -> None:
@@ -276,7 +271,7 @@ def test_model_that_its_trial_refuses_is_not_captured_and_the_reason_is_shown(tm
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.captured == 0
     assert instance.counts.not_captured == {"trial_refused": 2}
-    close(loaded)
+    loaded.close()
 
 
 def test_load_runs_one_capture_trial_for_all_instances(tmp_path: Path) -> None:
@@ -285,7 +280,7 @@ def test_load_runs_one_capture_trial_for_all_instances(tmp_path: Path) -> None:
     loaded = load(path, HostDevice(), trials, max_rows=2, graph_replay=True, instances=3)
     assert len(loaded.instances) == 3
     assert len(trials.orders) == 1
-    close(loaded)
+    loaded.close()
 
 
 def test_kernels_tuned_during_runs_are_not_captured(tmp_path: Path) -> None:
@@ -328,7 +323,7 @@ def test_uncaptured_sizes_are_counted_by_reason(
     assert ("graph_replay" in shown(loaded)) == chosen["graph_replay"]
     if refused:
         assert shown(loaded)["graph_replay"] == f"none: {refused}"
-    close(loaded)
+    loaded.close()
 
 
 def test_session_that_rejects_capture_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +339,7 @@ def test_session_that_rejects_capture_counts_as_failed(tmp_path: Path, monkeypat
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.not_captured == {"failed": 2}
     assert shown(loaded)["graph_replay"] == "none: This session cannot use the graph capture feature"
-    close(loaded)
+    loaded.close()
 
 
 def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> None:
@@ -368,7 +363,7 @@ def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> 
     assert loaded.on_device.sizes == (1, 2)
     assert opened == [True, False]
     assert sessions[0] == sessions[1]
-    close(loaded)
+    loaded.close()
 
 
 @pytest.mark.parametrize(
@@ -393,7 +388,7 @@ def test_model_without_buffers_is_served_and_its_metadata_says_why(
     assert shown(loaded)["graph_replay"] == shown(loaded)["device_buffers"]
     assert device.allocated_bytes == 0
     assert loaded.instances[0].depth == 1
-    close(loaded)
+    loaded.close()
     assert device.handles == 0
 
 
@@ -401,7 +396,7 @@ def test_disabled_buffers_are_shown(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), device_buffers=False, graph_replay=True)
     assert shown(loaded)["device_buffers"] == shown(loaded)["graph_replay"] == "none: device_buffers is off"
     assert isinstance(loaded.instances[0], Instance)
-    close(loaded)
+    loaded.close()
 
 
 def test_cpu_model_shows_no_device_properties(tmp_path: Path) -> None:
@@ -409,7 +404,7 @@ def test_cpu_model_shows_no_device_properties(tmp_path: Path) -> None:
     assert not {"device_buffers", "graph_replay"} & set(shown(loaded))
     assert isinstance(loaded.instances[0], Instance)
     assert loaded.instances[0].runs_on_host
-    close(loaded)
+    loaded.close()
 
 
 @pytest.mark.parametrize(
@@ -462,5 +457,5 @@ def test_instances_are_placed_on_devices_round_robin(tmp_path: Path) -> None:
     assert made[2].allocated_bytes == 2 * made[0].allocated_bytes > 0
     for instance in loaded.instances:
         run(instance, np.zeros((2, 64), np.float32), bucket=2)
-    close(loaded)
+    loaded.close()
     assert not any(device.allocated_bytes or device.handles for device in made.values())

@@ -40,8 +40,7 @@ def make(folder: Path, build: Callable[..., Path], arrays: Mapping[str, Any] | N
 def load(folder: Path, **options: Any) -> LoadedModel:
     chosen = ModelOptions.model_validate({"warmup_s": 0.2} | options)
     loaded = load_model(folder / "1" / "model.onnx", "m/1", chosen, folder)
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     return loaded
 
 

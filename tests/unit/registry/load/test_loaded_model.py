@@ -17,8 +17,7 @@ def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None
     for served, classes in (((), '{"probabilities": [3, -1]}'), (("label",), None)):
         options = ModelOptions(warmup_s=0, intra_op_threads=1, served_outputs=served)
         loaded = load_model(path, "m", options)
-        for instance in loaded.instances:
-            instance.close()
+        loaded.close()
         assert describe_properties(loaded, 1).get("classes") == classes
         assert loaded.labels == {"probabilities": ("3", "-1")}
 
@@ -26,8 +25,7 @@ def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None
 def test_nodes_on_other_providers_are_named(tmp_path: Path) -> None:
     options = ModelOptions(warmup_s=0, intra_op_threads=1)
     loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m", options)
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     assert "nodes_elsewhere" not in describe_properties(loaded, 1)
     of_another = replace(loaded, providers=ProviderChoice("OtherExecutionProvider"))
     assert describe_properties(of_another, 1)["nodes_elsewhere"] == f"{CPU}: MatMul, Relu, MatMul, Softmax"

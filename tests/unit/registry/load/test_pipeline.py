@@ -48,8 +48,7 @@ QUICK = ModelOptions(warmup_s=0.1)
 
 def load(path: Path, options: ModelOptions = QUICK, progress: Progress | None = None) -> LoadedModel:
     loaded = load_model(path, "m/1", options, progress=progress)
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     return loaded
 
 
@@ -195,8 +194,7 @@ def test_configured_number_of_instances_is_warm_and_works(tmp_path: Path) -> Non
         for instance in loaded.instances:
             np.testing.assert_array_equal(instance.run(Batch(((rows,),), 2, 2)).outputs[0], rows * 2)
     finally:
-        for instance in loaded.instances:
-            instance.close()
+        loaded.close()
     assert not workers()
 
 
@@ -242,8 +240,7 @@ def test_interface_labels_and_samples_are_those_configured(tmp_path: Path) -> No
         }
     )
     loaded = load_model(path, "m/1", options, tmp_path)
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     assert loaded.interface.client.inputs[0].shape == (-1, 8, 8)
     assert loaded.signature.inputs[0].shape == (-1, 64)
     assert loaded.labels == {"y": ("a", "b")}
@@ -442,8 +439,7 @@ class Providers:
 def load_on(path: Path, wishes: Sequence[str], **options: Any) -> LoadedModel:
     chosen = ModelOptions.model_validate({"warmup_s": 5, "execution_providers": tuple(wishes)} | options)
     loaded = load_model(path, "m/1", chosen, None, OfferingOthers())
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     return loaded
 
 
@@ -744,8 +740,7 @@ def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
         options = ModelOptions(warmup_s=0.1, max_rows=2, instances=2, execution_providers=wishes)
         with caplog.at_level(logging.WARNING):
             loaded = load_model(path, "m/1", options, None, OfferingCuda())
-        for instance in loaded.instances:
-            instance.close()
+        loaded.close()
         operators = describe_properties(loaded, 2)["operators"]
         assert operators == f"{CUDA}: 2 MatMul; {CPU}: 1 Relu, 1 Softmax"
         return [vars(line)["fields"] for line in caplog.records if line.message == "nodes are left to the CPU"]

@@ -35,16 +35,14 @@ def test_worker_and_threads_of_the_session_have_the_level_and_no_other(tmp_path:
         assert {task: level for task, level in after.items() if task in before} == before
         assert loaded.unbounded_because == "thread_nice holds for threads of the model"
     finally:
-        for instance in loaded.instances:
-            instance.close()
+        loaded.close()
 
 
 def test_own_level_leaves_short_runs_on_the_event_loop(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     options = ModelOptions(thread_nice=max(0, thread_priority.own_nice()), intra_op_threads=1, warmup_s=0.05)
     loaded = load_model(path, "m", options)
-    for instance in loaded.instances:
-        instance.close()
+    loaded.close()
     assert not loaded.unbounded_because
 
 
