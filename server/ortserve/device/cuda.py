@@ -47,12 +47,7 @@ class CudaDevice:
     ort_name = "cuda"
 
     def __init__(self, device_id: int, runtime: Any = None, driver: Any = None) -> None:
-        """Check that the device exists.
-
-        Args:
-            device_id: The number of the CUDA device.
-            runtime: The CUDA runtime; None for cupy's wrappers.
-            driver: The CUDA driver; None for the installed library.
+        """Check that the device exists. ``runtime`` and ``driver`` replace cupy's wrappers and the installed library.
 
         Raises:
             ImportError: cupy is missing.

@@ -34,12 +34,7 @@ class DeviceInstance:
     """Runs compute on the device, not on the processors of the host."""
 
     def __init__(self, batches: InstanceBatches, name: str) -> None:
-        """Start the threads; batches run plainly until ``prepare`` is called.
-
-        Args:
-            batches: Runs the batches of this instance only. The instance closes it.
-            name: The name of the threads.
-        """
+        """Start the threads. Batches run plainly until ``prepare`` is called. The instance closes ``batches``."""
         self.counts = batches.counts
         self.streams = batches.streams
         self._capture_lock = batches.streams.opened.capture_lock

@@ -25,13 +25,7 @@ class DeviceRegion(RegionMemory):
     may_wait = True
 
     def __init__(self, opened: OpenDevice, region: str, handle: bytes, byte_size: int) -> None:
-        """Open the allocation. Blocks.
-
-        Args:
-            opened: The device of the allocation.
-            region: The region's name, for messages.
-            handle: The handle of the allocation. The process that made the handle cannot open it.
-            byte_size: The size of the region.
+        """Open the allocation. Blocks. The process that made the handle cannot open it.
 
         Raises:
             ServeError: invalid_input: the handle cannot be opened, or its allocation is smaller than the region;

@@ -40,13 +40,8 @@ class StateRuns:
     ) -> None:
         """Create an event to wait for runs.
 
-        Args:
-            sessions: The sessions, which compute on the compute stream of ``streams``.
-            signature: The model's signature, for which ``why_no_states`` is empty.
-            streams: The streams of the sessions.
-            states: The model's states.
-            plain: Runs plain batches of the instance.
-            options: The options of plain runs, which return only when their outputs are complete.
+        ``why_no_states`` is empty for ``signature``. ``options`` are those of plain runs, which return only when their
+        outputs are complete.
         """
         self._sessions = sessions
         self._states = states

@@ -132,12 +132,9 @@ class ObjectApart(Generic[_Kept]):
     """
 
     def __init__(self, limit_s: float, make: Callable[..., _Kept], *arguments: Any) -> None:
-        """Make the object in a new process.
+        """Make the object in a new process. ``limit_s`` limits that, with the start of the process, and each call.
 
-        Args:
-            limit_s: Time limit of the start with the making of the object, and of each call.
-            make: A function or class of a module. Its arguments are pickled; its result is not.
-            arguments: Its arguments.
+        ``make`` is a function or class of a module. Its arguments are pickled; its result is not.
         """
         self._next: tuple[Callable[..., Any], tuple[Any, ...]] = (make, arguments)
         self._outcomes: Final = _run_child(None, self._calls(), limit_s, [])

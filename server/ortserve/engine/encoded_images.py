@@ -94,12 +94,7 @@ class ImageSession:
     """
 
     def __init__(self, session: ort.InferenceSession, images: Mapping[str, ImageInput], max_pixels: int) -> None:
-        """Store the session.
-
-        Args:
-            session: The session of the edited model.
-            images: The image inputs by name.
-            max_pixels: Maximum width times height of an image.
+        """Take the session of an edited model, its image inputs, and the maximum width times height of an image.
 
         Raises:
             ServeError: unsupported: Pillow is missing.

@@ -56,19 +56,11 @@ class Instance:
         gpu: GpuAccess | None = None,
         nice: int | None = None,
     ) -> None:
-        """Start the worker.
+        """Start the worker, a thread named after ``name``.
 
-        Args:
-            session: The session, for this instance only.
-            signature: The served inputs and outputs.
-            name: The name of the worker thread.
-            intra_op_threads: The threads of the session.
-            clock: Monotonic nanoseconds.
-            padding: How batches are padded; None if they never are.
-            run_options: The options of every run, not shared with other instances; None for default options.
-            gpu: Access to the GPU of the session; None for a session on the host. With a GPU, the event loop must not
-                call ``run``, which may block.
-            nice: Nice level of the worker where the system permits it; None for the process's level.
+        No other instance may use the ``session`` or the ``run_options``. ``gpu`` is None for a session on the host;
+        otherwise the event loop must not call ``run``, which may block. ``nice`` is the level of the worker where the
+        system permits it.
         """
         run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)

@@ -109,10 +109,6 @@ class Runtime:
     def __init__(self, libraries: Sequence[Path] = (), *, global_threads: bool = False) -> None:
         """Register plug-in libraries, and create a thread pool for all sessions if it is requested.
 
-        Args:
-            libraries: The libraries of plug-ins.
-            global_threads: Whether all sessions share one thread pool.
-
         Raises:
             ServeError: invalid_input: a library cannot be used.
         """

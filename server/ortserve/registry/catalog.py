@@ -46,13 +46,9 @@ class VersionRecord:
     ) -> None:
         """Begin in the state LOADING.
 
-        Args:
-            model: Name of the model.
-            version: 0 for a model whose versions could not be read.
-            on_change: Called after each change of state.
-            is_required: Whether the server is ready only once this version is ready.
-            source: Source of the version; None for version 0.
-            metrics: Metrics of an earlier load of the version, to continue; None to start new ones.
+        ``version`` is 0, and ``source`` is None, for a model whose versions could not be read. The server is ready only
+        once a version that ``is_required`` is ready. ``metrics`` are those of an earlier load, to continue; None starts
+        new ones. ``on_change`` is called after each change of state.
         """
         self.model = model
         self.version = version

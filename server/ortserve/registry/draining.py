@@ -14,13 +14,6 @@ class Draining:
     """Drains and frees versions. Loop thread only."""
 
     def __init__(self, catalog: Catalog, ledger: HostLedger, metrics: Metrics) -> None:
-        """Drain nothing yet.
-
-        Args:
-            catalog: The registry's catalog.
-            ledger: Holds the memory accounts of the versions.
-            metrics: Metrics of the server.
-        """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
         self._ledger = ledger

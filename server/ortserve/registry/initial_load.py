@@ -29,15 +29,7 @@ class InitialLoad:
         room: MemoryRoom,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """Load nothing yet.
-
-        Args:
-            catalog: The registry's catalog.
-            reader: Reads the sources of the models.
-            reconciler: Loads the models.
-            room: Evicts models in the order of the start, if there is a memory budget.
-            start: Starts a change of models, as a task that ends with the registry.
-        """
+        """``start`` starts a change of models, as a task that ends with the registry."""
         self._catalog: Final = catalog
         self._reader: Final = reader
         self._reconciler: Final = reconciler

@@ -22,13 +22,7 @@ class Labels:
     """The labels and rollouts in effect for all models. Loop thread only, except ``named_versions``."""
 
     def __init__(self, catalog: Catalog, sources: Mapping[str, ModelSource], state: StateFile) -> None:
-        """Put nothing into effect yet.
-
-        Args:
-            catalog: Finds versions by their labels.
-            sources: Source of the latest load of each model. Read at each call.
-            state: Stores labels and rollouts that calls have set.
-        """
+        """``sources`` has the source of the latest load of each model, and is read at each call."""
         self._catalog = catalog
         self._sources = sources
         self._state = state

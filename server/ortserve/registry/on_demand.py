@@ -39,16 +39,9 @@ class LoadsOnDemand:
     ) -> None:
         """Load nothing yet.
 
-        Args:
-            catalog: The registry's catalog.
-            reconciler: Loads the models.
-            room: Estimates the cost of loads, and keeps the members of an ensemble in memory during its load.
-            sources: Source of the latest load of each model. Read at each call.
-            clock: Monotonic nanoseconds.
-            counts: Counts requests by the outcome of their wait.
-            start: Runs a load in a task that ends with the registry.
-            wait_s: The longest wait of a request.
-            read: Reads the source of a model from the disk; None if loads on demand do not follow changes of files.
+        ``sources`` has the source of the latest load of each model, and is read at each call. ``start`` runs a load in
+        a task that ends with the registry. A request waits at most ``wait_s``. ``read`` reads the source of a model
+        from the disk; None if loads on demand do not follow changes of files.
         """
         self._catalog = catalog
         self._reconciler = reconciler

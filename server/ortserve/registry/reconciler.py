@@ -54,14 +54,8 @@ class Reconciler:
     ) -> None:
         """Change nothing yet.
 
-        Args:
-            catalog: The registry's catalog.
-            versions: Loads versions.
-            draining: Drains versions.
-            labels: Labels of all models.
-            sources: Source of the latest load of each model, failed or not. Only this class writes to it.
-            clock: Monotonic nanoseconds.
-            on_versions: Called with a model whose versions, configuration, labels or rollout may have changed.
+        ``sources`` has the source of the latest load of each model, failed or not. Only this class writes to it.
+        ``on_versions`` is called with a model whose versions, configuration, labels or rollout may have changed.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog

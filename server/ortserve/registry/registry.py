@@ -62,21 +62,10 @@ class Registry:
     ) -> None:
         """Load nothing yet.
 
-        Args:
-            repositories: Folders of models.
-            defaults: Values of options that a model's own configuration does not set.
-            metrics: Metrics of the server.
-            clock: Monotonic nanoseconds.
-            runtime: Device runtime of the process; None for a default one.
-            activity: Reports runs on the event loop; None if the loop is not watched.
-            cache: Response cache of models with ``response_cache``; None if the server has no cache.
-            recordings: Recordings of the server; None if it records no requests.
-            state: Stores changes made by calls, such as labels; None to start without any and reject new ones.
-            mirrors: Synchronize some of the folders with stores; None if all folders belong to the operator.
-            memory_budget_bytes: The option of this name.
-            gpu_memory_budget_bytes: The option of this name.
-            on_demand_wait_s: The longest wait of a request for a load, and of a load for memory.
-            is_polled: Whether loads on demand follow changes of files, because ``poll`` is called regularly.
+        ``defaults`` are values of options that a model's own configuration does not set. Without ``state``, new changes
+        by calls, such as labels, are rejected. ``mirrors`` synchronize some of the ``repositories`` with stores; the
+        others belong to the operator. ``on_demand_wait_s`` limits the wait of a request for a load, and that of a load
+        for memory. If ``is_polled``, ``poll`` is called regularly, and loads on demand follow changes of files.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()

@@ -51,18 +51,7 @@ class ServedModel(ServedVersion):
         recording: Recording | None,
         sequences: SequenceRuns | None,
     ) -> None:
-        """Accept requests.
-
-        Args:
-            loaded: Result of the load.
-            batcher: Batcher of the loaded instances.
-            metrics: Metrics of the version; they also name the model and the version.
-            configuration: The configuration of its load.
-            properties: Shown in the metadata.
-            cached: Answers repeated requests without a run; None to run every request.
-            recording: Recording of its requests; None if requests are not recorded.
-            sequences: Runs its requests in the order of their sequences; None for a model without sequences.
-        """
+        """Accept requests. ``cached`` answers repeated requests without a run; None to run every request."""
         super().__init__(
             loaded.interface.client,
             loaded.labels,

@@ -44,16 +44,9 @@ class ServedVersion(ABC):
     ) -> None:
         """Begin with no holders.
 
-        Args:
-            signature: Signature of requests and responses.
-            labels: Names of the elements of an output, by the name of the output. Outputs without labels are left out.
-            metrics: Metrics of the version; they also name the model and the version.
-            configuration: The configuration of its load.
-            properties: Shown in the metadata.
-            is_cached: Whether a repeated request may be answered without a run.
-            recording: Recording of its requests; None if requests are not recorded.
-            sequences: Runs the requests of sequences in order; None for a version without sequences of its own.
-            takes_sequences: Whether the version has sequences, or is an ensemble with a member that has.
+        ``metrics`` also name the model and the version. ``labels`` are the names of the elements of an output, by the
+        name of the output. If ``is_cached``, a repeated request may be answered without a run. ``takes_sequences`` says
+        whether the version has ``sequences`` of its own, or is an ensemble with a member that has.
         """
         self.name: Final[str] = metrics.name
         self.version: Final[str] = metrics.version

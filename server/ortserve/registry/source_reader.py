@@ -48,12 +48,8 @@ class SourceReader:
     ) -> None:
         """Read nothing yet.
 
-        Args:
-            repositories: Folders of models.
-            defaults: Values of options that a model's own configuration does not set.
-            mirrors: Synchronize some of the folders with stores; None if all folders belong to the operator.
-            named_versions: Returns versions of a model that its source includes regardless of its policy, if they
-                exist. Called on any thread.
+        ``named_versions`` returns versions of a model that its source includes regardless of its policy, if they exist.
+        It is called on any thread. ``mirrors`` synchronize some of the ``repositories`` with stores.
         """
         self._repositories = repositories
         self._defaults = defaults

@@ -51,17 +51,7 @@ class VersionLoader:
         max_loads: int = MAX_LOADS,
         progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
     ) -> None:
-        """Load nothing yet.
-
-        Args:
-            catalog: The registry's catalog; finds members of ensembles, and the version that a load replaces.
-            ledger: Measures the memory of each load.
-            assembly: Creates served versions from loaded models.
-            clock: Monotonic nanoseconds.
-            runtime: Device runtime of the process; None for a default one.
-            max_loads: Maximum number of concurrent loads; the number of processors is a further limit.
-            progress_log_interval_s: Interval between log lines of one load.
-        """
+        """Load nothing yet. The number of processors limits concurrent loads, too."""
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
         self._ledger = ledger

@@ -41,18 +41,7 @@ class Versions:
         on_change: Callable[[], None] = lambda: None,
         on_replace: Callable[[VersionRecord], object] = lambda record: None,
     ) -> None:
-        """Load nothing yet.
-
-        Args:
-            catalog: The registry's catalog.
-            room: Reserves memory for loads.
-            loader: Runs loads.
-            draining: Drains replaced versions, and frees failed ones.
-            metrics: Metrics of the server.
-            clock: Monotonic nanoseconds.
-            on_change: Called after the state of a version has changed.
-            on_replace: Called with a version that has abandoned an instance and should be loaded again by ``replace``.
-        """
+        """``on_replace`` gets each version that has abandoned an instance, and should call ``replace`` for it."""
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
         self._room = room

@@ -64,15 +64,9 @@ class EnsembleRun:
     ) -> None:
         """Store the inputs; ``start`` starts the run.
 
-        Args:
-            route: Route for the requested outputs.
-            request: A request to the ensemble.
-            terms: Terms of the request.
-            part: The request's part in a sequence, for the steps that have sequences; None for other requests.
-            times: Sums the phases of all steps.
-            clock: Monotonic nanoseconds.
-            on_end: Called once when the request is settled or rejected, with the kind of the error or None.
-            limits: Limits of the requests under way in each step; None for no limits.
+        ``part`` is the request's part in a sequence, for the steps that have sequences. ``times`` sums the phases of
+        all steps. ``on_end`` is called once when the request is settled or rejected, with the kind of the error or
+        None.
         """
         selection = route.selection
         self._route = route

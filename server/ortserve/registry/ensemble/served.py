@@ -52,19 +52,7 @@ class ServedEnsemble(ServedVersion):
         cached: CachedRuns | None = None,
         turns: SequenceTurns,
     ) -> None:
-        """Accept requests.
-
-        Args:
-            signature: Signature of the ensemble, already checked against the members.
-            plan: Plan of the ensemble.
-            members: Member of each step.
-            metrics: Metrics of the version; they also name the model and the version.
-            clock: Monotonic nanoseconds.
-            configuration: The configuration of its load.
-            labels: Names of the elements of an output, by the name of the output.
-            cached: Answers repeated requests without a run; None to run every request.
-            turns: Orders requests of sequences; shared by all loads of the ensemble.
-        """
+        """Accept requests. ``signature`` fits the members. All loads of the ensemble share ``turns``."""
         super().__init__(
             signature,
             labels,

@@ -71,16 +71,7 @@ class Assembly:
         cache: ResponseCache | None = None,
         recordings: Recordings | None = None,
     ) -> None:
-        """Assemble nothing yet.
-
-        Args:
-            loop: The running event loop.
-            clock: Monotonic nanoseconds.
-            processors: Maximum number of threads that all models together may keep busy.
-            activity: The argument of ``InlineBudget``.
-            cache: Response cache of models with ``response_cache``; None if the server has no cache.
-            recordings: Recordings of the server; None if it records no requests.
-        """
+        """``processors`` is the maximum number of threads that all models together may keep busy."""
         self._loop = loop
         self._clock = clock
         self._cache = cache

@@ -42,16 +42,7 @@ class Demands:
         expect: Callable[[str], LoadCost],
         wait_s: float,
     ) -> None:
-        """Load nothing yet.
-
-        Args:
-            clock: Monotonic nanoseconds.
-            counts: Counts requests by the outcome of their wait.
-            load: Loads a model; raises ServeError.
-            start: Runs a load in a task that ends with the registry.
-            expect: Estimates the cost of a load of a model.
-            wait_s: The longest wait of a request.
-        """
+        """``start`` runs a load in a task that ends with the registry. A request waits at most ``wait_s``."""
         self._clock = clock
         self._counts = counts
         self._load = load

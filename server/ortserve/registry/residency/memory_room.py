@@ -83,17 +83,9 @@ class MemoryRoom:
     ) -> None:
         """Reserve nothing yet.
 
-        Args:
-            catalog: The registry's catalog.
-            ledger: Holds the accounts of all loads.
-            draining: Evicts models.
-            clock: Monotonic nanoseconds.
-            counts: Counts evictions and refusals.
-            must_stay: Tells whether a model must not be evicted now.
-            budget_bytes: Maximum private host memory of all models together; None for no limit.
-            gpu_budget_bytes: Maximum memory of all models together on each GPU; None for no limit.
-            devices: Devices of the process, with the memory that models hold on them; None if there are no devices.
-            wait_s: Maximum time that a load may wait for models that must stay in memory for a while.
+        ``budget_bytes`` limits the private host memory of all models together, and ``gpu_budget_bytes`` their memory on
+        each GPU. ``must_stay`` tells whether a model must not be evicted now. A load waits at most ``wait_s`` for
+        models that must stay in memory for a while.
         """
         self._catalog = catalog
         self._ledger = ledger
