@@ -64,13 +64,7 @@ class RolloutOptions(BaseModel):
 
 
 def why_without_effect(options: RolloutOptions, model: str, stable: int | None) -> str:
-    """The reason why a rollout has no candidate beside the version that is labelled ``stable``; empty if it has one.
-
-    Args:
-        options: The options of the rollout.
-        model: Name of the model, for the reason.
-        stable: The version that is labelled ``stable``; None without the label.
-    """
+    """The reason why a rollout has no candidate beside the version that is labelled ``stable``; empty if it has one."""
     if stable is None:
         return f"rollout: expected model '{model}' to have the label '{STABLE}', got none"
     if stable == options.candidate:

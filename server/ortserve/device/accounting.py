@@ -28,11 +28,7 @@ class Ledger:
         self._accounts: list[Account] = []
 
     def check_room(self, owner: str, needs: Mapping[str, int]) -> None:
-        """Check that the device has room for an allocation.
-
-        Args:
-            owner: The future owner, for the error.
-            needs: Bytes by purpose.
+        """Check that the device has room for an allocation: ``needs`` are its bytes by purpose.
 
         Raises:
             ServeError: overloaded: the device has too little memory; the message gives the missing bytes.

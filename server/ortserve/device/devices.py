@@ -46,12 +46,7 @@ class DeviceProvider:
     one_graph_per_session: bool = False
 
     def provider_options(self, stream: int, *, captures: bool) -> dict[str, str]:
-        """The options of a session that ``Device.run`` runs.
-
-        Args:
-            stream: The session's compute stream.
-            captures: Whether the session captures graphs.
-        """
+        """The options of a session that ``Device.run`` runs."""
         options = dict(self.options)
         if self.stream_option:
             options[self.stream_option] = str(stream)
@@ -148,11 +143,7 @@ class Devices:
         return self._providers[provider]
 
     def open(self, provider: str, device_id: int) -> OpenDevice | str:
-        """Open the device on which sessions of an execution provider run.
-
-        Args:
-            provider: The full name of the execution provider.
-            device_id: The number among the devices of its kind.
+        """Open the device on which sessions of an execution provider run, by its number among the devices of its kind.
 
         Returns:
             The device, or the reason why the sessions cannot have buffers.

@@ -68,11 +68,7 @@ def why_no_replay(
 ) -> NoReplay | None:
     """The reason, known before a capture, why the graph of a model cannot be captured; None if a capture may work.
 
-    Args:
-        provider: The full name of the execution provider that captures.
-        operators: The model's operators by execution provider.
-        settings: The settings of the session.
-        shapes_elsewhere: Whether the provider captures although the CPU computes shapes.
+    If ``shapes_elsewhere``, the provider captures although the CPU computes shapes.
     """
     everything = frozenset().union(*operators.values())
     if control := sorted(everything & _CONTROL_FLOW):

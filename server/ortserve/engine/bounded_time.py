@@ -102,12 +102,7 @@ _TOO_LARGE: Final = f"the graph has more than {MAX_NODES} nodes and initializers
 
 
 def why_unbounded(model: Model, signature: ModelSignature) -> str:
-    """The reason why the time of a run does not follow from the number of rows; empty if it does.
-
-    Args:
-        model: The model's file.
-        signature: The served inputs and outputs.
-    """
+    """The reason why the time of a run does not follow from the number of rows; empty if it does."""
     if signature.ragged is not None:
         return "the requests of a batch are joined, whatever their shapes"
     if because := _why_shapes_vary(signature):

@@ -297,10 +297,7 @@ def wants_more_profiles(error: ServeError) -> bool:
 def why_built_anew(options: Mapping[str, str]) -> str:
     """The reason why another session of a model would build its engines again; empty if a cache holds the engines.
 
-    Building takes minutes.
-
-    Args:
-        options: The provider's options, with the profile.
+    Building takes minutes. ``options`` include the profile.
     """
     if not any(key in options for key in _TENSORRT_PROFILE):
         return (
@@ -313,11 +310,6 @@ def why_built_anew(options: Mapping[str, str]) -> str:
 
 def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mapping[str, str]) -> dict[str, str]:
     """The options of one profile, from the smallest to the largest batch size, optimal for the largest.
-
-    Args:
-        signature: The model's signature.
-        sizes: Batch sizes in rows.
-        given: The configured options.
 
     Returns:
         Empty if a profile is configured, if shapes do not follow from the number of rows, or if the option cannot

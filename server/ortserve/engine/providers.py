@@ -151,10 +151,6 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
 def check_names(wishes: Sequence[ProviderWish], option: str) -> None:
     """Check that ONNX Runtime, an installed package or a registered plug-in knows each EP, even if unavailable here.
 
-    Args:
-        wishes: Short or full EP names, with or without options.
-        option: The option's name for the error.
-
     Raises:
         ServeError: invalid_input: an EP is unknown; the message has the first unknown name.
     """

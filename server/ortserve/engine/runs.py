@@ -48,10 +48,7 @@ def arenas_of(settings: SessionSettings, device_id: int, gpus: Sequence[int] = (
 def run_options(settings: SessionSettings, *, device_id: int = 0, gpus: Sequence[int] = ()) -> ort.RunOptions:
     """Options of all plain runs of one instance. Instances must not share them: they also terminate runs.
 
-    Args:
-        settings: The settings of the session.
-        device_id: The device of the session.
-        gpus: The GPUs of all instances of the model.
+    ``gpus`` are those of all instances of the model, and ``device_id`` is that of this one.
     """
     return graph_options(NO_GRAPH, arenas_of(settings, device_id, gpus))
 
@@ -203,11 +200,7 @@ class PlainBatches:
     def run(
         self, batch: Batch, run_arrays: Callable[[Sequence[np.ndarray]], list[np.ndarray]] | None = None
     ) -> tuple[BatchResult, Sequence[np.ndarray]]:
-        """Run on the calling thread.
-
-        Args:
-            batch: A batch of the model.
-            run_arrays: Runs staged inputs instead of this object's own ``run_arrays``.
+        """Run on the calling thread. ``run_arrays`` runs the staged inputs instead of this object's own method.
 
         Returns:
             The result, and the whole outputs, including padding rows, with rows on axis 0.

@@ -51,9 +51,7 @@ def dependents_of(name: str, sources: Mapping[str, ModelSource]) -> list[str]:
 def reject_cycles(sources: Iterable[ModelSource], known: Mapping[str, ModelSource]) -> list[ModelSource]:
     """The sources. For each ensemble that contains itself, the source has a problem instead of versions.
 
-    Args:
-        sources: Sources of the models to load.
-        known: Sources of other models.
+    ``known`` are the sources of other models.
     """
     loading = list(sources)
     members = {name: members_of(source) for name, source in known.items()}

@@ -41,10 +41,7 @@ class InitialLoad:
         """Models that were loaded even if they could be loaded on demand."""
 
     async def load(self, only: Collection[str] | None) -> None:
-        """Load the models of the repositories. A model that fails is recorded and does not stop others from loading.
-
-        Args:
-            only: Names of models; None for all.
+        """Load the models of the repositories that ``only`` names, or all. A failed model does not stop the others.
 
         Raises:
             ServeError: invalid_input, if a repository cannot be read. Models may have been loaded before.

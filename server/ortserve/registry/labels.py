@@ -116,13 +116,8 @@ class Labels:
 def follow_file(before: Mapping[str, int], given: Mapping[str, int], ready: Collection[int]) -> dict[str, int]:
     """Compute the labels of a ``model.yaml`` that are in effect after a change of the file or of the serving versions.
 
-    A label moves to its new version when that version serves, so that a version that fails to load takes no requests
-    from one that serves.
-
-    Args:
-        before: Labels in effect until now.
-        given: Labels in the file.
-        ready: The versions that serve.
+    A label moves from the version in ``before``, labels in effect until now, to that in ``given``, the labels in the
+    file, when this version serves. Thus a version that fails to load takes no requests from one that serves.
     """
     return {label: version if version in ready else before.get(label, version) for label, version in given.items()}
 

@@ -56,11 +56,7 @@ class LoadsOnDemand:
     ) -> ServedVersion:
         """Find the version that answers, as ``Catalog.find`` does. A model that is not in memory is loaded first.
 
-        Args:
-            name: Name of the model.
-            version: A number, a label or ``""``, as for ``Catalog.find``.
-            received_ns: When the request was received (monotonic); None for now.
-            timeout_ns: The request's time limit, or None. ``wait_s`` limits the wait in any case.
+        The wait begins at ``received_ns`` (monotonic), or now. It ends at the latest after ``timeout_ns`` or ``wait_s``.
 
         Raises:
             ServeError: An error of ``Catalog.find`` or of ``Demands.wait``.

@@ -70,14 +70,7 @@ class Recordings:
         """Bytes of requests that the thread has finished. Only the thread writes it."""
 
     def begin(self, name: str, version: str, signature: ModelSignature, options: RecordOptions) -> "Recording":
-        """Start recording requests of a newly loaded version.
-
-        Args:
-            name: Name of the model: a file name, because models in repositories are named after a folder or file.
-            version: Version number, as digits.
-            signature: Signature of the model's instances.
-            options: Options of the model.
-        """
+        """Start recording requests of a newly loaded version. ``signature`` is that of the model's instances."""
         assert Path(name).name == name, "it is the name of a folder"
         folder = self._folders.setdefault((name, version), _Folder(self._folder / name / version))
         log_event(logger, logging.INFO, "requests are recorded", model=name, version=version, share=options.share)

@@ -173,10 +173,7 @@ class Registry:
         return {name: self.records_of(name) for name in self._catalog.names()}
 
     async def load_all(self, only: Collection[str] | None = None) -> None:
-        """Load the models of the repositories. A model that fails is recorded and does not stop others from loading.
-
-        Args:
-            only: Names of models; None for all.
+        """Load the models of the repositories that ``only`` names, or all. A failed model does not stop the others.
 
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
@@ -205,10 +202,7 @@ class Registry:
 
         Also waits for draining versions of earlier loads. Does nothing for a model that is unknown or not loaded. The
         ensembles that contain the model go out of service first, and come back when it is loaded again.
-
-        Args:
-            name: Name of the model.
-            with_members: Whether to unload the members of an ensemble, too, except members of other ensembles.
+        ``with_members`` unloads the members of an ensemble, too, except members of other ensembles.
         """
         await asyncio.shield(self._start(self._unload(name, with_members=with_members)))
 
@@ -289,11 +283,7 @@ class Registry:
     ) -> tuple[ModelSource, list[str] | None]:
         """Load a model. Returns None for the failures if members of an ensemble must be loaded first.
 
-        Args:
-            name: Name of the model.
-            config: The argument of ``load``.
-            files: The argument of ``load``.
-            known: Sources of all members, whose loads have ended; None if members may still need to be loaded.
+        ``known`` are the sources of all members, whose loads have ended; None if members may still need to be loaded.
         """
         async with self._reconciler.lock(name), self._reader.open(name, config, files) as source:
             if known is None and self._reconciler.missing_members(source):

@@ -62,9 +62,6 @@ class ShapeClasses:
         A request runs alone if it sets an initializer of the model, if it has an axis without elements, or if its sizes
         contradict names of dimensions on which the proof of independent rows relies.
 
-        Args:
-            inputs: Inputs in the form of batches.
-
         Raises:
             ServeError: invalid_input, for inputs that disagree on a padded dimension.
         """
@@ -204,11 +201,7 @@ def check_empty_axes(
 ) -> None:
     """Reject empty inputs for which ONNX Runtime may leave a part of a tensor unwritten, or may crash.
 
-    Args:
-        inputs: Inputs in the form of batches, with at least one row.
-        signature: Signature of the model itself.
-        model: Name of the model, for the error.
-        empty_axes: Axes along which each input may be empty, from ``load/empty_axes``.
+    ``inputs`` have the form of batches and at least one row. ``empty_axes`` are from ``load/empty_axes``.
 
     Raises:
         ServeError: invalid_input, naming the first such input.
@@ -229,11 +222,6 @@ def check_empty_axes(
 
 def placeholder_row(inputs: Arrays, signature: ModelSignature, model: str) -> Arrays:
     """Make a row of zeros and empty texts for a request without rows. Other dimensions are those of the request.
-
-    Args:
-        inputs: Inputs of the request, in the signature's order; empty along their batch axes.
-        signature: Signature of requests of a batched model.
-        model: Name of the model, for the error.
 
     Raises:
         ServeError: invalid_input, if a row has too many elements.

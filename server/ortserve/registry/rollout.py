@@ -24,13 +24,9 @@ class Rollout(ABC):
 
     @abstractmethod
     def observe(self, request: InferRequest, headers: Headers, outputs: Arrays, timing: Timing) -> None:
-        """Record a request that the version has answered.
+        """Record a request that the version has answered, with outputs in the form of clients.
 
-        Args:
-            request: The request, as the caller sent it.
-            headers: Headers of the call.
-            outputs: Outputs in the form of clients. They are not modified any more.
-            timing: Timing of the request, up to ``computed_ns``.
+        The outputs are not modified any more, and ``timing`` is complete up to ``computed_ns``.
         """
 
     @abstractmethod

@@ -76,11 +76,6 @@ def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
 
     Floats are converted to other float types. Integers are converted if no value changes.
 
-    Args:
-        name: Name of the array, for errors.
-        spec: Specification of the tensor.
-        array: Array from a file.
-
     Raises:
         ServeError: invalid_input, with the expected and the actual shape or datatype.
     """

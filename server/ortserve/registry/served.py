@@ -217,10 +217,6 @@ class ServedModel(ServedVersion):
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """Remove the padding from the outputs of a request, and convert them to the form of clients.
 
-        Args:
-            outputs: Outputs from the batcher.
-            inputs: Inputs of the request, as ``submit`` converted them.
-
         Returns:
             Views of arrays that later runs do not change.
 
@@ -303,17 +299,11 @@ def has_queue_policies(options: ModelOptions) -> bool:
 def policy_terms(
     options: ModelOptions, level: int, received_ns: int, finish_by_ns: int | None, queue_timeout_ns: int | None
 ) -> Terms:
-    """The terms of a request of a model with queue policies.
+    """The terms of a request of a model with queue policies, whose wait began at ``received_ns`` (monotonic).
 
     Such a model has two batcher levels for each priority level: the first for requests in time, the second for requests
-    whose queue timeout has passed, which run after the others.
-
-    Args:
-        options: Options of the model.
-        level: Priority level of the request; 1 is the highest.
-        received_ns: When its wait began (monotonic).
-        finish_by_ns: Deadline of the request, or None.
-        queue_timeout_ns: Queue timeout that the request sets. It replaces a longer one if the policy allows that.
+    whose queue timeout has passed, which run after the others. A queue timeout that the request sets replaces a longer
+    one if the policy allows that.
     """
     policy = options.priority_queue_policies.get(level, options.queue_policy)
     wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)

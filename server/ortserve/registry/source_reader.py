@@ -128,11 +128,6 @@ class SourceReader:
 
         The files of a client exist until the context exits.
 
-        Args:
-            name: Name of the model.
-            config: The argument of ``Registry.load``.
-            files: The argument of ``Registry.load``.
-
         Raises:
             ServeError: internal, as ``Registry.load``.
         """

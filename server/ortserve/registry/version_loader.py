@@ -72,10 +72,7 @@ class VersionLoader:
     async def load(self, record: VersionRecord, source: VersionSource, events: RunEvents) -> ServedVersion:
         """Load a version. After an error, everything that the load opened is closed.
 
-        Args:
-            record: Record of this load. This call sets its progress, and its state to WARMING once the model is open.
-            source: What to load.
-            events: Callbacks for runs over their limits and lost devices.
+        Sets the progress of the record, and its state to WARMING once the model is open.
 
         Raises:
             ServeError: Why the version cannot serve. NoRoomError, if a member of an ensemble is not in memory.

@@ -63,11 +63,7 @@ class Versions:
     def announce(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
         """Create the record of a load that waits. The catalog shows it, unless the previous load still serves.
 
-        Args:
-            name: Name of the model.
-            version: Number of the version.
-            source: Source of the model.
-            is_awaited: Whether requests may wait for the load.
+        If ``is_awaited``, requests may wait for the load.
         """
         record = self._make_record(name, version, source, is_awaited=is_awaited)
         self._loading.setdefault(name, set()).add(record)
@@ -101,11 +97,8 @@ class Versions:
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version, as soon as fewer loads are under way than the limit.
 
-        A previous load of the version serves until the new one is warm, and keeps serving if the new one fails.
-
-        Args:
-            record: Record of this load. On return it is READY, FAILED, or GONE if there was no room.
-            source: What to load.
+        A previous load of the version serves until the new one is warm, and keeps serving if the new one fails. On
+        return, the record is READY, FAILED, or GONE if there was no room.
 
         Returns:
             Why the load failed; empty if the version serves.
@@ -258,10 +251,7 @@ class Versions:
     def cancel_loads(self, name: str, because: str, *, is_superseded: bool = False) -> None:
         """Cancel the loads of a model: those that wait at once, those under way at their next step.
 
-        Args:
-            name: Name of the model.
-            because: Why, for the reason of each load.
-            is_superseded: Whether a newer load of the model follows. Requests then wait for that one.
+        If ``is_superseded``, a newer load of the model follows, and requests wait for that one.
         """
         for record in self._loading.get(name, ()):
             record.cancelled_because = because

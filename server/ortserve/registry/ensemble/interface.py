@@ -46,12 +46,6 @@ def resolve_signature(name: str, options: ModelOptions, plan: Plan, members: Seq
 
     Datatypes and dims that the ensemble does not declare come from the first member that uses the tensor.
 
-    Args:
-        name: Name of the ensemble.
-        options: Options of the ensemble.
-        plan: Plan of the ensemble.
-        members: Member of each step.
-
     Raises:
         ServeError: invalid_input, for a step that maps unknown inputs or outputs or leaves out a required input, for
             members that disagree on a tensor, and for a batch size that a member does not accept.

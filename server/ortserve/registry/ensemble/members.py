@@ -44,10 +44,7 @@ def _find_different_loads(
 ) -> str | None:
     """The first model of which steps use different loads, also steps of ensembles that are members.
 
-    Args:
-        plan: Plan of an ensemble.
-        members: The member of each of its steps.
-        loads: The member of each model and version in earlier steps. Those of these steps are added.
+    ``loads`` has the member of each model and version in earlier steps. Those of these steps are added.
     """
     for step, member in zip(plan.steps, members, strict=True):
         key = step.model, step.version

@@ -99,10 +99,6 @@ class Plan:
 def make_plan(name: str, options: ModelOptions) -> Plan:
     """Check the graph of an ensemble and number its tensors.
 
-    Args:
-        name: Name of the ensemble, for errors.
-        options: Options of the ensemble, with its steps, inputs and outputs.
-
     Raises:
         ServeError: invalid_input, for a tensor that is written twice, never written or never used, and for a cycle.
     """
@@ -184,9 +180,7 @@ def member_names(options: ModelOptions) -> tuple[str, ...]:
 def find_cycle(name: str, members: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
     """Find a cycle of ensembles through ``name``, which is its first and last element. Empty if there is no cycle.
 
-    Args:
-        name: Name of an ensemble.
-        members: Members of each ensemble.
+    ``members`` has the members of each ensemble.
     """
     came_from: dict[str, str] = {}
     pending = [name]

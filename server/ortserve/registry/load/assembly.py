@@ -88,14 +88,7 @@ class Assembly:
         metrics: ModelMetrics,
         run_events: RunEvents = NO_CALLBACKS,
     ) -> ServedModel:
-        """Assemble a served model.
-
-        Args:
-            loaded: Result of the load.
-            configuration: The configuration of its load.
-            metrics: Metrics of its version.
-            run_events: Callbacks for runs over their limits and lost devices.
-        """
+        """Assemble a served model. ``run_events`` are told of runs over their limits and of lost devices."""
         found = loaded.warm_up
         options = configuration.options
         # Latencies depend on shapes. With several shape classes, each class learns from its own batches.
@@ -197,13 +190,6 @@ class Assembly:
         metrics: ModelMetrics,
     ) -> ServedEnsemble:
         """Assemble an ensemble.
-
-        Args:
-            plan: Plan of the ensemble.
-            members: Member of each step.
-            configuration: The configuration of its load.
-            labels: Names of the elements of an output, by the name of the output.
-            metrics: Metrics of its version.
 
         Raises:
             ServeError: invalid_input, if the steps do not match the members.

@@ -71,12 +71,7 @@ def check_samples(
 ) -> str:
     """Run all samples, each alone and then the groups, and compare the outputs.
 
-    Args:
-        golden: The samples and their tolerances.
-        signature: Signature of the samples.
-        groups: Groups of samples that also run together.
-        run: Runs samples.
-        is_coarse: Whether the samples run on a GPU.
+    The signature is that of the samples. If ``is_coarse``, they run on a GPU.
 
     Returns:
         The number of samples and their largest errors, for the model's metadata.

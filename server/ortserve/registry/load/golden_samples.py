@@ -83,10 +83,7 @@ class GoldenSamples:
 def golden_folder(path: Path, folder: Path | None, options: ModelOptions) -> Path | None:
     """The folder of a version's golden samples; None for a model that is a single file.
 
-    Args:
-        path: The version's model file. It may be inside a folder named ``model_file`` in the version's folder.
-        folder: Folder of the model; None for a model that is a single file.
-        options: Options of the model.
+    The model file ``path`` may be inside a folder named ``model_file`` in the version's folder.
     """
     if folder is None:
         return None
@@ -97,9 +94,7 @@ def golden_folder(path: Path, folder: Path | None, options: ModelOptions) -> Pat
 def read_golden(folder: Path | None, signature: ModelSignature) -> GoldenSamples | None:
     """Read the samples of a version. Returns None if it has no folder of samples.
 
-    Args:
-        folder: Result of ``golden_folder``.
-        signature: Signature of the tensors of clients, in the form of the model.
+    ``signature`` has the tensors of clients, in the form of the model.
 
     Raises:
         ServeError: invalid_input, naming the file and the array, the expectation and the content.

@@ -205,13 +205,7 @@ class Sample:
 def make_samples(
     options: ModelOptions, interface: Interface, folder: Path | None, *, max_rows: int | None
 ) -> list[Sample]:
-    """Create the tensors of the configured samples. Blocks on their files.
-
-    Args:
-        options: Options of the model.
-        interface: Interface of the model. Samples are checked against it like requests.
-        folder: Folder of the model.
-        max_rows: Maximum number of rows of a batch; None for no limit.
+    """Create the tensors of the configured samples, checked like requests. Blocks on their files.
 
     Raises:
         ServeError: invalid_input, naming the sample and the problem.

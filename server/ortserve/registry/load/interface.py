@@ -51,10 +51,7 @@ class Interface:
 def resolve_interface(options: ModelOptions, whole: ModelSignature, folder: Path | None = None) -> Interface:
     """Check the configured inputs and outputs against the model, and apply their order, dims and reshapes.
 
-    Args:
-        options: Options of the model.
-        whole: Signature of the model file, with hidden tensors.
-        folder: Folder of the model, which contains the files of first states.
+    ``whole`` is the signature of the model file, with hidden tensors. ``folder`` contains the files of first states.
 
     Raises:
         ServeError: invalid_input, with the name, and the values of the model and of the configuration.
@@ -197,11 +194,7 @@ Value: TypeAlias = bool | int | float | str
 
 
 def resolve_padding(options: ModelOptions, signature: ModelSignature) -> Padding | None:
-    """The padding of the batches of a model; None if they are never padded.
-
-    Args:
-        options: Options of the model, including ``pad`` and ``buckets``.
-        signature: Signature of the model, including the names of its dimensions.
+    """The padding of the batches of a model, by ``pad`` and ``buckets``; None if they are never padded.
 
     Raises:
         ServeError: invalid_input, naming the key of ``model.yaml`` that does not match the model.

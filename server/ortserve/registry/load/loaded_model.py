@@ -102,13 +102,7 @@ class LoadedModel:
 
 
 def describe_properties(loaded: LoadedModel, max_rows: int, sequences: SequenceOptions | None = None) -> dict[str, str]:
-    """The properties for the model's metadata, long ones last.
-
-    Args:
-        loaded: The model.
-        max_rows: Maximum number of rows of a batch.
-        sequences: Options of sequences; None for a model without sequences.
-    """
+    """The properties for the model's metadata, long ones last. Batches have at most ``max_rows`` rows."""
     found = loaded.warm_up
     warm_up = "not warmed up"
     if found.rejection:
@@ -146,9 +140,7 @@ def describe_properties(loaded: LoadedModel, max_rows: int, sequences: SequenceO
 def describe_ended_sharing(difference: Difference, max_rows: int) -> str:
     """The property ``batching`` of a model whose requests stopped sharing batches after a failed row check.
 
-    Args:
-        difference: Difference between the outputs of a request in the batch and alone.
-        max_rows: Maximum number of rows of one request that run together.
+    The row check found ``difference``. Up to ``max_rows`` rows of one request still run together.
     """
     return (
         "each request runs alone: an answer depended on the other requests of its batch, "
@@ -167,13 +159,7 @@ def log_warnings(
 ) -> None:
     """Log warnings: nodes left to the CPU, batches limited by memory, options without effect.
 
-    Args:
-        loaded: The model.
-        name: Name of the model, for the log.
-        options: Options of the model.
-        max_rows: Configured maximum number of rows of a batch; None for no limit.
-        has_global_threads: Whether all models share the threads of the process.
-        is_on_gpu: Whether the model runs on a GPU.
+    ``max_rows`` is the configured maximum of a batch; None for no limit.
     """
     found = loaded.warm_up
     if on_cpu := left_to_cpu(loaded.execution_provider, loaded.operators):

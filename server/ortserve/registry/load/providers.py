@@ -153,15 +153,7 @@ def cpu_accepts_any(
 ) -> bool:
     """Whether the model accepts any of the rows on the CPU. Also False if the CPU provider cannot open the model.
 
-    Opens a session on the CPU for this, beside the session that rejected the rows.
-
-    Args:
-        model: The model.
-        options: Options of a session on the CPU alone.
-        rows: Result of ``find_rejected_rows``.
-        signature: Signature of the model.
-        padding: Padding of the rows.
-        bounds: Limits of each run.
+    Opens a session on the CPU with ``options`` for this, beside the session that rejected the rows.
     """
     try:
         session = open_session(model.path, model.name, options, model.content)

@@ -13,9 +13,7 @@ from ortserve.errors import ServeError, invalid_input
 def as_requests(options: ModelOptions, signature: ModelSignature) -> ModelSignature:
     """The signature of requests to a ragged model: with their shapes, without the inputs that the server derives.
 
-    Args:
-        options: Options of a ragged model.
-        signature: Signature of the model itself, with rows on axis 0 of all tensors.
+    ``signature`` is that of the model itself, with rows on axis 0 of all tensors.
 
     Raises:
         ServeError: invalid_input, for unknown names, and for tensors of the model that do not match the options.
@@ -41,12 +39,9 @@ def as_requests(options: ModelOptions, signature: ModelSignature) -> ModelSignat
 
 
 def resolve_ragged(options: ModelOptions, signature: ModelSignature, whole: ModelSignature) -> ModelSignature:
-    """Add the description of ragged batches to a signature.
+    """Add the description of ragged batches to the signature of requests, in its final order.
 
-    Args:
-        options: Options of a ragged model.
-        signature: Signature of requests, in its final order.
-        whole: Signature of the model itself.
+    ``whole`` is the signature of the model itself.
     """
     index = {spec.name: place for place, spec in enumerate(signature.inputs)}
     derived = tuple(

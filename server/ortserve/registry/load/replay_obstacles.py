@@ -25,12 +25,9 @@ class ReplayObstacles:
     def find_in(
         self, operators: Mapping[str, frozenset[str]], choice: ProviderChoice, provider: DeviceProvider
     ) -> NoReplay | None:
-        """The obstacle that an open session shows.
+        """The obstacle that an open session shows, by its operators on each execution provider.
 
-        Args:
-            operators: The operators of the session by execution provider.
-            choice: The execution provider on which the session was opened.
-            provider: The same provider as a maker of devices.
+        ``choice`` and ``provider`` are the same execution provider, as a wish and as a maker of devices.
         """
         settings, shapes_elsewhere = self._model.options.session, not provider.one_graph_per_session
         return why_no_replay(choice.name, operators, settings, shapes_elsewhere=shapes_elsewhere)

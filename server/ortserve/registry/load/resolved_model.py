@@ -32,10 +32,7 @@ class ResolvedModel:
 def resolve_model(model: AnalysedModel, opened: OpenedSession, *, max_rows: int | None) -> ResolvedModel:
     """Read the signature of a session, and check and apply the options to it. Blocks on the files of samples.
 
-    Args:
-        model: The model.
-        opened: A session of the model.
-        max_rows: Maximum number of rows of a batch; None for no limit.
+    ``max_rows`` is the maximum number of rows of a batch; None for no limit.
 
     Raises:
         ServeError: The model cannot be served, or the options do not match it.

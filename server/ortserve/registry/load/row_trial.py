@@ -214,13 +214,9 @@ def _joined(samples: Sequence[Sample]) -> Iterator[Arrays]:
 def why_rows_depend(
     signature: ModelSignature, together: Arrays, alone: Sequence[Arrays], *, is_coarse: bool = False
 ) -> str:
-    """Compare rows that ran together with the same rows each run alone.
+    """Compare rows that ran ``together`` in one run with the same rows each run ``alone``, all on axis 0.
 
-    Args:
-        signature: Signature of the model; outputs have rows on axis 0.
-        together: Outputs of one run of ``len(alone)`` rows.
-        alone: Outputs of a run of each of these rows by itself.
-        is_coarse: The argument of ``core.tensor.agree``.
+    ``is_coarse`` is the argument of ``core.tensor.agree``.
 
     Returns:
         How the outputs show that rows depend on each other; empty if they show no dependence.
@@ -249,10 +245,7 @@ def why_no_rows(signature: ModelSignature, outputs: Arrays, rows: int) -> str:
 def row_drift(signature: ModelSignature, together: Arrays, alone: Sequence[Arrays]) -> float:
     """The largest difference of a finite float between rows that ran together and the same rows each run alone.
 
-    Args:
-        signature: Signature of the model.
-        together: Outputs of one run of ``len(alone)`` rows, on axis 0.
-        alone: Outputs of a run of each of these rows by itself. Outputs of other shapes are left out.
+    Outputs of a row alone that have another shape are left out.
     """
     drift = 0.0
     for index, (spec, output) in enumerate(zip(signature.outputs, together, strict=True)):

@@ -86,11 +86,7 @@ def resolve_tensors(
 ) -> SequenceTensors:
     """Check controls and states against the model, and create their first values. Blocks on the files of states.
 
-    Args:
-        options: Options of the model, with ``sequences`` set.
-        signature: Signature of the model, with the hidden tensors at the end.
-        shown_outputs: Number of outputs that clients may request.
-        folder: Folder of the model.
+    ``signature`` has the hidden tensors at the end. Clients may request the first ``shown_outputs`` outputs.
 
     Raises:
         ServeError: invalid_input, with the name, and the values of the model and of the configuration.

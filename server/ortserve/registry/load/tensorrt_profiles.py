@@ -30,10 +30,6 @@ class TensorrtProfiles:
         """Add a profile of the batch sizes to a choice of TensorRT. Returns other choices as they are.
 
         Without a profile, TensorRT learns the shapes from the runs, and builds its engine again for new ones.
-
-        Args:
-            choice: The choice.
-            open_file: Opens the model's file.
         """
         if choice.name != TENSORRT or self._has_none:
             return choice

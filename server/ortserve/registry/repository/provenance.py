@@ -22,10 +22,6 @@ def provenance_beside(model: Path) -> Path:
 def read_provenance(path: Path, folder: Path | None) -> str:
     """Read the summary of a version. Blocks.
 
-    Args:
-        path: The model file of the version.
-        folder: Folder of the model; None for a model that is a single file.
-
     Returns:
         The summary; a description of the problem if the file is malformed; empty if there is no file.
     """

@@ -32,10 +32,6 @@ _DEFAULT_IDLE_US: Final = 1_000_000
 def read_sequences(config: pb.ModelConfig, name: str) -> dict[str, Any]:
     """Translate ``sequence_batching`` to options.
 
-    Args:
-        config: Configuration with ``sequence_batching``.
-        name: Name of the model, for errors.
-
     Raises:
         ServeError: invalid_input.
     """

@@ -63,12 +63,7 @@ class Demands:
         return demand
 
     async def wait(self, name: str, received_ns: int, timeout_ns: int | None) -> None:
-        """Wait until a model is loaded, at most until the deadline of the request.
-
-        Args:
-            name: Name of the model.
-            received_ns: When the request was received (monotonic).
-            timeout_ns: Time limit of the request; None for no limit of its own.
+        """Wait until a model is loaded, at most until the deadline of the request, which came at ``received_ns``.
 
         Raises:
             ServeError: not_ready, if the model cannot be loaded in time, with the time after which to retry;

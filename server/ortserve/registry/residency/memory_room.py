@@ -133,11 +133,7 @@ class MemoryRoom:
 
     @contextmanager
     def loading_together(self, *ensembles: Collection[str]) -> Iterator[None]:
-        """Evict no member of an ensemble for another one of its members, unless they do not fit together.
-
-        Args:
-            ensembles: The models of each ensemble that is loaded meanwhile.
-        """
+        """Evict no member of these ensembles for another one of its members, unless they do not fit together."""
         self._together += ensembles
         try:
             yield
