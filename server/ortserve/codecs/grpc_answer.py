@@ -18,6 +18,7 @@ from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.sequence import arrays_bytes
 from ortserve.errors import ServeError, invalid_input
 
 MAX_MESSAGE_BYTES: Final = 2**31 - 1
@@ -34,11 +35,9 @@ class GrpcEncoder:
     """Encodes unary answers as ``ModelInferResponse``, with raw contents for each output. An ``AnswerEncoder``."""
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
-        texts = 0
-        for tensor in response.outputs:
-            if tensor.datatype is DataType.BYTES:
-                texts += tensor.array.size
-        return texts > INLINE_TEXTS or response.output_bytes() > INLINE_BINARY_BYTES
+        texts = sum([tensor.array.size for tensor in response.outputs if tensor.datatype is DataType.BYTES])
+        arrays = tuple([tensor.array for tensor in response.outputs])
+        return texts > INLINE_TEXTS or arrays_bytes(arrays) > INLINE_BINARY_BYTES
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None

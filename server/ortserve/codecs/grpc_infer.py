@@ -174,13 +174,6 @@ def require_version(version: str) -> None:
         )
 
 
-def _parse_head(data: bytes) -> _Head:
-    return _read_head(parse_message(ModelInferRequest, data))
-
-
-_cached_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
-
-
 def _has_few_texts(head: bytes) -> bool:
     """Whether the event loop may decode the texts that a head declares. Raises ServeError: invalid_input."""
     if len(head) > USUAL_HEAD_BYTES:
@@ -189,7 +182,8 @@ def _has_few_texts(head: bytes) -> bool:
     return sum([prod(declared.shape) for declared in inputs if declared.datatype is DataType.BYTES]) <= INLINE_TEXTS
 
 
-def _read_head(message: ModelInferRequest) -> _Head:
+def _parse_head(data: bytes) -> _Head:
+    message = parse_message(ModelInferRequest, data)
     model, version = message.model_name, message.model_version
     require_version(version)
     in_regions: dict[int, RegionInput] = {}
@@ -203,6 +197,9 @@ def _read_head(message: ModelInferRequest) -> _Head:
         _parameters(message.parameters),
         RegionUse(list(in_regions.values()), places) if in_regions or places else None,
     )
+
+
+_cached_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
 
 
 def _inputs(

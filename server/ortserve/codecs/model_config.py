@@ -48,8 +48,8 @@ def parse_config_json(text: str | bytes) -> ModelConfig:
 
 
 def _value(field: FieldDescriptor, value: Any) -> Any:
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        of_values = field.message_type.fields_by_name["value"]
+    of_values = _map_values(field)
+    if of_values is not None:
         return {str(key): _single(of_values, value[key]) for key in sorted(value)}
     if field.is_repeated:
         return [_single(field, item) for item in value]

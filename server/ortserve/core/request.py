@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ortserve.core.region import RegionUse
-from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import Tensor
 
 Parameter: TypeAlias = str | int | float | bool
@@ -102,7 +101,3 @@ class InferResponse:
         self.id = id
         self.outputs = outputs
         self.placed = placed
-
-    def output_bytes(self) -> int:
-        """The memory of the outputs, including their texts."""
-        return arrays_bytes(tuple([tensor.array for tensor in self.outputs]))

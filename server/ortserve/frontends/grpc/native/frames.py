@@ -91,11 +91,6 @@ def settings(values: Mapping[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*item) for item in values.items()))
 
 
-def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Return pairs of number and value, in the order in which they take effect."""
-    return list(_SETTING.iter_unpack(payload))
-
-
 def header_block(stream_id: int, block: bytes, max_frame_size: int, *, is_end: bool) -> bytes:
     """Encode a HEADERS frame, followed by CONTINUATION frames if the block is larger than one frame."""
     flags = END_STREAM if is_end else 0
@@ -179,7 +174,7 @@ def read_peer_settings(payload: bytes) -> PeerSettings:
         raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
     values: dict[int, int] = {}
     lowest_table: int | None = None
-    for number, value in read_settings(payload):
+    for number, value in _SETTING.iter_unpack(payload):
         if number in _HIGHEST:
             highest, code, name = _HIGHEST[number]
             lowest = MIN_FRAME_SIZE if number == MAX_FRAME_SIZE else 0
