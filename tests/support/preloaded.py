@@ -6,6 +6,7 @@ its own arguments and environment, and becomes a child of the test run, which wa
 """
 
 import ctypes
+import gc
 import json
 import os
 import select
@@ -107,6 +108,10 @@ def _serve_orders(orders: socket.socket) -> None:
     read_options({})
     unused = (Mock() for _ in range(5))
     make_control_app(*unused, title="never served", version="0")
+
+    # A server collects garbage several times at its start, which would inspect and copy all that was imported here.
+    gc.collect()
+    gc.freeze()
 
     # Forking is safe here, because only numpy has a thread, and numpy restarts it in the child.
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
