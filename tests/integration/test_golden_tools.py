@@ -286,6 +286,8 @@ def test_check_finds_what_a_load_would(tmp_path: Path, capsys: pytest.CaptureFix
     assert "ended with signal 6" in found["crashes"]["problem"]
     assert {one["kind"] for one in result["findings"]} == {"model_fails"}
     assert [one["name"] for one in checked(capsys, tmp_path, "--model", "double", status=0)["models"]] == ["double"]
+    broken = checked(capsys, tmp_path, "--model", "broken", "--fail-on", "never", status=0)  # it only reports
+    assert [one["level"] for one in broken["findings"]] == ["problem"]
     assert "'s3://bucket/models': expected a folder of models" in refused(capsys, "check", "s3://bucket/models")
     problem = refused(capsys, "check", tmp_path, "--model", "nowhere")
     assert "--model nowhere: expected a model of" in problem

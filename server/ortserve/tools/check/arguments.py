@@ -18,7 +18,8 @@ def build_parser() -> ToolParser:
         "check",
         "Load the models of a repository as the server would, without serving: configuration, graph, execution "
         "provider, warm-up, golden samples, ensembles. Each version loads in another process. Changes nothing.",
-        epilog="Exit status: 0 all can be served, 1 a finding of the level of --fail-on, 2 wrong arguments.",
+        epilog="Exit status: 0 all can be served, 1 a version cannot or has a finding of the level of --fail-on, 2 "
+        "wrong arguments. With --fail-on never, 0 instead of 1.",
     )
     add = parser.add_argument
     add("repository", metavar="REPOSITORY", help="folder of models, or an .onnx file")
