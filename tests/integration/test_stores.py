@@ -25,7 +25,7 @@ from archives import file_site, write_archive
 from azure_server import AzureServer
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders
-from s3_server import ACCESS_KEY, SECRET_KEY, FaultyProxy, S3Server, s3_behind_proxy, upload
+from s3_server import ACCESS_KEY, SECRET_KEY, FaultyProxy, MotoServer, S3Server, s3_behind_proxy, upload
 from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, read_metrics, serving, starting, triton_clients
 
 ROW = {"x": np.array([[1, 2, 3, 4]], np.float32)}
@@ -447,6 +447,39 @@ def test_object_or_listing_that_trickles_fails_and_is_tried_again(lab: Lab, tmp_
         wait_for_answer(server, 2)
 
 
+@pytest.mark.parametrize("key", ["m//2/model.onnx", "m/2/../model.onnx", "m/2/a\x7f"])
+def test_key_that_no_file_can_have_fails_its_model_alone(moto: MotoServer, tmp_path: Path, key: str) -> None:
+    for path, content in (version(tmp_path, "m", 1, 1) | version(tmp_path, "other", 1, 1)).items():
+        moto.put(path, content)
+    flags = ("s3://bucket/models", "--store-cache-dir", tmp_path / "cache", *FAST, *POLL)
+    with serving(*flags, env=moto.environment) as server:
+        assert (answer_of(server), answer_of(server, "other")) == (1, 1)
+        moto.put(f"models/{key}", b"")
+        server.wait_for_line("the previous load keeps serving", "expected names that are not empty")
+        for path, content in version(tmp_path, "other", 2, 2).items():
+            moto.put(path, content)
+        wait_for_answer(server, 2, "other")
+        assert answer_of(server) == 1
+        state, reason = index(server)["m"]
+        assert (state, repr(key)[1:-1] in reason) == ("READY", True), reason
+        moto.delete(f"models/{key}")
+        for path, content in version(tmp_path, "m", 3, 3).items():
+            moto.put(path, content)
+        wait_for_answer(server, 3)
+
+
+@pytest.mark.parametrize("key", ["/m/1/model.onnx", "../m/1/model.onnx", "m\\1\\model.onnx"])
+def test_key_that_no_model_can_have_is_left_out_with_a_warning(moto: MotoServer, tmp_path: Path, key: str) -> None:
+    for path, content in version(tmp_path, "m", 1, 1).items():
+        moto.put(path, content)
+    moto.put(f"models/{key}", b"")
+    flags = ("s3://bucket/models", "--store-cache-dir", tmp_path / "cache", *FAST)
+    with serving(*flags, env=moto.environment) as server:
+        assert answer_of(server) == 1
+        server.wait_for_line("objects are left out: no model can have their name", "objects=1")
+        assert set(index(server)) == {"m"}
+
+
 def test_loads_by_clients_do_not_wait_for_other_stores(lab: Lab, tmp_path: Path) -> None:
     buckets, folder = [lab.bucket("stuck"), lab.bucket("loads")], tmp_path / "folder"
     upload(buckets[0], version(tmp_path, "m", 1, 1))
@@ -520,6 +553,16 @@ def check_archive(folder: Path, address: str, tmp_path: Path) -> None:
     os.utime(changed, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     with serving(*flags) as server:
         assert answer_of(server) == 3
+
+
+@pytest.fixture
+def moto() -> Iterator[MotoServer]:
+    try:
+        server = MotoServer("bucket")
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="module")

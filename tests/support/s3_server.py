@@ -1,5 +1,7 @@
 """A real S3 server on a folder (rclone), and a TCP proxy in front that cuts, delays, truncates and corrupts answers.
 
+A second server, in memory (moto), takes keys that no file can have.
+
 Without keys it also serves clients of Google Cloud Storage, whose XML interface equals that of S3.
 """
 
@@ -14,13 +16,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
+from apart import installed_apart
 from servers import LONG_S, LOOK_S
 
 ACCESS_KEY: Final = "TESTACCESSKEY"
 SECRET_KEY: Final = "TESTSECRETKEY-never-in-logs"
+_MOTO: Final = "5.2.5"
 _PIECE_BYTES: Final = 65536
 _TRICKLE_S: Final = 0.2
 
@@ -80,6 +86,58 @@ class S3Server:
         self._process.stderr.close()
 
 
+class MotoServer:
+    """S3 in memory, with one bucket. Its keys need not be paths of files."""
+
+    def __init__(self, bucket: str) -> None:
+        """Start the server.
+
+        Raises:
+            UnavailableError: pip cannot install moto.
+        """
+        packages = installed_apart(f"moto-{_MOTO}", f"moto[s3]=={_MOTO}", "flask", "flask-cors")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-p", "0"],
+            env=dict(os.environ, PYTHONPATH=str(packages)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stderr is not None
+        found = next(filter(None, (re.search(r"http://127\.0\.0\.1:(\d+)", line) for line in self._process.stderr)))
+        self._address = "127.0.0.1", int(found[1])
+        self._reader = threading.Thread(target=self._process.stderr.read, daemon=True)
+        self._reader.start()
+        self._bucket = bucket
+        self._call("PUT", "")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that direct a client to this server."""
+        return client_environment(self._address[1])
+
+    def put(self, key: str, content: bytes) -> None:
+        self._call("PUT", key, content)
+
+    def delete(self, key: str) -> None:
+        self._call("DELETE", key)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(LONG_S)
+        self._reader.join(LONG_S)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def _call(self, method: str, key: str, content: bytes = b"") -> None:
+        """Send a request whose key no client changes. The server checks no signature."""
+        connection = HTTPConnection(*self._address, timeout=LONG_S)
+        account = f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request"
+        signed = {"Authorization": f"{account}, SignedHeaders=host, Signature=none"}
+        connection.request(method, f"/{self._bucket}/{quote(key)}", content, signed)
+        assert connection.getresponse().status < 300
+        connection.close()
+
+
 class FaultyProxy:
     """Passes connections to ``target`` and applies a fault to answers for ``spoiled`` paths.
 
@@ -104,13 +162,7 @@ class FaultyProxy:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that direct a client to this proxy."""
-        return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        }
+        return client_environment(self.port)
 
     def close(self) -> None:
         self._listener.close()
@@ -164,6 +216,17 @@ class FaultyProxy:
             for place in range(len(rest)):
                 client.sendall(rest[place : place + 1])
                 time.sleep(_TRICKLE_S)
+
+
+def client_environment(port: int) -> dict[str, str]:
+    """Variables that direct a client to the S3 server at this port."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+    }
 
 
 @contextmanager

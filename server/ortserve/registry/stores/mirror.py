@@ -22,6 +22,7 @@ from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores.cache import StoreCache, with_known_digests
 from ortserve.registry.stores.failures import Failures
 from ortserve.registry.stores.fetch import FetchProgress
+from ortserve.registry.stores.listing_log import ListingLog
 from ortserve.registry.stores.objects import Store, StoredObject, StoreError, group_by_entry, model_name
 from ortserve.registry.stores.placement import FILES_SIDE_BY_SIDE, Choice, Objects, Placement, Placer
 from ortserve.telemetry.logs import log_event, log_fault
@@ -101,7 +102,7 @@ class Mirror:
         self._models = ThreadPool(_MODELS_SIDE_BY_SIDE, "store-models")
         placing = store, cache, folder, defaults, ThreadPoolExecutor(FILES_SIDE_BY_SIDE, "store-files"), self._progress
         self._placer = Placer(*placing, checks_etags=checks_etags, on_digest=self._note_digest)
-        self._reported = ""
+        self._log = ListingLog(url)
         self._listed_ns = self._written_ns = 0
         self._is_unwritten = False
         """Whether the listing has changed since it was last written to the cache."""
@@ -238,7 +239,7 @@ class Mirror:
             except StoreError as error:
                 self._is_up = False
                 self._failed_lists += 1
-                self._report(error)
+                self._log.failed(error)
                 raise
             self._listed_ns = self._clock()
             with self._lock:
@@ -247,15 +248,7 @@ class Mirror:
                 self._state.entries = group_by_entry(self._state.objects.values())
                 self._state.is_known = True
         self._is_up = True
-        if self._reported:
-            self._reported = ""
-            log_event(logger, logging.INFO, "the store can be listed again", repository=self.url)
-
-    def _report(self, error: StoreError) -> None:
-        if error.message != self._reported:  # logged once per change, not at every poll
-            self._reported = error.message
-            message = "the store cannot be listed; its loaded models keep serving"
-            log_event(logger, logging.ERROR, message, repository=self.url, reason=error.message)
+        self._log.listed(listed)
 
     def _use_last_listing(self, error: StoreError) -> None:
         known = self._cache.read_listing(self.url)

@@ -7,8 +7,9 @@ metadata services.
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ortserve.config.repository_url import RepositoryUrl
 from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, unless_slow
@@ -28,6 +29,13 @@ _SECRET_NAMES: Final = re.compile("SECRET|TOKEN|KEY|PASSWORD|SIGNATURE|SAS|CREDE
 _MIN_SECRET: Final = 4
 """Minimum length of a value to redact. Shorter values might be words of the message."""
 _MODIFIED: Final = "modified "
+_Objects: TypeAlias = list[StoredObject]
+_UNUSABLE: Final = re.compile(r'invalid path: .*?Path "(.*?)"(?: contained|: Encountered)', re.DOTALL)
+"""The client's error about a key that it cannot represent: one with an empty part, a part ``.`` or ``..``, or a control
+character."""
+_AFTER_UNUSABLE: Final = "0"
+"""A path after all paths that begin with an empty part, ``.`` or ``..``. Only names that begin with ``!"#$%&'()*+,-.``
+come before it."""
 _TRUE: Final = ("1", "true", "yes", "on")
 
 
@@ -57,6 +65,14 @@ def retry_config(timeout_s: float) -> "RetryConfig":
     }
 
 
+class _UnusableKeyError(StoreError):
+    """A key that the client cannot represent is among those to list. ``path`` is relative to the repository."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message, is_final=True)
+        self.path: Final = path
+
+
 class ObjectStore:
     """A store of the objects with a prefix in a bucket."""
 
@@ -77,26 +93,69 @@ class ObjectStore:
         except Exception as error:  # noqa: BLE001 - the library has errors of many classes
             raise explain(error) from None
         self._timeout_s = timeout_s
+        self._prefix = f"{url.path}/" if url.path else ""
 
-    def list(self, known: Mapping[str, StoredObject]) -> Iterator[StoredObject]:
-        count = 0
+    def list(self, known: Mapping[str, StoredObject]) -> _Objects:
+        """List all objects. The client fails a page with a key that it cannot represent, such as ``m//1/x``.
+
+        Models are then listed one by one, and the key stands for all objects of its model. If the name of a model is
+        such a key, S3 and Google Cloud Storage list what follows it.
+        """
         try:
-            for chunk in self._listings.list(chunk_size=_LIST_OBJECTS):
-                for meta in chunk:
-                    yield StoredObject(meta["path"], meta["size"], tag_of(meta))
-                count += len(chunk)
-                if count > MAX_OBJECTS:
-                    break
+            return self._list()
+        except _UnusableKeyError:
+            try:
+                return self._list_each_model()
+            except _UnusableKeyError as error:
+                if any(path < _AFTER_UNUSABLE and not path.startswith(".") for path in known):
+                    raise  # these models would look as if they had been removed
+                return [StoredObject(error.path, 0, ""), *self._list(offset=_AFTER_UNUSABLE)]
+
+    def _list(self, folder: str | None = None, offset: str | None = None) -> _Objects:
+        found: _Objects = []
+        with self._explained():
+            for chunk in self._listings.list(folder, offset=offset, chunk_size=_LIST_OBJECTS):
+                found += map(_object, chunk)
+                _check_count(found)
+        return found
+
+    def _list_each_model(self) -> _Objects:
+        with self._explained():
+            result = self._listings.list_with_delimiter()
+        found = [_object(meta) for meta in result["objects"]]
+        for folder in result["common_prefixes"]:
+            try:
+                found += self._list(folder)
+            except _UnusableKeyError as error:
+                found.append(StoredObject(error.path, 0, ""))
+            _check_count(found)
+        return found
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
         except Exception as error:  # noqa: BLE001
+            if unusable := _UNUSABLE.search(str(error)):
+                raise _UnusableKeyError(explain(error).message, unusable[1].removeprefix(self._prefix)) from None
             raise explain(error) from None
-        if count > MAX_OBJECTS:
-            raise StoreError(f"expected at most {MAX_OBJECTS} objects, got more", is_final=True)
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
         return read_object(self._contents, found.path, found.size, found.tag, self._timeout_s)
 
     def settle(self) -> None:
         pass
+
+
+def _check_count(found: _Objects) -> None:
+    if len(found) > MAX_OBJECTS:
+        raise StoreError(f"expected at most {MAX_OBJECTS} objects, got more", is_final=True)
+
+
+def _object(meta: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(meta["path"], meta["size"], tag_of(meta))
 
 
 def tag_of(meta: Mapping[str, Any]) -> str:

@@ -94,8 +94,8 @@ def unless_slow(pieces: Iterator[bytes], window_s: float) -> Iterator[bytes]:
     waited_ns = count = 0
     while True:
         asked_ns = monotonic_ns()
-        piece = next(pieces, b"")
-        if not piece:
+        piece = next(pieces, None)
+        if piece is None:
             return
         waited_ns += monotonic_ns() - asked_ns
         count += len(piece)
@@ -118,7 +118,10 @@ def path_problem(path: str) -> str:
     """Why a path must not or cannot be written below a folder; empty if it can."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in path or not path.isprintable():
-        return f"expected names without '..', '\\' and characters that cannot be printed, got {path[:200]!r}"
+        return (
+            "expected names that are not empty, '.' or '..', without '\\' and characters that cannot be printed, "
+            f"got {path[:200]!r}"
+        )
     try:
         sizes = [len(part.encode()) for part in parts]
     except UnicodeEncodeError:
