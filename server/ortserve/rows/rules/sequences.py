@@ -54,6 +54,12 @@ def _check_mask(call: Call, like: Value, index: int) -> None:
     _check_rows(call, like, index)
 
 
+def _check_present(call: Call, *past: int) -> None:
+    """Raise if an operator has a past without outputs for the present, where ONNX Runtime 1.32.0 reads other memory."""
+    if any(map(call.has, past)) and not (call.wants(1) and call.wants(2)):
+        raise RandomError("has a past without outputs for the present, and then reads earlier content of the memory")
+
+
 def attention(call: Call) -> Output:
     """``Attention`` of com.microsoft: input, weights, bias, mask, past, attention bias, length of the past."""
     return _packed_attention(call, mask=3, past=4, bias=5)
@@ -82,6 +88,8 @@ def _packed_attention(call: Call, mask: int, past: int, bias: int) -> Output:
     symbols = call.symbols
     hidden: Number
     if (sizes := call.integers("qkv_hidden_sizes")) is not None:
+        if call.wants(1) and len(set(sizes)) > 1:
+            raise RowsMeetError("writes keys that are wider than values into the present of other rows")
         hidden = sizes[-1]
     else:
         hidden = symbols.divide_whole(call.dims(call.operand(1))[-1], 3)
@@ -101,6 +109,7 @@ def multi_head(call: Call) -> Output:
     if call.has(8) or call.has(9):
         raise NotKnownError("writes into the buffer of its past")
     _check_first(query)
+    _check_present(call, 6, 7)
     for index in (1, 2, 6, 7):
         _check_rows(call, query, index)
     _check_mask(call, query, 4)
@@ -136,8 +145,11 @@ def group_query(call: Call) -> Output:
     if len(dims) != 3:
         raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     _check_first(query)
-    for index in (1, 2, 3, 4, 5, 9):
+    _check_present(call, 3, 4)
+    for index in (1, 2, 3, 4, 5, 9, 16):
         _check_rows(call, query, index)
+    if query.is_rows and call.has(9) and call.integer("do_rotary", 0):
+        raise RowsMeetError("rotates the first prompts of all rows by the positions of the first row")
     _check_bias(call, query, 10, 4)
     symbols = call.symbols
     heads, shared = call.integer("num_heads", 1), call.integer("kv_num_heads", 1)
