@@ -50,7 +50,7 @@ class CheckedNode:
 
     @property
     def is_changed(self) -> bool:
-        return bool(self._made or self._after)
+        return bool(self._made or self._after) or self._outputs != list(self.node.outputs)
 
     def has(self, place: int) -> bool:
         return place < len(self.node.inputs) and bool(self.node.inputs[place])
@@ -125,6 +125,12 @@ class CheckedNode:
         """Replace the elements of the output for which ``is_wrong`` is true."""
         self._outputs[0] = f"{self._name}/written"
         self._after = [write_node("Where", "", [is_wrong, replacement, self._outputs[0]], self.node.outputs[0])]
+
+    def make_outputs(self, count: int) -> None:
+        """Let the node make its first ``count`` outputs, whether or not the model reads them."""
+        self._outputs += [""] * (count - len(self._outputs))
+        for place, name in enumerate(self._outputs[:count]):
+            self._outputs[place] = name or f"{self._name}/output_{place}"
 
     def edit(self) -> Rewired:
         return Rewired(tuple(self._inputs), tuple(self._outputs), b"".join(self._made), b"".join(self._after))

@@ -126,11 +126,22 @@ def _check_words(embedding: CheckedNode) -> None:
     embedding.replace_where(has_none, embedding.constant(FLOAT, 0))
 
 
-def _check_values(attention: CheckedNode) -> None:
+def _check_past(attention: CheckedNode) -> None:
     """MultiHeadAttention takes the size of a past of other values for that of these, and reads beyond it."""
+    _make_present(attention, 6, 7)
     if attention.has(7) and attention.has_free_end(2):
         keys, values = attention.size(1, -1), attention.size(2, -1)
         attention.fail_if(attention.add("Not", attention.add("Equal", keys, values)), 2, "keys and values of one size")
+
+
+def _check_grouped_past(attention: CheckedNode) -> None:
+    _make_present(attention, 3, 4)
+
+
+def _make_present(attention: CheckedNode, *past: int) -> None:
+    """Attention joins a past with the rest in the outputs for the present. Without them it reads beyond both."""
+    if any(map(attention.has, past)):
+        attention.make_outputs(3)
 
 
 def _check_pairs(embedding: CheckedNode) -> None:
@@ -209,9 +220,10 @@ _CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "STFT"): _check_frame,
     ("", "RotaryEmbedding"): _check_pairs,
     ("", "Scan"): _check_axes_of_steps,
+    ("com.microsoft", "GroupQueryAttention"): _check_grouped_past,
     ("com.microsoft", "Inverse"): _check_square,
     ("com.microsoft", "MatMulIntegerToFloat"): _check_scales,
-    ("com.microsoft", "MultiHeadAttention"): _check_values,
+    ("com.microsoft", "MultiHeadAttention"): _check_past,
     ("com.microsoft", "QLinearAveragePool"): _check_image,
     ("com.microsoft", "RotaryEmbedding"): _check_pairs,
     ("com.microsoft", "WordConvEmbedding"): _check_words,

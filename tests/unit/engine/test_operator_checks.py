@@ -43,6 +43,13 @@ HEADS = """m (float[b,h,s,d] x, int64[b,s] at, float[p,q] cos) => (float[b,h,s,d
 PAST = """m (float[b,s,8] q, float[b,s,d] v, float[b,2,p,4] past)
     => (float[b,s,d] y, float[b,2,t,4] k, float[b,2,t,e] z)
     { y, k, z = com.microsoft.MultiHeadAttention <num_heads = 2, scale = 0.5> (q, q, v, , , , past, past) }"""
+ONLY_PAST = {
+    "MultiHeadAttention": """m (float[b,s,8] x, float[b,2,p,4] past) => (float[b,s,8] y)
+        { y = com.microsoft.MultiHeadAttention <num_heads = 2> (x, x, x, , , , past, past) }""",
+    "GroupQueryAttention": """m (float[b,s,32] x, float[b,1,p,8] past) => (float[b,s,16] y)
+        <int32[2] last = {4, 4}, int32 all = {5}> { y = com.microsoft.
+        GroupQueryAttention <num_heads = 2, kv_num_heads = 1> (x, , , past, past, last, all) }""",
+}
 WORDS = """m (int32[n,5] x, float[6,1,3,4] w, float[6] b, float[30,4] c) => (float[n,6] y) { y = com.microsoft.
     WordConvEmbedding <embedding_size = 6, conv_window_size = 3, char_embedding_size = 4> (x, w, b, c) }"""
 
@@ -254,6 +261,25 @@ def test_tensor_with_other_axes_than_the_body_of_a_scan_declares_gets_an_error(
     found = process.submit(run, path, {"x": np.ones((3, 3, 6), np.float32)}).result()
     assert isinstance(found, str), found
     assert f"Scan expects input {place} with 2 axes" in found
+
+
+@pytest.mark.parametrize("operator", ONLY_PAST)
+def test_attention_to_a_past_without_outputs_for_the_present(process: Executor, tmp_path: Path, operator: str) -> None:
+    """ONNX Runtime would read beyond the tensors: the next row, or earlier memory, such as that of other requests."""
+    path = write(tmp_path, ONLY_PAST[operator])
+    model = onnx.load(path)
+    inputs = {
+        declared.name: np.random.default_rng(0)
+        .standard_normal(
+            [{"b": 2, "s": 1, "p": 4}.get(d.dim_param, d.dim_value) for d in declared.type.tensor_type.shape.dim]
+        )
+        .astype(np.float32)
+        for declared in model.graph.input
+    }
+    found = process.submit(run, path, inputs).result()
+    model.graph.node[0].output.extend(["k", "v"])
+    onnx.save(model, str(path))
+    np.testing.assert_array_equal(found, process.submit(run, path, inputs, checked=False).result())
 
 
 def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path) -> None:
