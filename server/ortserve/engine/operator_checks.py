@@ -134,8 +134,16 @@ def _check_past(attention: CheckedNode) -> None:
         attention.fail_if(attention.add("Not", attention.add("Equal", keys, values)), 2, "keys and values of one size")
 
 
-def _check_grouped_past(attention: CheckedNode) -> None:
+def _check_grouped(attention: CheckedNode) -> None:
+    """GroupQueryAttention does not write rows whose number of new tokens is 0: they become zeros."""
     _make_present(attention, 3, 4)
+    if attention.has(16):
+        value = attention.around.value(attention.node.inputs[0])
+        zero = attention.add("Cast", attention.constant(FLOAT, 0), to=value.dtype if value and value.dtype else FLOAT)
+        is_idle = attention.add("Equal", attention.node.inputs[16], attention.constant(INT32, 0))
+        attention.replace_where(
+            attention.add("Reshape", is_idle, attention.constant(INT64, -1, 1, 1, is_list=True)), zero
+        )
 
 
 def _make_present(attention: CheckedNode, *past: int) -> None:
@@ -220,7 +228,7 @@ _CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "STFT"): _check_frame,
     ("", "RotaryEmbedding"): _check_pairs,
     ("", "Scan"): _check_axes_of_steps,
-    ("com.microsoft", "GroupQueryAttention"): _check_grouped_past,
+    ("com.microsoft", "GroupQueryAttention"): _check_grouped,
     ("com.microsoft", "Inverse"): _check_square,
     ("com.microsoft", "MatMulIntegerToFloat"): _check_scales,
     ("com.microsoft", "MultiHeadAttention"): _check_past,

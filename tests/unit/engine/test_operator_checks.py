@@ -50,6 +50,9 @@ ONLY_PAST = {
         <int32[2] last = {4, 4}, int32 all = {5}> { y = com.microsoft.
         GroupQueryAttention <num_heads = 2, kv_num_heads = 1> (x, , , past, past, last, all) }""",
 }
+IDLE = """m ({0}[b,1,32] x, {0}[b,1,p,8] past, int32[b] new) => ({0}[b,1,16] y, {0}[b,1,p,8] k, {0}[b,1,p,8] v)
+    <int32[3] last = {{4, 3, 4}}, int32 all = {{5}}> {{ y, k, v = com.microsoft.GroupQueryAttention
+    <num_heads = 2, kv_num_heads = 1> (x, , , past, past, last, all, , , , , , , , , , new) }}"""
 WORDS = """m (int32[n,5] x, float[6,1,3,4] w, float[6] b, float[30,4] c) => (float[n,6] y) { y = com.microsoft.
     WordConvEmbedding <embedding_size = 6, conv_window_size = 3, char_embedding_size = 4> (x, w, b, c) }"""
 
@@ -280,6 +283,23 @@ def test_attention_to_a_past_without_outputs_for_the_present(process: Executor, 
     model.graph.node[0].output.extend(["k", "v"])
     onnx.save(model, str(path))
     np.testing.assert_array_equal(found, process.submit(run, path, inputs, checked=False).result())
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.float32, "float"), (np.float16, "float16")])
+def test_rows_without_new_tokens_become_zeros(process: Executor, tmp_path: Path, dtype: type, kind: str) -> None:
+    """ONNX Runtime does not write them: they would contain earlier memory, such as that of other requests."""
+    rng = np.random.default_rng(0)
+    inputs = {
+        name: rng.standard_normal((3, 1, *shape)).astype(dtype) for name, shape in (("x", (32,)), ("past", (4, 8)))
+    }
+    path = write(tmp_path, IDLE.format(kind))
+    whole = process.submit(run, path, inputs | {"new": np.array([1, 0, 1], np.int32)}).result()
+    assert isinstance(whole, np.ndarray), whole
+    assert not whole[1].any()
+    assert whole[0].all()
+    np.testing.assert_array_equal(
+        whole[::2], process.submit(run, path, inputs | {"new": np.ones(3, np.int32)}, checked=False).result()[::2]
+    )
 
 
 def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path) -> None:

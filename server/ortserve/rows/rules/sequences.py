@@ -129,10 +129,13 @@ def multi_head(call: Call) -> Output:
         total = length if not call.has(6) else symbols.add(length, call.dims(call.operand(6))[2])
     else:
         hidden, total = symbols.fresh(1), symbols.fresh(1)
-    present = (dims[0], heads, total, symbols.divide_whole(hidden, heads))
+    present = (dims[0], heads, total)
     return [
         call.result((dims[0], dims[1], hidden), query, 0, query.dtype),
-        *[call.result(present, query, 0, query.dtype)] * 2,
+        *(
+            call.result((*present, symbols.divide_whole(width, heads)), query, 0, query.dtype)
+            for width in (dims[2] if len(dims) == 3 else hidden, hidden)
+        ),
     ]
 
 
@@ -146,8 +149,10 @@ def group_query(call: Call) -> Output:
         raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     _check_first(query)
     _check_present(call, 3, 4)
-    for index in (1, 2, 3, 4, 5, 9, 16):
+    for index in (1, 2, 3, 4, 5, 9):
         _check_rows(call, query, index)
+    if call.has(16) or call.integer("sliding_window_cache", 0):
+        raise RandomError("leaves unused rows unwritten, which then hold earlier content of the memory")
     if query.is_rows and call.has(9) and call.integer("do_rotary", 0):
         raise RowsMeetError("rotates the first prompts of all rows by the positions of the first row")
     _check_bias(call, query, 10, 4)
