@@ -86,3 +86,10 @@ def test_a_branch_in_which_rows_meet_is_named_before_one_that_is_unknown() -> No
     branches = "then_branch = t () => (a) { a = Col2Im(x, s, s) }, else_branch = e () => (b) { b = Softmax<axis=0>(x) }"
     case = Case("branch: unknown", "float[N,1,4] x, bool c", f"y = If(c) <{branches}>", "int64[2] s = {2, 2}", opset=18)
     assert prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes).outcome is Outcome.MIXED
+
+
+def test_windows_that_onnx_runtime_counts_otherwise_at_the_load_are_not_known() -> None:
+    """It replaces Shape by the shape that it infers, which has 2 windows along an axis for which the kernel makes 1."""
+    attributes = 'auto_pad="SAME_LOWER", ceil_mode=1, kernel_shape=[1, 2], strides=[2, 3]'
+    case = Case("windows", "float[1,1,2,4] x", f"p = AveragePool<{attributes}>(x) y = Shape(p)", opset=12)
+    assert check_model(case.model, case.axes, case.observe(inside=False)).findings == {}
