@@ -272,6 +272,7 @@ _apart("quantize: QLinear operators", _BYTES, "a = com.microsoft.QLinearAdd(x, s
 _apart("quantize: QLinearConcat", "uint8[N,4] x, uint8[N,3] v", "y = com.microsoft.QLinearConcat<axis=1>(s, z, x, s, z, v, s, z)", "float s = {0.5}, uint8 z = {2}")
 _meet("quantize: one scale for the batch", _X, "y, s, z = DynamicQuantizeLinear(x)")
 _meet("quantize: DynamicQuantizeMatMul", _X, "y = com.microsoft.DynamicQuantizeMatMul(x, w, s)", "uint8[4,3] w, float s = {0.1}")
+_meet("quantize: one block of one row", _BYTES, "y = DequantizeLinear<axis=1, block_size=4>(x, s)", "float[1,1] s = {2}", opset=21)
 _meet("quantize: the largest as a scale", _X, "a = Abs(x) s = ReduceMax<keepdims=0>(a) y = QuantizeLinear(x, s, z)", "int8 z = {0}")
 _meet("quantize: QLinearConcat along rows", "uint8[N,4] x, uint8[N,4] v", "y = com.microsoft.QLinearConcat<axis=0>(s, z, x, s, z, v, s, z)", "float s = {0.5}, uint8 z = {2}")
 

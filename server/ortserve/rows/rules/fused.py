@@ -94,8 +94,9 @@ def dequantize(call: Call) -> Output:
 def _check_scale(call: Call, value: Value) -> None:
     """Raise an error unless scale and zero point are single numbers, or vary along another axis than the rows."""
     rank = len(call.dims(value))
+    has_blocks = call.integer("block_size", 0) > 0
     for parameter in (call.operand(1), call.optional(2)):
-        if parameter is None or element_count(call.dims(parameter)) == 1:
+        if parameter is None or (element_count(call.dims(parameter)) == 1 and not has_blocks):
             continue
         if len(call.dims(parameter)) != 1:
             if value.is_rows:
