@@ -1,7 +1,7 @@
 """Triton's statistics of a model version, for the statistics call and as ``nv_inference_...`` metrics.
 
 Both are computed from the counts of ``series`` on demand: on the event loop for the statistics call, on the scraping
-thread for the metrics.
+thread for the metrics. The fields of the records have the names of the protocol.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

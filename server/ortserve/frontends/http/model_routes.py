@@ -29,7 +29,6 @@ from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.http.responses import HttpResponse, failure
 from ortserve.service.management import ModelStatistics, StatisticsService
 from ortserve.service.models import ModelService
-from ortserve.telemetry.statistics import Duration
 
 _JSON: Final[tuple[Header, ...]] = ((b"content-type", b"application/json"),)
 
@@ -226,36 +225,15 @@ async def _statistics(found: AsyncIterator[ModelStatistics]) -> Response:
 
 def _version_statistics(one: ModelStatistics) -> dict[str, Any]:
     numbers = one.version
-    parts = numbers.inference
     return {
         "name": numbers.name,
         "version": numbers.version,
         "last_inference": one.last_inference_ms,
         "inference_count": numbers.inference_count,
         "execution_count": numbers.execution_count,
-        "inference_stats": {
-            "success": _duration(parts.success),
-            "fail": _duration(parts.fail),
-            "queue": _duration(parts.queue),
-            "compute_input": _duration(parts.compute_input),
-            "compute_infer": _duration(parts.compute_infer),
-            "compute_output": _duration(parts.compute_output),
-            "cache_hit": _duration(parts.cache_hit),
-            "cache_miss": _duration(parts.cache_miss),
-        },
+        # orjson writes records as objects, and the fields of these have the names of the protocol.
+        "inference_stats": numbers.inference,
         "response_stats": {},
-        "batch_stats": [
-            {
-                "batch_size": batch.batch_size,
-                "compute_input": _duration(batch.compute_input),
-                "compute_infer": _duration(batch.compute_infer),
-                "compute_output": _duration(batch.compute_output),
-            }
-            for batch in numbers.batches
-        ],
+        "batch_stats": numbers.batches,
         "memory_usage": [],
     }
-
-
-def _duration(duration: Duration) -> dict[str, int]:
-    return {"count": duration.count, "ns": duration.ns}
