@@ -32,8 +32,8 @@ _JSON: Final = ((b"content-type", b"application/json"),)
 _TAKES_GZIP: Final = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
-class MetricsServer:
-    """Serves ``/metrics`` and health probes from construction until ``close``.
+class MetricsServer(ThreadingHTTPServer):
+    """Serves ``/metrics`` and health probes from construction until ``close``, each connection on a thread.
 
     Args:
         write: Returns all metrics in Prometheus' text format; called on the port's threads.
@@ -51,6 +51,8 @@ class MetricsServer:
         ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option.
     """
 
+    daemon_threads = True
+
     def __init__(
         self,
         write: Callable[[], bytes],
@@ -64,40 +66,6 @@ class MetricsServer:
         max_s: float = _MAX_S,
         max_connections: int = _MAX_CONNECTIONS,
     ) -> None:
-        self._server = _Server(
-            open_listener("metrics_port", host, port),
-            partial(_Handler, write, health, refuse),
-            tls=tls,
-            handshake_timeout_s=handshake_timeout_s,
-            max_s=max_s,
-            max_connections=max_connections,
-        )
-        self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening and end the thread. Returns within half a second, without waiting for current scrapes."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    """Limits the number of connections and the time of each."""
-
-    daemon_threads = True
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        make_handler: "Callable[[Any, Any, _Server], _Handler]",
-        *,
-        tls: Callable[[], ssl.SSLContext] | None,
-        handshake_timeout_s: float,
-        max_s: float,
-        max_connections: int,
-    ) -> None:
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._max_s = max_s
@@ -105,12 +73,21 @@ class _Server(ThreadingHTTPServer):
         self._ends_s: dict[Any, float] = {}
         """Monotonic time at which each open connection, by its socket, reaches its time limit."""
         # Use our own socket: the base class supports one address family and looks up the host name.
+        listener = open_listener("metrics_port", host, port)
         self.address_family = listener.family
-        super().__init__(("", 0), make_handler, bind_and_activate=False)
+        super().__init__(("", 0), partial(_Handler, write, health, refuse), bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.server_port = listener.getsockname()[1]
+        self.port: int = listener.getsockname()[1]
         self.server_activate()
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and end the thread. Returns within half a second, without waiting for current scrapes."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         return len(self._ends_s) < self._max_connections
