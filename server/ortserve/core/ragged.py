@@ -24,7 +24,7 @@ _LARGEST_COUNT: Final = 2**31 - 1
 """The largest INT32."""
 
 
-@dataclass(slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class BatchInput:
     """An input that the server derives from the shapes of another one.
 
@@ -35,16 +35,10 @@ class BatchInput:
         source: Index of the input whose shapes it describes.
     """
 
-    name: Final[str]
-    datatype: Final[DataType]
-    kind: Final[str]
-    source: Final[int]
-
-    def __init__(self, name: str, datatype: DataType, kind: str, source: int) -> None:
-        self.name = name
-        self.datatype = datatype
-        self.kind = kind
-        self.source = source
+    name: str
+    datatype: DataType
+    kind: str
+    source: int
 
     def make(self, arrays: Arrays) -> np.ndarray:
         """Make the tensor for a batch. ``arrays`` are the source input of its requests, each ``(rows_i, *item_i)``.

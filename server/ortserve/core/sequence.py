@@ -48,26 +48,20 @@ class SequencePart:
         self.is_ahead = is_ahead
 
 
-@dataclass(slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class ControlTensor:
     """A control input: its kind, and its value for one request as arrays of one element.
 
     ``off`` is also the value of padding rows. For a control of kind ``id``, ``on`` is not used.
     """
 
-    kind: Final[str]
-    datatype: Final[DataType]
-    off: Final[np.ndarray]
-    on: Final[np.ndarray]
-
-    def __init__(self, kind: str, datatype: DataType, off: np.ndarray, on: np.ndarray) -> None:
-        self.kind = kind
-        self.datatype = datatype
-        self.off = off
-        self.on = on
+    kind: str
+    datatype: DataType
+    off: np.ndarray
+    on: np.ndarray
 
 
-@dataclass(slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class StateTensor:
     """A state of a model: an output that is the input of the next run.
 
@@ -78,16 +72,10 @@ class StateTensor:
         shape: Shape that the input accepts, in the form of batches; -1 for any size, None for any shape.
     """
 
-    input: Final[str]
-    output: Final[str]
-    output_index: Final[int]
-    shape: Final[tuple[int, ...] | None]
-
-    def __init__(self, input: str, output: str, output_index: int, shape: tuple[int, ...] | None) -> None:  # noqa: A002
-        self.input = input
-        self.output = output
-        self.output_index = output_index
-        self.shape = shape
+    input: str
+    output: str
+    output_index: int
+    shape: tuple[int, ...] | None
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Check that the next run can take an output of this shape as its input.
