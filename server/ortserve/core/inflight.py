@@ -54,24 +54,6 @@ class InflightRequest:
             other request waits for that, or cancels its task.
     """
 
-    __slots__ = (
-        "_error",
-        "_outputs",
-        "due_ns",
-        "finish_by_ns",
-        "inputs",
-        "level",
-        "nbytes",
-        "on_settled",
-        "rows",
-        "shape_class_key",
-        "start_by_ns",
-        "state",
-        "text_units",
-        "timing",
-        "withdraw",
-    )
-
     def __init__(self, timing: Timing, inputs: Arrays = (), rows: int = 1) -> None:
         self.timing = timing
         self.inputs = inputs

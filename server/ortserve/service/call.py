@@ -82,22 +82,6 @@ class Call(InflightRequest):
         on_error: Called once with the error instead. Neither is called for a call that was cancelled.
     """
 
-    __slots__ = (
-        "encoder",
-        "encoding",
-        "headers",
-        "named_model",
-        "on_answer",
-        "on_error",
-        "place",
-        "protocol",
-        "request",
-        "response",
-        "served",
-        "timeout_ns",
-        "trace",
-    )
-
     def __init__(
         self,
         protocol: str,

@@ -47,33 +47,6 @@ class Stream:
         cancel: Cancels the work of the call; None without work.
     """
 
-    __slots__ = (
-        "_waiting_bytes",
-        "added_window",
-        "announced_left",
-        "begun_ns",
-        "cancel",
-        "deadline_ns",
-        "encoding",
-        "has_headers",
-        "head",
-        "hold",
-        "id",
-        "is_half_closed",
-        "is_over",
-        "messages",
-        "reader",
-        "reading",
-        "sent_bytes",
-        "since_bytes",
-        "since_ns",
-        "takes_messages",
-        "trailers",
-        "unsent",
-        "window",
-        "writing",
-    )
-
     def __init__(
         self,
         stream_id: int,
