@@ -5,7 +5,7 @@ The code is pure: the console's ``service/observation`` decides when to read. Th
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, zip_longest
 from typing import Final
 
@@ -28,7 +28,7 @@ REFUSALS: Final = frozenset((ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counts of a version at one moment.
+    """The counts of a version at one moment. Two readings are equal if nothing was counted between them.
 
     Attributes:
         at_ns: Monotonic time of the reading.
@@ -41,7 +41,7 @@ class Counts:
         failed: Requests that failed otherwise, except for requests that their callers cancelled.
     """
 
-    at_ns: int
+    at_ns: int = field(compare=False)
     durations: Sequence[int]
     phases_ns: Sequence[int]
     rows: int
@@ -49,16 +49,6 @@ class Counts:
     batch_rows: int
     refused: int
     failed: int
-
-    def is_same(self, other: "Counts") -> bool:
-        """Whether nothing was counted between the two readings."""
-        return (
-            self.rows == other.rows
-            and self.refused == other.refused
-            and self.failed == other.failed
-            and self.batches == other.batches
-            and self.durations == other.durations
-        )
 
 
 @dataclass(frozen=True, slots=True)

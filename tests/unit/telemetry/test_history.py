@@ -39,7 +39,7 @@ def test_rates_are_of_the_time_between_two_readings_and_of_all_protocols() -> No
 def test_rates_of_a_version_without_requests_are_idle() -> None:
     metrics = ModelMetrics("m", "1")
     before, after = read_counts(metrics, 0), read_counts(metrics, SECOND_NS)
-    assert after.is_same(before)
+    assert after == before
     assert rates(before, after, queue_rows=0, saturation=None) == IDLE
 
 
