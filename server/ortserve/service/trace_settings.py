@@ -7,8 +7,9 @@ counted together. A model with some settings of its own uses those of the server
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ortserve.clock import Clock
 from ortserve.config.option_groups import TraceFileOptions
@@ -16,7 +17,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.service.call import Call
-from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
+from ortserve.telemetry.trace_files import Sampling, Traced, TraceFiles, encode_record
 
 TraceSetting: TypeAlias = str | list[str]
 
@@ -143,16 +144,6 @@ class TraceSettings:
             raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model : {model}")
 
 
-class _Traced(NamedTuple):
-    """A request or step whose trace is written; the first arguments of ``encode_record``."""
-
-    number: int
-    model: str
-    version: str
-    request_id: str
-    protocol: str
-
-
 class TraceWriter:
     """Writes the traces of the requests that the settings sample. Loop thread only."""
 
@@ -175,22 +166,23 @@ class TraceWriter:
         sampling = self._settings.of(served.name)
         if sampling.take():
             request_id = "" if request is None else request.id
-            traced = _Traced(next(self._numbers), served.name, served.version, request_id, call.protocol)
+            traced = Traced(next(self._numbers), served.name, served.version, request_id, call.protocol)
             # In the next turn of the loop, because this one sends the answer, unless a thread compresses it first.
             asyncio.get_running_loop().call_soon(self._collect, sampling, traced, timing, ended_ns, is_answered)
 
-    def _collect(self, sampling: Sampling, traced: "_Traced", timing: Timing, ended_ns: int, is_answered: bool) -> None:
+    def _collect(self, sampling: Sampling, traced: Traced, timing: Timing, ended_ns: int, is_answered: bool) -> None:
         sent_ns = self._clock() if is_answered else None
-        records = [encode_record(*traced, timing, ended_ns=ended_ns, sent_ns=sent_ns)]
+        records = [encode_record(traced, timing, ended_ns=ended_ns, sent_ns=sent_ns)]
         records += self._steps(timing, traced)
         # A single element, because the sampling counts requests.
         sampling.collect(b",".join(records))
 
-    def _steps(self, timing: Timing, parent: "_Traced") -> Iterator[bytes]:
+    def _steps(self, timing: Timing, parent: Traced) -> Iterator[bytes]:
         """Yield the records of the steps of an ensemble, each before those of its own steps."""
         for step in timing.steps:
-            traced = parent._replace(number=next(self._numbers), model=step.model, version=step.version)
-            yield encode_record(*traced, step.timing, ended_ns=step.ended_ns, sent_ns=None, parent=parent.number)
+            number = next(self._numbers)
+            traced = replace(parent, number=number, model=step.model, version=step.version, parent=parent.number)
+            yield encode_record(traced, step.timing, ended_ns=step.ended_ns, sent_ns=None)
             yield from self._steps(step.timing, traced)
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -29,37 +30,42 @@ _NAMED_CHARACTERS: Final = 256
 """Maximum number of characters of a request id, whose length callers choose."""
 
 
-def encode_record(
-    number: int,
-    model: str,
-    version: str,
-    request_id: str,
-    protocol: str,
-    timing: Timing,
-    *,
-    ended_ns: int,
-    sent_ns: int | None,
-    parent: int = 0,
-) -> bytes:
-    """Encode the record of a trace as JSON.
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A request, or a step of an ensemble, whose trace is written.
 
-    Args:
+    Attributes:
         number: Number of the trace, unique in the server.
         model: Name of the model.
         version: The version as digits.
         request_id: The caller's id, or ``""``.
         protocol: ``http`` or ``grpc``; not used for a step.
-        timing: Timing of the request; points that were not reached are omitted.
-        ended_ns: Time at which the answer or error was ready to be sent.
-        sent_ns: Time at which it was sent; None if the caller had disconnected, and for a step of an ensemble.
         parent: For a step, the number of the trace of its ensemble; 0 for a request.
     """
+
+    number: int
+    model: str
+    version: str
+    request_id: str
+    protocol: str
+    parent: int = 0
+
+
+def encode_record(traced: Traced, timing: Timing, *, ended_ns: int, sent_ns: int | None) -> bytes:
+    """Encode the record of a trace as JSON.
+
+    Args:
+        traced: The request.
+        timing: Its timing; points that were not reached are omitted.
+        ended_ns: Time at which the answer or error was ready to be sent.
+        sent_ns: Time at which it was sent; None if the caller had disconnected, and for a step of an ensemble.
+    """
     received_ns = timing.received_ns
-    side = protocol.upper()
+    side = traced.protocol.upper()
     points: list[tuple[str, int]] = []
-    if not parent and protocol == "http":
+    if not traced.parent and traced.protocol == "http":
         points = [("HTTP_RECV_START", timing.begun_ns or received_ns), ("HTTP_RECV_END", received_ns)]
-    elif not parent:
+    elif not traced.parent:
         # The time of receiving a message is unknown.
         points = [("GRPC_WAITREAD_START", received_ns), ("GRPC_WAITREAD_END", received_ns)]
     points.append(("REQUEST_START", received_ns))
@@ -73,11 +79,17 @@ def encode_record(
     points.append(("REQUEST_END", ended_ns))
     if sent_ns is not None:
         points += ((f"{side}_SEND_START", ended_ns), (f"{side}_SEND_END", sent_ns))
-    named = f',"request_id":{json.dumps(request_id[:_NAMED_CHARACTERS])}' if request_id else ""
-    timestamps = ",".join(f'{{"name":"{name}","ns":{ns}}}' for name, ns in points)
-    above = f',"parent_id":{parent}' if parent else ""
-    head = f'{{"id":{number},"model_name":{json.dumps(model)},"model_version":{int(version)}{above}{named}'
-    return f'{head},"timestamps":[{timestamps}]}}'.encode()
+    document: dict[str, object] = {
+        "id": traced.number,
+        "model_name": traced.model,
+        "model_version": int(traced.version),
+    }
+    if traced.parent:
+        document["parent_id"] = traced.parent
+    if traced.request_id:
+        document["request_id"] = traced.request_id[:_NAMED_CHARACTERS]
+    document["timestamps"] = [{"name": name, "ns": ns} for name, ns in points]
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 _MAX_WAITING_BYTES: Final = 16 * 1024 * 1024

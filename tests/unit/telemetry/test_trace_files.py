@@ -13,7 +13,7 @@ import pytest
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 from ortserve.telemetry import trace_files
-from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
+from ortserve.telemetry.trace_files import Sampling, Traced, TraceFiles, encode_record
 from scarcity import files_of_at_most
 
 MANY = 10**9
@@ -160,7 +160,7 @@ WHOLE = Timing(10, 20, 30, 40, 50, 60, begun_ns=5)
 def trace(
     timing: Timing = WHOLE, *, protocol: str = "http", request_id: str = "", sent_ns: int | None = 70
 ) -> dict[str, Any]:
-    text = encode_record(7, "m", "3", request_id, protocol, timing, ended_ns=60, sent_ns=sent_ns)
+    text = encode_record(Traced(7, "m", "3", request_id, protocol), timing, ended_ns=60, sent_ns=sent_ns)
     document: dict[str, Any] = json.loads(text)
     return document
 
