@@ -20,6 +20,9 @@ from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.service.classification import check_classifiable
 
+_OMITTED: Final = absent(0)
+"""Stands for an omitted input until the number of rows is known."""
+
 
 def check_request(request: InferRequest, signature: ModelSignature, model: str) -> tuple[Arrays, int]:
     """Check names, datatypes, shapes and rows.
@@ -45,8 +48,11 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
     arrays = []
     rows = 1
     is_first = True
-    for spec in signature.inputs if is_complete else [spec for spec in signature.inputs if spec.name in given]:
-        tensor = given[spec.name]
+    for spec in signature.inputs:
+        tensor = given.get(spec.name)
+        if tensor is None:
+            arrays.append(_OMITTED)
+            continue
         array = tensor.array
         shape = array.shape
         if tensor.datatype is not spec.datatype:
@@ -67,10 +73,9 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
             elif shape[axis] != rows:
                 raise unequal_rows_error(spec.name, model, rows, shape[axis])
         arrays.append(array)
-    if is_complete:
-        return tuple(arrays), rows
-    present = iter(arrays)
-    return tuple([next(present) if spec.name in given else absent(rows) for spec in signature.inputs]), rows
+    if not is_complete:
+        arrays = [absent(rows) if array is _OMITTED else array for array in arrays]
+    return tuple(arrays), rows
 
 
 def _may_do_without(given: dict[str, Tensor], signature: ModelSignature) -> bool:
