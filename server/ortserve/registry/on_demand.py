@@ -56,7 +56,7 @@ class LoadsOnDemand:
     ) -> ServedVersion:
         """Find the version that answers, as ``Catalog.find`` does. A model that is not in memory is loaded first.
 
-        The wait begins at ``received_ns`` (monotonic), or now. It ends at the latest after ``timeout_ns`` or ``wait_s``.
+        The wait begins at ``received_ns`` (monotonic), or now. It ends after ``timeout_ns`` or ``wait_s``.
 
         Raises:
             ServeError: An error of ``Catalog.find`` or of ``Demands.wait``.

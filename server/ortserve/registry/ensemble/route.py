@@ -57,7 +57,7 @@ class BoundStep:
         self.wanted: Final[tuple[RequestedOutput, ...]] = tuple([RequestedOutput(name) for name in used])
 
     def gather(self, tensors: list[np.ndarray | None], names: Sequence[str]) -> tuple[Arrays, int]:
-        """Gather the member's inputs from ``tensors``, which have these ``names``, without copies, and count their rows.
+        """Gather the member's inputs from ``tensors``, which have these ``names``, without copies, and count rows.
 
         Raises:
             ServeError: invalid_input, for a required input that the request omits, and for a shape that the member does
