@@ -13,6 +13,5 @@ __all__ = [
     "pipeline",
     "row_axes",
     "row_trial",
-    "speed_gate",
     "trial_load",
 ]

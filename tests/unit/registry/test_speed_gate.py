@@ -7,8 +7,7 @@ from typing import Final
 
 import pytest
 
-from ortserve.registry.load.batch_sizes import SizeLatency
-from ortserve.registry.load.speed_gate import (
+from ortserve.registry.gates import (
     CERTAIN_RUNS,
     MAX_REJECTED,
     MAX_ROUNDS,
@@ -16,6 +15,7 @@ from ortserve.registry.load.speed_gate import (
     common_sizes,
     find_slowdown,
 )
+from ortserve.registry.load.batch_sizes import SizeLatency
 
 MS: Final = 1_000_000
 
