@@ -87,7 +87,7 @@ class BodyGate:
         """Reserve ``size`` bytes for a body, until the end of a ``with`` block or until the release.
 
         Raises:
-            ServeError: overloaded. If no other bytes are reserved, a body of any size is admitted.
+            ServeError: overloaded. If no other bytes are reserved, a body of any size is admitted. 0 bytes always are.
         """
         hold = Hold(self)
         hold.grow(size)
@@ -121,7 +121,7 @@ class Hold:
         """
         gate = self._gate
         others = gate.held_bytes - self._size
-        if others and gate.held_bytes + size > gate.max_bytes:
+        if size and others and gate.held_bytes + size > gate.max_bytes:
             raise ServeError(
                 ErrorKind.OVERLOADED,
                 f"max_inflight_bytes: the server holds {gate.held_bytes} of at most {gate.max_bytes} bytes of "

@@ -74,3 +74,13 @@ def test_hold_is_resized_up_to_the_limit_and_counted_beyond_it() -> None:
         body.shrink(1000)
         assert gate.held_bytes == 50
     assert gate.held_bytes == 0
+
+
+def test_no_bytes_are_reserved_although_more_than_the_limit_is_held() -> None:
+    gate = BodyGate(100)
+    with gate.hold(0) as body:
+        body.set_unchecked(200)
+        with gate.hold(0) as other:
+            with pytest.raises(ServeError, match="got 1 more"):
+                other.grow(1)
+            assert gate.held_bytes == 200

@@ -81,22 +81,25 @@ class CallDispatcher:
             stream.encoding = self._encoding
         if stream.head.path not in self._quick:
             stream.reader.max_bytes = self._max_message_bytes(stream.head.path)
-            self._start_handler(stream, sending)
+            handler = self._find(stream.head.path)
+            if handler.unary_unary is None:
+                stream.takes_messages = True
+                self._start_handler(handler, stream, sending)
 
     def on_message(self, stream: Stream, sending: Sending) -> None:
         """Continue a call after new messages, or after the end of the caller's side."""
         if stream.takes_messages:
             stream.wake_reader()
             return
-        has_begun = stream.cancel is not None
-        if len(stream.messages) + has_begun != 1:
-            text = f"expected one message, got {'more' if stream.messages else 'none'}"
+        if stream.message_count != 1:
+            text = f"expected one message, got {'more' if stream.message_count else 'none'}"
             sending.end(stream, grpc.StatusCode.UNIMPLEMENTED, text, is_prompt=True)
             return
-        if has_begun:
+        if stream.cancel is not None:
             return  # the call runs already, and the caller has ended its side
-        if stream.messages[0][1]:  # compressed
-            self._start_handler(stream, sending)
+        start = self._quick.get(stream.head.path)
+        if start is None or stream.messages[0][1]:  # the first message is compressed
+            self._start_handler(self._find(stream.head.path), stream, sending)
             return
         message, _ = stream.take()
         timeout_ns: int | None = None
@@ -105,7 +108,7 @@ class CallDispatcher:
         on_answer = partial(self._on_answer, stream, sending)
         on_failure = partial(_on_failure, stream, sending)
         try:
-            cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
+            cancel = start(message, timeout_ns, stream.head, on_answer, on_failure)
         except Exception as error:  # noqa: BLE001 - it would end the connection with all of its calls
             _on_failure(stream, sending, visible_error(error))
             return
@@ -138,10 +141,9 @@ class CallDispatcher:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def _start_handler(self, stream: Stream, sending: Sending) -> None:
-        stream.takes_messages = True
+    def _start_handler(self, handler: Handler, stream: Stream, sending: Sending) -> None:
         context = NativeContext(stream, sending, self.gate)
-        self._start(stream, _run(self._find(stream.head.path), stream, sending, context))
+        self._start(stream, _run(handler, stream, sending, context))
 
     def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -27,6 +27,7 @@ class Stream:
         begun_ns: Time at which the headers arrived.
         reader: Reads the messages of the request.
         messages: Complete messages that no handler has taken.
+        message_count: Number of complete messages so far.
         window: Bytes that the caller may still send.
         hold: Reservation for the request; None if no memory was reserved.
         since_ns: Start of the current measurement of the rate at which the incomplete message arrives.
@@ -61,6 +62,7 @@ class Stream:
         self.begun_ns = begun_ns
         self.reader = MessageReader(max_message_bytes, memory)
         self.messages: deque[Message] = deque()
+        self.message_count = 0
         self._waiting_bytes = 0
         self.window = ReceiveWindow(STREAM_WINDOW)
         self.hold: Hold | None = None
@@ -94,6 +96,7 @@ class Stream:
     def put(self, messages: list[Message]) -> None:
         """Enqueue complete messages."""
         self.messages.extend(messages)
+        self.message_count += len(messages)
         for message, _ in messages:
             self._waiting_bytes += len(message) + _MESSAGE_OVERHEAD
 

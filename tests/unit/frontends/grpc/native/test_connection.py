@@ -546,6 +546,60 @@ def test_message_is_rejected_at_the_memory_limit() -> None:
     on_wire(test, max_inflight_bytes=1000)
 
 
+@pytest.mark.parametrize("path", [ECHO, SLOW, STREAM])
+def test_call_beside_memory_over_the_limit_affects_no_other(path: str) -> None:
+    """Decoded requests and messages of streams may take the memory of all bodies over the limit."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        client.send(held, framed(b"x"), is_end=True)
+        await client.exchange()
+        with wire.gate.hold(0) as others:
+            others.set_unchecked(2000)
+            late = client.open(path)
+            client.send(late, framed(bytes(600))[:100])
+            await client.exchange()
+            if path != STREAM:
+                assert client.answers[late].status == EXHAUSTED
+        wire.release()
+        await client.exchange()
+        assert client.answers[held].messages == [b"x"]
+        assert not client.goaways
+        wire.lose()
+
+    on_wire(test, max_inflight_bytes=1000)
+
+
+@pytest.mark.parametrize("path", [ECHO, SLOW])
+def test_incomplete_messages_of_unary_calls_stay_within_the_memory_limit(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        calls = [client.open(path) for _ in range(20)]
+        for call in calls:
+            client.send(call, framed(bytes(600))[:300])
+        await client.exchange()
+        assert wire.gate.held_bytes <= 1000
+        assert sum(client.answers[call].is_ended for call in calls) >= 16
+        wire.lose()
+
+    on_wire(test, max_inflight_bytes=1000)
+
+
+@pytest.mark.parametrize("path", [HOLD, SLOW])
+def test_second_message_ends_a_unary_call(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        call = client.open(path)
+        client.send(call, framed(b"x"))
+        await client.exchange()
+        assert wire.running == 1
+        client.send(call, framed(b"y"))
+        await client.exchange()
+        assert client.answers[call].status == UNIMPLEMENTED
+        assert client.answers[call].text == b"expected one message, got more"
+        assert (wire.running, wire.cancelled) == (0, 1)
+
+    on_wire(test)
+
+
 def test_drain_finishes_started_and_in_flight_calls_only() -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
