@@ -15,6 +15,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.frontends.http.responses import HttpResponse, wrong_method
 from ortserve.listening import open_listener
 from ortserve.telemetry.families import CONTENT_TYPE
@@ -70,6 +71,8 @@ class MetricsServer(ThreadingHTTPServer):
         self._handshake_timeout_s = handshake_timeout_s
         self._max_s = max_s
         self._max_connections = max_connections
+        # Without a further thread, a probe of health waits for another connection instead of failing.
+        self._threads_of_connections = ThreadPool(max_connections, "metrics-connection")
         self._ends_s: dict[Any, float] = {}
         """Monotonic time at which each open connection, by its socket, reaches its time limit."""
         # Use our own socket: the base class supports one address family and looks up the host name.
@@ -94,7 +97,7 @@ class MetricsServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._ends_s[request] = time.monotonic() + self._max_s
-        super().process_request(request, client_address)
+        self._threads_of_connections.submit(self.process_request_thread, request, client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Run the handshake and answer. Each connection has a thread, so only that thread waits for the handshake."""
@@ -112,6 +115,10 @@ class MetricsServer(ThreadingHTTPServer):
                 session.unwrap()
             finally:
                 del self._ends_s[session]
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._threads_of_connections.shutdown(wait=False)
 
     def shutdown_request(self, request: Any) -> None:
         self._ends_s.pop(request, None)

@@ -15,6 +15,7 @@ from ortserve.frontends.http.responses import HttpResponse
 from ortserve.frontends.metrics_server import MetricsServer
 from ortserve.telemetry.families import TextFormat
 from ortserve.telemetry.metrics import Metrics
+from scarcity import no_threads
 
 
 def test_metrics_are_served_until_the_port_is_closed() -> None:
@@ -137,6 +138,17 @@ def test_connections_hold_a_bounded_number_of_threads() -> None:
         assert any(is_answered(server.port) for _ in range(1000))  # until the server has seen that they left
     finally:
         server.close()
+
+
+def test_health_is_answered_while_the_system_permits_no_further_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    server = MetricsServer(bytes, "127.0.0.1", 0)
+    try:
+        with no_threads():
+            assert is_answered(server.port)
+            assert is_answered(server.port)
+    finally:
+        server.close()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\na: "])
