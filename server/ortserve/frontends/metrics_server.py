@@ -52,8 +52,6 @@ class MetricsServer(ThreadingHTTPServer):
         ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option.
     """
 
-    daemon_threads = True
-
     def __init__(
         self,
         write: Callable[[], bytes],
