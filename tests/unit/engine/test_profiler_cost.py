@@ -9,7 +9,7 @@ from ortserve.engine.profiler_cost import CallOverhead
 
 
 def test_interrupted_calls_and_first_runs_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four calls of 5 ms in each second run, and 1 ms in each call of the first ones, which have cold caches."""
+    """Other four calls of 5 ms in each second run, and 1 ms in each call of the first ones, which have cold caches."""
     overhead = CallOverhead(1, tmp_path / "trace")
     for _ in range(5):
         overhead.sample()
@@ -18,7 +18,7 @@ def test_interrupted_calls_and_first_runs_do_not_count(tmp_path: Path, monkeypat
     calls = [event for event in events if event["cat"] == "Node"]
     for number, call in enumerate(calls):
         is_first_run = number // (len(calls) // 10) % 2 == 0
-        call["dur"] = 1000 if is_first_run else 5000 if number % 50 == 0 else 3
+        call["dur"] = 1000 if is_first_run else 5000 if number % 49 == 0 else 3
     trace.write_text(json.dumps(events))
     monkeypatch.setattr(overhead._profiled, "end_profiling", lambda: str(trace))
 

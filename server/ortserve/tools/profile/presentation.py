@@ -100,9 +100,17 @@ def _balance(profile: Profile, of: str) -> Table:
         taken = f"the profiler takes {_percent(balance.profiler_share)} of a profiled run"
         if balance.rest_error > _KNOWN_WITHIN or not 0 <= balance.profiler_share <= 1:
             taken = "the profiler's share of a profiled run is not known, because its cost varied too much"
-        note = f"A run takes less than {MIN_MS:g} ms: {taken}. Rely on shares, not on times."
+        note = (
+            f"A run takes less than {MIN_MS:g} ms: {taken}. Its clock counts whole µs, so up to "
+            f"{_percent(balance.clock_error)} may belong to other parts. Rely on shares, not on times."
+        )
     elif balance.runs < MIN_PAIRS:
         note = f"{balance.runs} runs are too few for a verdict on these parts; {MIN_PAIRS} are the least."
+    elif balance.rest_error <= CLOSED_WITHIN:
+        note = (
+            f"The rest is {_percent(balance.rest_share)}. The profiler's clock counts whole µs, so up to "
+            f"{_percent(balance.clock_error)} may belong to operators or to the rest."
+        )
     else:
         note = f"The time that the profiler adds is known only within {_percent(balance.rest_error)}."
     if balance.is_closed is False and balance.rest_ms < 0:

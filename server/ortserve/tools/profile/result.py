@@ -28,9 +28,10 @@ class Balance:
         profiler_share: `profiler_ms` as a share of the time without interruptions.
         rest_share: `rest_ms` as a share of the time without interruptions.
         rest_error: Half of the width of the 95 % interval of `profiler_ms`, as a share of the same time.
+        clock_error: Share of the same time that may belong to operators or to the rest, because the profiler's clock
+            counts whole microseconds: half of one for each call.
         is_closed: Whether operators and profiler account for the time without interruptions within 5 %. Null for runs
-            under 5 ms, whose operators are too short for the profiler's clock of 1 µs, for fewer than six runs, and if
-            other work makes it uncertain.
+            under 5 ms, for fewer than six runs, and if other work or `clock_error` makes it uncertain.
     """
 
     runs: int
@@ -45,6 +46,7 @@ class Balance:
     profiler_share: float
     rest_share: float
     rest_error: float
+    clock_error: float
     is_closed: bool | None
 
 
