@@ -41,11 +41,13 @@ class Outcome:
         result: A dataclass, which ``--json`` writes. Its first field is ``schema``, such as ``ortserve.inspect/1``.
         report: The result for the terminal and the page.
         status: The exit status.
+        error: An error after the result was known, such as a full disk. It is reported after the result.
     """
 
     result: Any
     report: Report
     status: int = OK
+    error: OSError | None = None
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -159,6 +161,8 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
         finally:  # print the result even if the page cannot be written
             with naming(Path("output")):
                 _print(outcome, as_json=arguments.json)
+        if outcome.error is not None:
+            raise outcome.error
     except ServeError as error:
         return _fail(name, error.message, INVALID if error.kind is ErrorKind.INVALID_INPUT else FAILED)
     except KeyboardInterrupt:

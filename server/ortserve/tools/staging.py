@@ -40,7 +40,10 @@ def naming(file: Path, instead_of: Path | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         named = [name for name in (error.filename, error.filename2) if isinstance(name, str)]  # two by a copy
-        if not named or (instead_of is not None and any(Path(name).is_relative_to(instead_of) for name in named)):
+        is_inside = instead_of is not None and any(Path(name).is_relative_to(instead_of) for name in named)
+        if is_inside and error.errno is not None:
+            error.strerror = os.strerror(error.errno)  # without advice about the folder, such as to set TMPDIR
+        if is_inside or not named:
             error.filename = str(file)
         raise
 

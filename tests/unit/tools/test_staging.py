@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ortserve.engine.scratch import scratch_folder
 from ortserve.tools.staging import install_files, replacement, staging_folder
+from scarcity import files_of_at_most
 
 
 def test_files_move_as_a_whole_and_the_folder_goes(tmp_path: Path) -> None:
@@ -81,6 +83,22 @@ def test_errors_never_name_the_hidden_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Invalid") as copied, replacement(file) as staged:
         raise OSError(errno.EINVAL, "Invalid", "source", None, str(staged))  # as shutil.copyfile does
     assert copied.value.filename == str(file)
+
+
+def test_full_disk_of_the_target_is_not_taken_for_that_of_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that keeps its temporary files beside the target ignores TMPDIR."""
+
+    def fill(folder: Path) -> None:
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        with files_of_at_most(4096), scratch_folder():
+            pass
+
+    target = tmp_path / "model.onnx"
+    with pytest.raises(OSError, match="File too large: ") as raised, staging_folder(target) as folder:
+        fill(folder)
+    assert str(raised.value) == f"[Errno {errno.EFBIG}] File too large: '{target}'"
 
 
 def test_permissions_of_a_replaced_file_stay_and_a_new_one_has_the_usual_ones(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,14 @@ def _run(given: argparse.Namespace) -> Outcome:
     ):
         asked = {"runs": given.runs, "rows": given.rows, "seconds": given.seconds, "inputs": given.inputs}
         runs = measure(variants, folder, **asked, step=step)
-        if (trace := given.trace) is not None:
-            for number, kept in enumerate([trace, trace.with_name(f"{trace.stem}-2{trace.suffix}")][: len(runs)]):
-                with replacement(kept) as file:
-                    shutil.copyfile(folder / f"{number}.json", file)
+        error = _keep(
+            given.trace, *(partial(shutil.copyfile, folder / f"{number}.json") for number in range(len(runs)))
+        )
     profiles = [profile_of(held) for held in runs]
     result = ProfileResult(profile=profiles[0])
     if len(runs) > 1:
         result = replace(result, other=profiles[1], comparison=compare(runs[0], runs[1], profiles[0], profiles[1]))
-    return Outcome(result, present(result, runs))
+    return Outcome(result, present(result, runs), error=error)
 
 
 def _run_on_server(given: argparse.Namespace) -> Outcome:
@@ -56,9 +56,22 @@ def _run_on_server(given: argparse.Namespace) -> Outcome:
     expect_writable("--trace", given.trace, b"[")
     with progress(f"waiting for requests of {given.model}, and profiling them"):
         asked = {"requests": given.requests, "timeout_s": given.timeout, "inputs": given.inputs, "rows": given.rows}
-        runs, batches = profile_server(address, given.model, **asked, keep=given.trace)
+        runs, batches, trace = profile_server(address, given.model, **asked)
     result = ProfileResult(profile=profile_of(runs), server=batches)
-    return Outcome(result, present(result, [runs]))
+    return Outcome(result, present(result, [runs]), error=_keep(given.trace, lambda file: file.write_bytes(trace)))
+
+
+def _keep(target: Path | None, *writers: Callable[[Path], object]) -> OSError | None:
+    """Write the traces to the file of ``--trace``, the second one to ``FILE-2``. Returns the error if this fails."""
+    if target is None:
+        return None
+    try:
+        for kept, write in zip((target, target.with_name(f"{target.stem}-2{target.suffix}")), writers, strict=False):
+            with replacement(kept) as file:
+                write(file)
+    except OSError as error:
+        return error
+    return None
 
 
 def _variants(given: argparse.Namespace) -> list[Variant]:

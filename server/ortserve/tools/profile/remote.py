@@ -23,7 +23,6 @@ from ortserve.tools.inputs import read_inputs
 from ortserve.tools.profile.result import Batches
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.trace import read_trace
-from ortserve.tools.staging import replacement
 
 _TRACE_KEY: Final = b',"trace":'
 _PROFILE: Final = TypeAdapter(ServerProfile)
@@ -35,8 +34,8 @@ _MAX_RUNS_S: Final = 180.0
 
 
 def profile_server(
-    address: Address, model: str, *, requests: int, timeout_s: float, keep: Path | None, inputs: Path | None, rows: int
-) -> tuple[Runs, Batches]:
+    address: Address, model: str, *, requests: int, timeout_s: float, inputs: Path | None, rows: int
+) -> tuple[Runs, Batches, bytes]:
     """Have a server profile the batches of a model's next requests.
 
     Without ``inputs``, a line on standard error says that the server waits for requests, unless it is a terminal.
@@ -46,9 +45,11 @@ def profile_server(
         model: Name, or ``name/version``.
         requests: The number of requests to copy.
         timeout_s: Time to wait for them.
-        keep: The file to write the trace to; None to discard it.
         inputs: Samples to send meanwhile; None to wait for the requests of other clients.
         rows: Rows of each request that is sent.
+
+    Returns:
+        The runs, the batches, and ONNX Runtime's trace.
 
     Raises:
         ServeError: The server cannot be reached, cannot profile, or rejects the call.
@@ -85,10 +86,7 @@ def profile_server(
     found = len(runs.trace.runs)
     if found != len(batches):
         raise ServeError(ErrorKind.INTERNAL, f"{address.url}: expected {len(batches)} runs in the trace, got {found}")
-    if keep is not None:
-        with replacement(keep) as file:
-            file.write_bytes(profile.trace)
-    return runs, summary
+    return runs, summary, profile.trace
 
 
 @contextmanager

@@ -85,7 +85,11 @@ def tune(given: argparse.Namespace) -> Outcome:
             others = tuple(_measure_variants(experiment, variants, changes))
             trials = sorted(journal.trials.values(), key=lambda one: one.number)
             comments = _comments(given.objective, ending) if ending else {}
-            written, why = _write(given, subject, changes, comments)
+            written, why, error = "", "", None
+            try:
+                written, why = _write(given, subject, changes, comments)
+            except OSError as failure:  # the result of a long search is worth more than the file
+                why, error = f"not written: {failure.strerror}; the file would get", failure
     result = TuneResult(
         version=__version__,
         model=given.model,
@@ -109,7 +113,7 @@ def tune(given: argparse.Namespace) -> Outcome:
         trials=mark_front(trials, given.objective),
         variants=others,
     )
-    return Outcome(result, present(result, has_pictures=given.page is not None))
+    return Outcome(result, present(result, has_pictures=given.page is not None), error=error)
 
 
 def _search(rate: float | None, experiment: Experiment, journal: Journal) -> tuple[Estimate | None, Ending | None]:

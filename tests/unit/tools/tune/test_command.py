@@ -101,6 +101,25 @@ def test_a_version_that_is_not_served_can_be_tuned(model: Path, capsys: pytest.C
     assert "version_policy" not in (model / "model.yaml").read_text()
 
 
+def test_result_is_printed_if_it_cannot_be_written(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = VirtualLab(spinning_helps, spread=0.02)
+
+    def unmount(changes: Changes) -> None:
+        (model / "model.yaml").unlink(missing_ok=True)
+        (model / "model.yaml").symlink_to("/nowhere/model.yaml")
+
+    lab.on_open = unmount
+    use(monkeypatch, spinning_helps, lab)
+    assert run_tool("tune", [str(model), *GOAL, "--json"]) == 1
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert (result["written"], "spinning: true" in result["yaml"]) == ("", True)
+    assert result["why_not_written"] == "not written: No such file or directory; the file would get"
+    assert printed.err == f"ortserve tune: {model}/model.yaml: No such file or directory\n"
+
+
 def test_options_that_were_changed_meanwhile_stay_and_the_keys_are_printed(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
