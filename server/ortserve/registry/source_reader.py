@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ortserve.config.model import LoadOptions
 from ortserve.core.thread_pool import ThreadPool
@@ -35,6 +36,9 @@ _REPORT_S: Final = 10.0
 _LISTING_S: Final = 5.0
 """Maximum time that a caller waits for the names of the models in the repositories."""
 
+_LOAD_S: Final = 30.0
+"""Maximum time that a load by a client waits for a read of the model's files, up to 10,000 for each version."""
+
 
 class SourceReader:
     """Reads the repositories of a server, and models that clients send. Loop thread only; reads files on threads."""
@@ -57,6 +61,8 @@ class SourceReader:
         self._named_versions = named_versions
         self._threads = ThreadPool(_READS, "repositories", set_slice, (LONGEST_SLICE_NS,))
         self._report_due_s = 0.0
+        self._late: dict[Future[Any], float] = {}
+        """The reads under way that took longer than their callers wait, and when each began."""
         if mirrors is not None:
             mirrors.follow(named_versions)
 
@@ -66,12 +72,8 @@ class SourceReader:
         Raises:
             ServeError: invalid_input, if a repository cannot be read; not_ready, if that takes too long.
         """
-        try:
-            async with asyncio.timeout(_LISTING_S):
-                found = {files.name for files in await self._on_disk(read_repositories, self._repositories)}
-        except TimeoutError:
-            text = f"the folders of the repositories have not been listed within {_LISTING_S:g} s"
-            raise ServeError(ErrorKind.NOT_READY, text) from None
+        listed = await self._on_disk(read_repositories, self._repositories, within_s=_LISTING_S)
+        found = {files.name for files in listed}
         return sorted(found if self._mirrors is None else found | await self._mirrors.names())
 
     async def read_all(
@@ -118,7 +120,7 @@ class SourceReader:
     async def read(self, name: str) -> ModelSource | None:
         """Read a model from the disk. Returns None if it does not exist, or if a repository cannot be read."""
         try:
-            return await self._on_disk(self._read, name)
+            return await self._on_disk(self._read, name, within_s=_LOAD_S)
         except ServeError:
             return None
 
@@ -134,8 +136,10 @@ class SourceReader:
         if self._mirrors is not None and not files:
             await self._fetch(self._mirrors, name, with_all_versions=config is not None)
         resources = ExitStack()
+        find = partial(self._find, resources, name, config, files)
         try:
-            yield await self._on_disk(self._find, resources, name, config, files)
+            # Files of a client need no repository, whose folders may not answer.
+            yield await (asyncio.to_thread(find) if files else self._find_on_disk(find, name))
         finally:
             await asyncio.to_thread(resources.close)
 
@@ -148,7 +152,7 @@ class SourceReader:
         wanted = {ensemble.name}
         try:
             while True:
-                closure = await self._on_disk(self._find_members, ensemble)
+                closure = await self._on_disk(self._find_members, ensemble, within_s=_LOAD_S)
                 more = _other_members(wanted, closure.values())
                 if self._mirrors is None or not more:
                     return closure
@@ -177,20 +181,48 @@ class SourceReader:
         if self._mirrors is not None:
             await self._mirrors.close()
 
-    async def _on_disk(self, read: Callable[..., Read], *arguments: object) -> Read:
-        """Read files on a thread that nothing else needs. Logs reads that take long, one line for all."""
+    async def _on_disk(self, read: Callable[..., Read], *arguments: object, within_s: float | None = None) -> Read:
+        """Read files on a thread that nothing else needs. Logs reads that take long, one line for all.
+
+        A read that does not end keeps its thread, so that with a time limit no further one begins meanwhile.
+
+        Args:
+            read: The function that reads.
+            arguments: Its arguments.
+            within_s: Maximum time that the caller waits, or for which an earlier read may not have ended.
+
+        Raises:
+            ServeError: not_ready, if the folders do not answer in time.
+        """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        reading = loop.run_in_executor(self._threads, partial(read, *arguments))
+        if within_s is not None:
+            self._late = {late: since_s for late, since_s in self._late.items() if not late.done()}
+            if (silent_s := began_s - min(self._late.values(), default=began_s)) >= within_s:
+                raise _no_answer(silent_s)
+        work = self._threads.submit(partial(read, *arguments))
+        reading = asyncio.wrap_future(work)
         try:
-            while not (await asyncio.wait({reading}, timeout=_REPORT_S))[0]:
-                if (now_s := loop.time()) >= self._report_due_s:
-                    self._report_due_s = now_s + _REPORT_S
-                    message = "the folders of the repositories are still being read"
-                    log_event(logger, logging.WARNING, message, waited_s=round(now_s - began_s))
-            return reading.result()
+            async with asyncio.timeout(within_s):
+                while not (await asyncio.wait({reading}, timeout=_REPORT_S))[0]:
+                    if (now_s := loop.time()) >= self._report_due_s:
+                        self._report_due_s = now_s + _REPORT_S
+                        message = "the folders of the repositories are still being read"
+                        log_event(logger, logging.WARNING, message, waited_s=round(now_s - began_s))
+                return reading.result()
+        except TimeoutError:
+            self._late[work] = began_s
+            raise _no_answer(loop.time() - began_s) from None
         finally:
             reading.cancel()
+
+    async def _find_on_disk(self, find: Callable[[], ModelSource], name: str) -> ModelSource:
+        try:
+            return await self._on_disk(find, within_s=_LOAD_S)
+        except ServeError as error:
+            if error.kind is ErrorKind.NOT_READY:
+                raise load_failure(name, f"{NOT_POLLED}: {error.message}") from None
+            raise
 
     async def _read_folders(self) -> list[ModelSource]:
         sources = await self._on_disk(self._read_all)
@@ -246,6 +278,10 @@ class SourceReader:
                 found[name] = source
                 pending += members_of(source)
         return found
+
+
+def _no_answer(silent_s: float) -> ServeError:
+    return ServeError(ErrorKind.NOT_READY, f"the folders of the repositories have not answered for {silent_s:.3g} s")
 
 
 def load_failure(name: str, reason: str) -> ServeError:
