@@ -1,4 +1,4 @@
-"""Repositories in real servers of S3, Azure and Google's interface, and in archives behind HTTP.
+"""Repositories in servers of S3, Azure and Google Cloud Storage, and in archives behind HTTP.
 
 A proxy injects faults into the answers of the S3 server.
 """
@@ -18,12 +18,14 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from tritonclient.utils import InferenceServerException
 
 from apart import UnavailableError
 from archives import file_site, write_archive
 from azure_server import AzureServer
 from encodings_of_requests import grpc_raw, rest_json
+from google_server import GoogleServer
 from models import builders
 from s3_server import ACCESS_KEY, SECRET_KEY, FaultyProxy, MotoServer, S3Server, s3_behind_proxy, upload
 from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, read_metrics, serving, starting, triton_clients
@@ -606,3 +608,40 @@ def test_models_of_a_google_bucket_serve_and_are_polled(tmp_path: Path) -> None:
             assert answer_of(server) == 2
     finally:
         google.stop()
+
+
+@pytest.fixture(scope="module")
+def google() -> Iterator[GoogleServer]:
+    try:
+        server = GoogleServer("bucket")
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("source", ["GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST"])
+def test_credentials_of_google_are_used(google: GoogleServer, tmp_path: Path, source: str) -> None:
+    prefix = source.lower()
+    google.upload({f"{prefix}/{path}": content for path, content in version(tmp_path, "m", 1, 1).items()})
+    account = google.write_account(tmp_path / "account.json")
+    given = google.address if source == "GCE_METADATA_HOST" else str(account)
+    where = {"GOOGLE_BASE_URL": f"http://{google.address}", "GOOGLE_ALLOW_HTTP": "true"}
+    flags = (f"gs://bucket/{prefix}/models", "--store-cache-dir", tmp_path / "cache", *FAST, *POLL)
+    with serving(*flags, env={**where, source: given}) as server:
+        assert answer_of(server) == 1
+        google.upload({f"{prefix}/{path}": content for path, content in version(tmp_path, "m", 2, 2).items()})
+        wait_for_answer(server, 2)
+    assert (google.tokens_given > 0) == (source == "GCE_METADATA_HOST")
+    google.tokens_given = 0
+
+
+def test_service_account_with_another_key_is_refused_without_showing_it(google: GoogleServer, tmp_path: Path) -> None:
+    google.upload(version(tmp_path, "m", 1, 1))
+    account = google.write_account(tmp_path / "account.json", rsa.generate_private_key(65537, 2048))
+    where = {"GOOGLE_BASE_URL": f"http://{google.address}", "GOOGLE_ALLOW_HTTP": "true"}
+    flags = ("gs://bucket/models", "--store-cache-dir", tmp_path / "cache", *FAST)
+    with starting(*flags, env={**where, "GOOGLE_SERVICE_ACCOUNT": str(account)}) as server:
+        line = server.wait_for_line("the store cannot be listed")
+        assert "401 Unauthorized: AuthenticationRequired: no access" in line
+        assert json.loads(account.read_text())["private_key"].splitlines()[1] not in server.output
