@@ -49,6 +49,9 @@ class Fingerprint(NamedTuple):
         mode: Type and permissions.
         nbytes: Size of the file.
         modified_ns: Time of its last modification, since the epoch.
+        changed_ns: Time of the last change of its content or properties, which programs cannot set. Archives may give
+            all files one modification time, and a new file may get the inode of the one that it replaces. 0 for a file
+            with several links, because each new link changes this time.
     """
 
     path: str
@@ -56,6 +59,7 @@ class Fingerprint(NamedTuple):
     mode: int
     nbytes: int
     modified_ns: int
+    changed_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +343,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _fingerprints(paths: Iterable[Path]) -> Iterator[Fingerprint]:
     for path in paths:
         if (status := _status(path)) is not None:
-            yield Fingerprint(str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns)
+            changed_ns = status.st_ctime_ns if status.st_nlink == 1 else 0
+            yield Fingerprint(str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, changed_ns)
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -104,15 +104,22 @@ class StoreCache:
         return True
 
     def add(self, file: Path, sha256: str, target: Path) -> None:
-        """Move a complete file to the contents. It is linked to ``target`` first, so that no process removes it."""
+        """Move a complete file to the contents. It is linked to ``target`` first, so that no process removes it.
+
+        If another process has added this content meanwhile, its file stays, because the number of links to a file that
+        a model was loaded from must not fall to one: that would look like a change.
+        """
+        content = self._contents / sha256
         try:
             file.chmod(0o444)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(file, target)
-            file.replace(self._contents / sha256)
+            with contextlib.suppress(FileExistsError):
+                os.link(file, content)
+                self._verified.add(sha256)
+            file.unlink()
         except OSError as error:
             raise StoreError(f"the cache cannot be used: {error.strerror}") from None
-        self._verified.add(sha256)
 
     @contextmanager
     def room(self, needed: int) -> Iterator[None]:

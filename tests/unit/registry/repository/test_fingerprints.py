@@ -1,5 +1,7 @@
 """Changes of a model's files, with files that ONNX Runtime itself writes and reads."""
 
+import os
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,34 @@ def test_compiled_model_counts_as_a_model_file_unless_written(folder: Path) -> N
     before = stamp(folder, options)
     (folder / "1" / "model_ctx.onnx").touch()
     assert stamp(folder, options) != before
+
+
+def test_content_from_an_archive_of_equal_times_and_sizes_is_a_change(folder: Path, tmp_path: Path) -> None:
+    """``tar`` replaces the file, and the file system gives the freed inode to the new one."""
+    file = folder / "1" / "model.onnx"
+    archives = []
+    for number in range(2):
+        file.write_bytes(bytes([number]) * 1000)
+        os.utime(file, (1, 1))
+        archives.append(tmp_path / f"{number}.tar")
+        with tarfile.open(archives[-1], "w") as archive:
+            archive.add(file, "m/1/model.onnx")
+    stamps = []
+    for path in archives:
+        file.unlink()
+        with tarfile.open(path) as archive:
+            archive.extractall(tmp_path, filter="data")
+        stamps.append(stamp(folder, options_with()))
+    assert stamps[0] != stamps[1]
+
+
+def test_further_link_to_a_file_that_has_several_is_no_change(folder: Path, tmp_path: Path) -> None:
+    """The cache of stores links contents into the folders of all processes."""
+    file = folder / "1" / "model.onnx"
+    (tmp_path / "first").hardlink_to(file)
+    before = stamp(folder, options_with())
+    (tmp_path / "second").hardlink_to(file)
+    assert stamp(folder, options_with()) == before
 
 
 def test_links_count_as_what_they_lead_to(folder: Path, tmp_path: Path) -> None:

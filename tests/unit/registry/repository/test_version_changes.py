@@ -11,7 +11,7 @@ from ortserve.registry.repository.source import Fingerprint, VersionChanges, Ver
 
 def source(changed_at: int = 0, **options: object) -> VersionSource:
     configuration = Configuration(ModelOptions.model_validate(options))
-    return VersionSource(Path("m"), None, configuration, (Fingerprint("m", 1, 0, 2, changed_at),))
+    return VersionSource(Path("m"), None, configuration, (Fingerprint("m", 1, 0, 2, changed_at, 0),))
 
 
 @pytest.mark.parametrize(

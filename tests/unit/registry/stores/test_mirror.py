@@ -126,6 +126,17 @@ def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path) ->
     assert len(list((lab.cache.view / "incoming").iterdir())) == 1  # the previous tree has been removed
 
 
+def test_process_that_fetches_the_same_content_later_changes_no_file_of_the_first(tmp_path: Path) -> None:
+    first, second = (Lab(tmp_path, StoreInMemory(a=b"first")) for _ in range(2))
+    first.mirror.sync()
+    file = first.mirror.folder / "a" / "1" / "model.onnx"
+    before = file.stat()
+    second.cache.has = lambda known: False  # type: ignore[method-assign]  # It looked before the first one was done.
+    second.mirror.sync()
+    assert second.content("a") == b"first"
+    assert (file.stat().st_nlink, file.stat().st_ino) == (before.st_nlink, before.st_ino)
+
+
 def test_version_that_a_call_named_since_is_fetched_and_nothing_else_again(tmp_path: Path) -> None:
     lab = Lab(tmp_path, StoreInMemory(a=b"first"))
     lab.store.files["a/2/model.onnx"] = b"second"
