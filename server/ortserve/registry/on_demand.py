@@ -35,13 +35,14 @@ class LoadsOnDemand:
         *,
         start: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         wait_s: float,
-        read: Callable[[str], Awaitable[ModelSource | None]] | None,
+        read: Callable[[str], Awaitable[ModelSource | None]],
+        follows_changes: bool,
     ) -> None:
         """Load nothing yet.
 
         ``sources`` has the source of the latest load of each model, and is read at each call. ``start`` runs a load in
         a task that ends with the registry. A request waits at most ``wait_s``. ``read`` reads the source of a model
-        from the disk; None if loads on demand do not follow changes of files.
+        from the disk. With ``follows_changes``, loads on demand follow changes of files.
         """
         self._catalog = catalog
         self._reconciler = reconciler
@@ -49,6 +50,7 @@ class LoadsOnDemand:
         self._sources = sources
         self._clock = clock
         self._read = read
+        self._follows_changes = follows_changes
         self._demands = Demands(clock, counts, load=self._load, start=start, expect=self._expect, wait_s=wait_s)
 
     async def wait_for(
@@ -117,11 +119,17 @@ class LoadsOnDemand:
         """The source of a model that is not in memory. Its files may have been replaced since the last poll.
 
         Ensembles wait for the poll, which checks them together with their members.
+
+        Raises:
+            ServeError: not_ready, if the folders of the repositories do not answer: a load would wait in a slot.
         """
-        if self._read is None or known is None or members_of(known):
+        if known is None or members_of(known):
             return known
-        found = await self._read(known.name)
-        return known if found is None or members_of(found) else found
+        try:
+            found = await self._read(known.name)
+        except ServeError as error:
+            raise _not_loaded(known.name, error.message) from None
+        return known if not self._follows_changes or found is None or members_of(found) else found
 
     def _expect(self, name: str) -> LoadCost:
         return self._room.expect(self._sources[name])

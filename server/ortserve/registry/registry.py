@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Set
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
+from ortserve.errors import ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
@@ -115,7 +116,8 @@ class Registry:
             metrics.residency,
             start=self._start,
             wait_s=on_demand_wait_s,
-            read=self._reader.read if is_polled else None,
+            read=self._reader.read,
+            follows_changes=is_polled,
         )
         self._initial = InitialLoad(self._catalog, self._reader, self._reconciler, self._room, self._start)
         self._changes: set[asyncio.Task[Any]] = set()
@@ -300,7 +302,11 @@ class Registry:
 
     async def _is_newer(self, name: str, config: str | None) -> bool:
         """Whether a load would read other files or options than the latest one."""
-        return config is not None or await self._reader.read(name) not in (None, self._sources.get(name))
+        if config is not None:
+            return True
+        with suppress(ServeError):  # the load itself reports it
+            return await self._reader.read(name) not in (None, self._sources.get(name))
+        return False
 
     def _is_served(self, source: ModelSource) -> bool:
         records = self._catalog.of(source.name).values()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext, suppress
 from functools import partial
@@ -118,10 +118,16 @@ class SourceReader:
             await asyncio.wait_for(self._mirrors.wait_for_files(), interval_s)
 
     async def read(self, name: str) -> ModelSource | None:
-        """Read a model from the disk. Returns None if it does not exist, or if a repository cannot be read."""
+        """Read a model from the disk. Returns None if it does not exist, or if a repository cannot be read.
+
+        Raises:
+            ServeError: not_ready, if the folders of the repositories do not answer.
+        """
         try:
             return await self._on_disk(self._read, name, within_s=_LOAD_S)
-        except ServeError:
+        except ServeError as error:
+            if error.kind is ErrorKind.NOT_READY:
+                raise
             return None
 
     @asynccontextmanager
@@ -139,7 +145,7 @@ class SourceReader:
         find = partial(self._find, resources, name, config, files)
         try:
             # Files of a client need no repository, whose folders may not answer.
-            yield await (asyncio.to_thread(find) if files else self._find_on_disk(find, name))
+            yield await (asyncio.to_thread(find) if files else _for_load(name, self._on_disk(find, within_s=_LOAD_S)))
         finally:
             await asyncio.to_thread(resources.close)
 
@@ -216,14 +222,6 @@ class SourceReader:
         finally:
             reading.cancel()
 
-    async def _find_on_disk(self, find: Callable[[], ModelSource], name: str) -> ModelSource:
-        try:
-            return await self._on_disk(find, within_s=_LOAD_S)
-        except ServeError as error:
-            if error.kind is ErrorKind.NOT_READY:
-                raise load_failure(name, f"{NOT_POLLED}: {error.message}") from None
-            raise
-
     async def _read_folders(self) -> list[ModelSource]:
         sources = await self._on_disk(self._read_all)
         return sources if self._mirrors is None else self._mirrors.with_problems(sources)
@@ -236,7 +234,7 @@ class SourceReader:
         return nullcontext() if self._mirrors is None else self._mirrors.held_still()
 
     async def _fetch(self, mirrors: Mirrors, name: str, *, with_all_versions: bool) -> None:
-        if not mirrors.may_have(name) and await self.read(name) is not None:
+        if not mirrors.may_have(name) and await _for_load(name, self.read(name)) is not None:
             return  # It is in a folder of the operator, and need not wait for any store.
         try:
             await mirrors.sync([name], with_all_versions=with_all_versions)
@@ -282,6 +280,16 @@ class SourceReader:
 
 def _no_answer(silent_s: float) -> ServeError:
     return ServeError(ErrorKind.NOT_READY, f"the folders of the repositories have not answered for {silent_s:.3g} s")
+
+
+async def _for_load(name: str, reading: Awaitable[Read]) -> Read:
+    """Wait for a read of a load by a client. Raises ServeError: internal, if the folders do not answer."""
+    try:
+        return await reading
+    except ServeError as error:
+        if error.kind is ErrorKind.NOT_READY:
+            raise load_failure(name, f"{NOT_POLLED}: {error.message}") from None
+        raise
 
 
 def load_failure(name: str, reason: str) -> ServeError:

@@ -175,6 +175,28 @@ async def test_calls_on_a_folder_that_hangs_fail_and_further_ones_at_once(
     assert [entry.name for entry in await list_all()] == ["a", "b", "sent"]
 
 
+async def test_load_on_demand_from_a_folder_that_hangs_takes_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builders.identity(tmp_path / "a.onnx")
+    defaults = LoadOptions(warmup_s=0, load_policy="on_demand")
+    registry = Registry([tmp_path], defaults, Metrics(CollectorRegistry()), time.monotonic_ns)
+    await registry.load_all()
+    monkeypatch.setattr(source_reader, "_LOAD_S", 0.2)
+    try:
+        with hung(tmp_path):
+            for _ in range(2):
+                with pytest.raises(ServeError, match="failed to load 'a', the folders of the repositories have not"):
+                    await registry.wait_for("a", "")
+        assert not registry.is_changing
+        monkeypatch.undo()
+        await registry.wait_for("a", "")
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    finally:
+        await registry.close()
+
+
 @pytest.mark.parametrize("mode", ["none", "poll"])
 async def test_only_the_explicit_mode_accepts_loads_and_unloads(registry: Registry, mode: ControlMode) -> None:
     service = RepositoryService(registry, mode=mode)
