@@ -34,6 +34,8 @@ COMPILED: Final = (
     "frontends/grpc/native/*.py",
     "frontends/http/asgi_exchange.py",
     "frontends/http/connection.py",
+    "frontends/http/context.py",
+    "frontends/http/cross_origin.py",
     "frontends/http/infer_exchange.py",
     "frontends/http/limits.py",
     "frontends/http/protocol.py",

@@ -22,9 +22,10 @@ from ortserve.frontends.grpc.router import Router, max_message_bytes
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
-from ortserve.frontends.http.connection import ConnectionContext
 from ortserve.frontends.http.console_routes import console_routes
+from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.control_app import build_routes, make_control_app
+from ortserve.frontends.http.cross_origin import CrossOrigin
 from ortserve.frontends.http.generate_routes import Generation, generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.limits import http_limits
@@ -101,6 +102,7 @@ class Frontends:
             http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
             max_age_s=options.http_max_connection_age_s,
             on_rejected=partial(self.metrics.rejected, ""),
+            cross_origin=CrossOrigin(options.cors_origins) if options.cors_origins else None,
         )
         return HttpServer(
             infer,

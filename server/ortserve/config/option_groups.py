@@ -5,15 +5,19 @@ servers. The gRPC connection options are gRPC's channel arguments (github.com/gr
 defaults. Unset OpenTelemetry options follow the variables ``OTEL_...``, which its libraries read.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from ortserve.config.expectation import DECLARATION
 
 _DAY_S: Final = 86_400
+
+_ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://([A-Za-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?")
+_DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
 class AccessOptions(BaseModel):
@@ -76,8 +80,25 @@ def tls_problems(options: TlsOptions, *, grpc_transport: str) -> Iterator[str]:
         yield "tls_min_version: expected grpc_transport 'native' with '1.3', got 'grpcio'"
 
 
+def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that each origin has the form in which browsers send it, because an origin of another form never matches.
+
+    ``null`` is refused: any page can become such an origin.
+    """
+    if len(origins) > 1 and "*" in origins:
+        raise ValueError(f"expected either * or a list of origins, got {', '.join(origins)}")
+    for origin in origins:
+        found = _ORIGIN.fullmatch(origin)
+        scheme, host, port = found.groups() if found else ("", "", "")
+        is_web = scheme in _DEFAULT_PORTS
+        if origin != "*" and (found is None or (is_web and (host.lower() != host or port == _DEFAULT_PORTS[scheme]))):
+            expected = "https://app.example.com or http://localhost:3000, in lower case, without a path or default port"
+            raise ValueError(f"expected * or origins as browsers send them, such as {expected}, got {origin[:200]!r}")
+    return origins
+
+
 class HttpOptions(BaseModel):
-    """Limits of the HTTP port for connections and requests that are not complete yet."""
+    """Limits of the HTTP port for connections and requests that are not complete yet, and pages of other origins."""
 
     model_config = DECLARATION
 
@@ -104,6 +125,12 @@ class HttpOptions(BaseModel):
     Off: a FIN cancels the requests of its connection."""
     http_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """Time limit for a client that receives nothing of its answer; the connection is closed afterwards."""
+    cors_origins: Annotated[tuple[str, ...], AfterValidator(_check_origins)] = Field(
+        default=(), json_schema_extra={"expects": "* or list of origins"}
+    )
+    """Origins whose pages may call the REST port from a browser and read its answers (CORS), such as
+    ``https://app.example.com``; ``*`` for the pages of all origins. Calls that change the server need a key of
+    ``control_keys_file`` from such pages. Unset: browsers give the answers to no page of another origin."""
 
 
 class GrpcOptions(BaseModel):

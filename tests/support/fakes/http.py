@@ -11,7 +11,7 @@ from fakes.service import FakeInferenceService
 from fakes.socket import FakeSocket
 from ortserve.config.option_groups import HttpOptions
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
-from ortserve.frontends.http.connection import ConnectionContext
+from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.limits import HttpLimits, http_limits
 from ortserve.frontends.http.protocol import HttpProtocol

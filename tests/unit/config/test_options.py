@@ -155,6 +155,38 @@ def test_constrained_texts_are_rejected_with_their_expected_form(name: str, valu
     assert problems_of({name: value}) == (f"{flag}: expected {expected}, got '{value}'",)
 
 
+@pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "https://[::1]:8443", "chrome-extension://abC", ""])
+def test_origins_have_the_form_of_browsers(origin: str) -> None:
+    assert read_options({"cors_origins": [origin] if origin else []}).cors_origins == ((origin,) if origin else ())
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("null", "app.example.com", "https://app.example.com/", "https://App.example.com", "HTTPS://app.example.com"),
+        *(
+            "https://app.example.com:443",
+            "http://x:80",
+            "https://x:0",
+            "https://*.example.com",
+            "https://a@b",
+            "file://",
+        ),
+        *("https://x\n", "https://x/*", "", " https://x", "https://münchen.example"),
+    ],
+)
+def test_origins_that_no_browser_sends_are_rejected(origin: str) -> None:
+    (problem,) = problems_of({"cors_origins": ["https://good.example.com", origin]})
+    assert problem.startswith("--cors-origins: expected * or origins as browsers send them, such as https://")
+    assert problem.endswith(f", got {origin!r}")
+
+
+def test_all_origins_stand_alone(file: Path) -> None:
+    file.write_text("cors_origins: ['*', 'https://x']\n")
+    problem = f"{file}: cors_origins: expected either * or a list of origins, got *, https://x"
+    assert problems_of({}, file) == (problem,)
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

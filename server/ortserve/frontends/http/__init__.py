@@ -2,9 +2,10 @@
 
 __all__ = [
     "asgi_exchange",
-    "connection",
     "console_routes",
+    "context",
     "control_app",
+    "cross_origin",
     "generate_routes",
     "infer_exchange",
     "limits",

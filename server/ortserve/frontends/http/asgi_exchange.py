@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Scope
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group, is_unambiguous
 from ortserve.frontends.http.connection import Connection, Exchange
+from ortserve.frontends.http.cross_origin import permission
 from ortserve.frontends.http.request_head import Header, credentials, match_infer_path
 from ortserve.frontends.http.responses import STATUS_LINES, failure, unknown_path, wrong_method
 from ortserve.service.access import Group, Guard
@@ -33,6 +34,8 @@ _MAX_QUERY_BYTES: Final = 2 * 1024
 """Maximum size of a query; a longer one is ignored. FastAPI parses the query of each request, 30 KB in 16 ms. Only the
 stream of the console uses a query."""
 
+_NEEDS_KEY: Final = "a page of another origin changes the server only with a key"
+
 _INVALID_NAME: Final = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _INVALID_VALUE: Final = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 
@@ -48,8 +51,7 @@ def _foreign_change(headers: list[Header]) -> ServeError | None:
         if name == b"sec-fetch-site" and value not in (b"same-origin", b"none"):
             return ServeError(
                 ErrorKind.FORBIDDEN,
-                "a page of another origin changes the server only with a key: expected 'Sec-Fetch-Site: same-origin' or"
-                f" 'none', got '{value.decode('latin-1')}'",
+                f"{_NEEDS_KEY}: expected 'Sec-Fetch-Site: same-origin' or 'none', got '{value.decode('latin-1')}'",
             )
     return None
 
@@ -77,6 +79,16 @@ class AsgiEndpoint:
             return guard.refusal(credentials(headers))
         return _foreign_change(headers) if group is Group.CONTROL and method not in ("GET", "HEAD") else None
 
+    def check_preflight(self, method: str, path: str, *, is_infer: bool) -> ServeError | None:
+        """Check whether a page of another origin may send a request that ``check`` decides on.
+
+        Browsers send ``Sec-Fetch-Site`` only to some addresses. So a change without a key is refused here, too.
+        """
+        is_change = not is_infer and http_group(method, path) is Group.CONTROL and method not in ("GET", "HEAD")
+        if is_change and Group.CONTROL not in self._guards:
+            return ServeError(ErrorKind.FORBIDDEN, f"{_NEEDS_KEY}: expected control_keys_file to be set, got none")
+        return None
+
 
 class AsgiExchange(Exchange):
     """One request to the application."""
@@ -94,14 +106,13 @@ class AsgiExchange(Exchange):
         keep_alive: bool,
         expects_continue: bool,
     ) -> None:
-        super().__init__(connection, keep_alive=keep_alive, more_body=True)
+        super().__init__(connection, headers, keep_alive=keep_alive, more_body=True)
         self._cancels_with_caller = False
         self._endpoint: Final = endpoint
         self._method: Final = method
         self._raw_path: Final = raw_path
         self._query: Final = query
         self._version: Final = version
-        self._headers: Final = headers
         self._awaits_continue = expects_continue
         self._body = bytearray()
         self._is_disconnected = False
@@ -124,9 +135,17 @@ class AsgiExchange(Exchange):
         is_infer = match_infer_path(self._raw_path) is not None
         if not is_infer and len(path) > 1:
             path = path.rstrip("/")
-        error = self._endpoint.check(self._method, path, self._headers, is_infer=is_infer)
+        cross_origin = connection.context.cross_origin
+        if cross_origin is not None and self._method == "OPTIONS":
+            requested = cross_origin.requested_method(self.headers)
+            if requested is not None:
+                refusal = cross_origin.refusal(self.headers)
+                refusal = refusal or self._endpoint.check_preflight(requested, path, is_infer=is_infer)
+                self.respond(failure(refusal) if refusal else permission(requested))
+                return
+        error = self._endpoint.check(self._method, path, self.headers, is_infer=is_infer)
         if error is not None:
-            if any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers):
+            if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
                 self._is_rejected = True
                 self.write_rejection(error)
             else:
@@ -160,7 +179,7 @@ class AsgiExchange(Exchange):
         super().on_writable()
 
     def reject_body(self, error: ServeError) -> None:
-        self.connection.reject_in_turn(error, in_body=True)
+        self.connection.reject_in_turn(error, self.headers, in_body=True)
 
     def abandon(self) -> None:
         self._is_disconnected = True
@@ -240,13 +259,14 @@ class AsgiExchange(Exchange):
             "path": path,
             "raw_path": self._raw_path,
             "query_string": self._query if len(self._query) <= _MAX_QUERY_BYTES else b"",
-            "headers": self._headers,
+            "headers": self.headers,
             _EXCHANGE: self,
         }
 
     def _write_head(self, status: int, headers: list[Header]) -> None:
         connection = self.connection
-        parts = [STATUS_LINES[status], connection.context.default_lines(connection.server_state.default_headers)]
+        lines = connection.context.default_lines(connection.server_state.default_headers, self.headers)
+        parts = [STATUS_LINES[status], lines]
         has_length = has_close = False
         for name, value in headers:
             if _INVALID_NAME.search(name) or _INVALID_VALUE.search(value):

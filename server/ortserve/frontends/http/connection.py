@@ -6,13 +6,13 @@
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from uvicorn.server import ServerState
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.limits import LINGER_BYTES, LINGER_S, HttpLimits, too_many_connections
+from ortserve.frontends.http.context import ConnectionContext
+from ortserve.frontends.http.limits import LINGER_BYTES, LINGER_S, too_many_connections
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.http.responses import STATUS_LINES, CorkedTransport, HttpResponse, failure
 from ortserve.frontends.large_body import LargeBody
@@ -26,49 +26,11 @@ _MAX_REJECTED_CONNECTIONS: Final = 64
 """Number of connections over the limit that get an error response; further ones are closed without an answer."""
 
 
-class ConnectionContext:
-    """State that all connections of a server share. Loop thread only.
-
-    Attributes:
-        limits: Limits of connections and requests.
-        max_age_s: Age from which a connection closes with its next response; None for no limit.
-        on_rejected: Counts rejections of connections and of incomplete requests.
-        is_draining: Whether each response closes its connection, so that callers connect to another server.
-    """
-
-    def __init__(
-        self, limits: HttpLimits, *, max_age_s: float | None, on_rejected: Callable[[ErrorKind], None]
-    ) -> None:
-        self.limits: Final = limits
-        self.max_age_s: Final = max_age_s
-        self.on_rejected: Final = on_rejected
-        self.is_draining = False
-        self._default_headers: list[Header] = []
-        self._default_lines = b""
-        self._change = asyncio.Event()
-
-    def default_lines(self, headers: list[Header]) -> bytes:
-        """Encode the default headers of all responses. uvicorn replaces the list each second."""
-        if headers is not self._default_headers:
-            self._default_headers = headers
-            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
-        return self._default_lines
-
-    def on_ended(self, _: object = None) -> None:
-        """Wake ``wait_until_idle``: a connection or a task has ended."""
-        self._change.set()
-
-    async def wait_until_idle(self, state: ServerState) -> None:
-        """Wait until all connections are closed and all tasks are done."""
-        while state.connections or state.tasks:
-            self._change.clear()
-            await self._change.wait()
-
-
 class Exchange:
     """One request and its response, from the end of its head to the end of its response. Loop thread only.
 
     Attributes:
+        headers: All headers of the request; names are in lower case.
         keep_alive: Whether the connection stays open after the response.
         more_body: Whether a part of the body is still to arrive.
         has_response_body: False for HEAD.
@@ -80,14 +42,16 @@ class Exchange:
         "_is_written",
         "connection",
         "has_response_body",
+        "headers",
         "keep_alive",
         "more_body",
         "response_complete",
         "response_started",
     )
 
-    def __init__(self, connection: "Connection", *, keep_alive: bool, more_body: bool) -> None:
+    def __init__(self, connection: "Connection", headers: list[Header], *, keep_alive: bool, more_body: bool) -> None:
         self.connection: Final = connection
+        self.headers: Final = headers
         self.keep_alive = keep_alive
         self.more_body = more_body
         self.has_response_body = True
@@ -141,7 +105,7 @@ class Exchange:
         status, body, headers = response
         parts: list[bytes | memoryview] = [
             STATUS_LINES[status],
-            connection.context.default_lines(connection.server_state.default_headers),
+            connection.context.default_lines(connection.server_state.default_headers, self.headers),
         ]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")
@@ -229,6 +193,7 @@ class Connection:
         self.is_write_paused = False
         self._waiting: deque[Exchange] = deque()
         self._rejection: ServeError | None = None
+        self._rejected_headers: list[Header] = []
         self._dropped_bytes = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._ageing: asyncio.TimerHandle | None = None
@@ -258,14 +223,15 @@ class Connection:
             # A direct call would recurse once for each request of a pipeline of rejected requests.
             self.loop.call_soon(self.exchange.start)
         elif self._rejection is not None:
-            self.reject(self._rejection)
+            self.reject(self._rejection, self._rejected_headers)
         if self.is_read_paused and not self._waiting:  # otherwise a caller that sends too fast would fill the memory
             self.resume_reading()
 
-    def reject_in_turn(self, error: ServeError, *, in_body: bool) -> None:
+    def reject_in_turn(self, error: ServeError, headers: list[Header], *, in_body: bool) -> None:
         """Answer the request that is being read with an error, after the responses before it, and read no more.
 
-        ``in_body`` says whether the head of this request is complete, so that it is the newest exchange.
+        ``headers`` are its headers received so far. ``in_body`` says whether its head is complete, so that it is the
+        newest exchange.
         """
         newest = self.newest
         self.ignores_input = True
@@ -275,19 +241,21 @@ class Connection:
             self.linger()  # the response was sent before the body was complete
         elif newest is not None and newest.more_body and self._waiting:
             self._waiting.pop()
-            self._rejection = error
+            self._rejection, self._rejected_headers = error, headers
         elif newest is None or newest.response_complete or newest.more_body:
-            self.reject(error)
+            self.reject(error, headers)
         else:
-            self._rejection = error
+            self._rejection, self._rejected_headers = error, headers
 
-    def reject(self, error: ServeError) -> None:
-        """Answer an incomplete request, or a connection, with an error, and linger."""
+    def reject(self, error: ServeError, received: list[Header]) -> None:
+        """Answer an incomplete request, of which these headers were received, or a connection. Then linger."""
         self.context.on_rejected(error.kind)
         if self.newest is not None:
             self.newest.abandon()
         status, body, headers = failure(error)
-        head = [STATUS_LINES[status], *[b"%s: %s\r\n" % header for header in headers]]
+        cross_origin = self.context.cross_origin
+        head = [STATUS_LINES[status], b"" if cross_origin is None else cross_origin.lines(received)]
+        head += [b"%s: %s\r\n" % header for header in headers]
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
         self.transport.write(b"".join(head) + body)
         self.linger()
@@ -298,7 +266,7 @@ class Connection:
             self.context.on_rejected(ErrorKind.OVERLOADED)
             self.transport.abort()
         else:
-            self.reject(too_many_connections(self.context.limits))
+            self.reject(too_many_connections(self.context.limits), [])
 
     def close(self) -> None:
         """Close after the last response; linger if the caller has sent more than this response answers.

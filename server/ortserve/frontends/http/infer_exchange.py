@@ -91,7 +91,7 @@ class InferExchange(Exchange):
         ``body`` is the body of a request that arrived whole and whose ``head`` is cached, and None for any other. Its
         length counts, because a cached ``head`` may announce the length of another body.
         """
-        super().__init__(connection, keep_alive=head.keep_alive, more_body=body is None)
+        super().__init__(connection, head.headers, keep_alive=head.keep_alive, more_body=body is None)
         self.head: Final = head
         self.rejection: ServeError | None = None
         """The error that answers the request before its body is used."""

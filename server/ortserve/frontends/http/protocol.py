@@ -13,7 +13,8 @@ from uvicorn.server import ServerState
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint, AsgiExchange
-from ortserve.frontends.http.connection import Connection, ConnectionContext, Exchange
+from ortserve.frontends.http.connection import Connection, Exchange
+from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint, InferExchange
 from ortserve.frontends.http.limits import (
     ARRIVAL_S,
@@ -384,4 +385,4 @@ class HttpProtocol(asyncio.Protocol):
             self._reject_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
 
     def _reject_in_turn(self, error: ServeError) -> None:
-        self.connection.reject_in_turn(error, in_body=self.stage is _BODY)
+        self.connection.reject_in_turn(error, self.headers, in_body=self.stage is _BODY)

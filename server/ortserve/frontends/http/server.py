@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
-from ortserve.frontends.http.connection import ConnectionContext
+from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.limits import ARRIVAL_S
 from ortserve.frontends.http.protocol import HttpProtocol

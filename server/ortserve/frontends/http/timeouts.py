@@ -128,6 +128,6 @@ class Timeouts:
         elif action is TimeoutAction.CLOSE:
             transport.close()
         elif action is TimeoutAction.REJECT and stage is Stage.HEADERS:
-            connection.reject(too_slow_headers(self._limits))
+            connection.reject(too_slow_headers(self._limits), reader.headers)
         elif action is TimeoutAction.REJECT and exchange is not None:
             exchange.reject_body(too_slow_body(self._limits))

@@ -1,0 +1,65 @@
+"""State that all connections of the HTTP port share: limits, the headers of all responses, and the drain."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from uvicorn.server import ServerState
+
+from ortserve.errors import ErrorKind
+from ortserve.frontends.http.cross_origin import CrossOrigin
+from ortserve.frontends.http.limits import HttpLimits
+from ortserve.frontends.http.request_head import Header
+
+
+class ConnectionContext:
+    """State that all connections of a server share. Loop thread only.
+
+    Attributes:
+        limits: Limits of connections and requests.
+        max_age_s: Age from which a connection closes with its next response; None for no limit.
+        on_rejected: Counts rejections of connections and of incomplete requests.
+        cross_origin: The origins whose pages may read responses; None if there are none.
+        is_draining: Whether each response closes its connection, so that callers connect to another server.
+    """
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        *,
+        max_age_s: float | None,
+        on_rejected: Callable[[ErrorKind], None],
+        cross_origin: CrossOrigin | None = None,
+    ) -> None:
+        self.limits: Final = limits
+        self.max_age_s: Final = max_age_s
+        self.on_rejected: Final = on_rejected
+        self.cross_origin: Final = cross_origin
+        self.is_draining = False
+        self._default_headers: list[Header] = []
+        self._default_lines = b""
+        self._change = asyncio.Event()
+
+    def default_lines(self, headers: list[Header], received: list[Header]) -> bytes:
+        """Encode the headers that each response has.
+
+        Args:
+            headers: The default headers of uvicorn, which replaces the list each second.
+            received: The headers of the request.
+        """
+        if headers is not self._default_headers:
+            self._default_headers = headers
+            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        if self.cross_origin is None:
+            return self._default_lines
+        return self._default_lines + self.cross_origin.lines(received)
+
+    def on_ended(self, _: object = None) -> None:
+        """Wake ``wait_until_idle``: a connection or a task has ended."""
+        self._change.set()
+
+    async def wait_until_idle(self, state: ServerState) -> None:
+        """Wait until all connections are closed and all tasks are done."""
+        while state.connections or state.tasks:
+            self._change.clear()
+            await self._change.wait()
