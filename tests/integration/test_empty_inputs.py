@@ -49,6 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"skip{suffix}", interfaces.skip_normalized),
             add_model(repository, f"features{suffix}", interfaces.joined_features),
             add_model(repository, f"continued{suffix}", interfaces.continued),
+            add_model(repository, f"image{suffix}", interfaces.normalized_image),
+            add_model(repository, f"past{suffix}", interfaces.attention_to_a_past),
         ]
         for folder in folders:
             (folder / "model.yaml").write_text(f"{options}intra_op_threads: 2\n")
@@ -180,6 +182,25 @@ def test_transposed_convolution_of_an_empty_volume_is_rejected(server: ServerPro
     assert answer["y"].shape == (1, 1, 4, 4, 6)
     for shape in ((1, 1, 0, 2, 4), (1, 1, 2, 0, 4)):
         check_rejected(server, model, {"x": np.ones(shape, np.float32)}, f"'x' is empty for model '{model}'")
+
+
+@pytest.mark.parametrize("model", ["image", "image_alone"])
+def test_normalization_of_an_image_without_pixels_is_rejected(server: ServerProcess, model: str) -> None:
+    """ONNX Runtime would write to unmapped memory."""
+    whole = np.full((1, 2, 3, 4), 5, np.float16)
+    np.testing.assert_array_equal(rest_json(server, model, {"x": whole})["y"], np.ones_like(whole))
+    check_rejected(server, model, {"x": whole[:, :, :0]}, f"'x' is empty for model '{model}'")
+
+
+@pytest.mark.parametrize("model", ["past", "past_alone"])
+def test_only_a_past_of_no_steps_may_be_empty(server: ServerProcess, model: str) -> None:
+    """ONNX Runtime joins a past by a Concat, of which it would not write a part."""
+    x = np.full((1, 1, 2, 4), 3, np.float32)
+    for steps in (0, 2):
+        past = np.full((1, 1, steps, 4), 3, np.float32)
+        np.testing.assert_allclose(rest_json(server, model, {"x": x, "past": past})["y"], x, rtol=1e-6)
+    empty = {"x": x, "past": np.empty((1, 1, 2, 0), np.float32)}
+    check_rejected(server, model, empty, f"'past' is empty for model '{model}'")
 
 
 @pytest.mark.parametrize("model", ["continued", "continued_alone"])

@@ -130,11 +130,14 @@ def _check_pixels(roi_align: CheckedNode) -> None:
 
 
 def _check_heads(attention: CheckedNode) -> None:
-    """Attention divides by the number or the size of heads."""
+    """Attention divides by the number or the size of heads. That of ONNX may join a past by a Concat."""
     axis = -1 if attention.node.domain or attention.node.attributes.get("q_num_heads") else 1
-    for place in range(3):
+    axes = {place: [axis] for place in range(3)}
+    if not attention.node.domain and (attention.has(4) or attention.has(5)):
+        axes |= {1: [0, axis, -1], 2: [0, axis, -1], 4: [0, 1, 3], 5: [0, 1, 3]}
+    for place, needed in axes.items():
         if attention.may_be_empty(place):
-            _fail_if_none_along(attention, place, axis)
+            _fail_if_none_along(attention, place, *needed)
 
 
 def _check_volume(transposed: CheckedNode) -> None:

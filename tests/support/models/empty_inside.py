@@ -348,6 +348,15 @@ EMPTY_INSIDE: Final = {
             ("Sampling", "n,l", "one"),
         )
     },
+    "Attention to a past": (
+        cut(
+            "float[n,1,s,4] x, float[n,1,s,4] z",
+            "float[n,1,s,4] y, float[n,1,u,4] k, float[n,1,u,4] v",
+            "last) y, k, v = Attention (z, z, z, , t, t)",
+            ", int64[1] last = {3}",
+        ),
+        (2, 1, 3, 4),
+    ),
     "GroupQueryAttention": (
         cut(
             "float[n,1,64] x, int32[n] z",

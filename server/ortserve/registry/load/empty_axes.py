@@ -46,6 +46,8 @@ _ENDING_TRANSPOSES: Final = (
 """Operators past which a Transpose is not joined with a product."""
 _WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
 """Operators that check the shape of their past before they append to it. The past follows their first three inputs."""
+_JOINED_BY_CONCAT: Final = 25
+"""Since this operator set, Attention of ONNX is a function in ONNX Runtime 1.32.0. It joins the past by a Concat."""
 
 _HEADS: Final = {4: 1, 3: 2}
 """The axis of the heads in queries, keys and values, by number of axes. With three axes, the last has all heads."""
@@ -95,6 +97,7 @@ class _Paths:
 
     def __init__(self, model: Model, computes_empty: bool) -> None:
         self._functions = model.functions
+        self._opset = model.opsets.get("", _JOINED_BY_CONCAT)
         self._computes_empty = computes_empty
         self._tensors = find_sizes(model, keeps_targets=True)
         self._known: Mapping[str, Value] = self._tensors.get(id(model.graph), {})
@@ -220,6 +223,11 @@ class _Paths:
         for name in node.inputs[:3] if node.op in _WITH_PAST else ():
             rank = self._rank(name)
             yield name, None if rank is None else _HEADS.get(rank, -1)
+        if node.op == "Attention" and not node.domain and any(node.inputs[4:6]) and self._opset >= _JOINED_BY_CONCAT:
+            yield from ((name, axis) for name in node.inputs[4:6] for axis in (0, 1, 3))
+            for name in node.inputs[1:3]:
+                rank = self._rank(name)
+                yield from ((name, axis) for axis in (0, None if rank is None else rank - 1))
         if node.op in _OF_BOXES:
             yield from ((node.inputs[0], axis) for axis in (2, 3))
         for name in node.inputs[: _LAST_AXIS.get(node.op, 0)]:

@@ -14,11 +14,11 @@ _NEW = "float[batch,2,length,4] new"
 
 
 def found(
-    folder: Path, inputs: str, nodes: str, initializers: str = "", *, computes_empty: bool = False
+    folder: Path, inputs: str, nodes: str, initializers: str = "", *, computes_empty: bool = False, opset: int = 21
 ) -> dict[str, set[int]] | None:
     """The free axes along which inputs may be empty, before ONNX Runtime 1.32 or since then."""
     text = f"m ({inputs}) => (float[a,b,c,d] y) {initializers} {{ {nodes} }}"
-    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}')
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
     onnx.save(model, str(folder / "model.onnx"))
     content = read_model(folder / "model.onnx")
     axes = find_empty_axes(content, computes_empty=computes_empty)
@@ -224,6 +224,13 @@ def test_attention_appends_to_an_empty_past_by_itself(tmp_path: Path) -> None:
     axes = found(tmp_path, f"{_PAST}, {_NEW}, float[1,1] mask", nodes)
     assert axes is not None
     assert (axes["past"], axes["new"]) == ({0, 2}, set())
+
+
+def test_attention_that_is_a_function_appends_to_a_past_of_no_steps_only(tmp_path: Path) -> None:
+    nodes = "y, k, v = Attention (new, new, new, , past, past)"
+    axes = found(tmp_path, f"{_PAST}, {_NEW}", nodes, opset=25)
+    assert axes is not None
+    assert (axes["past"], axes["new"]) == ({2}, {2})
 
 
 @pytest.mark.parametrize(("inputs", "heads"), [("float[batch,heads,length,4] q", 1), ("float[batch,length,all] q", 2)])
