@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pytest
 from fastapi.routing import iter_route_contexts
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -164,7 +165,7 @@ def test_call_without_a_group_stops_the_start() -> None:
         service = "inference.GRPCInferenceService"
 
         def handlers(self) -> Any:
-            return {"ModelForget": answering(lambda _: None)}  # type: ignore[arg-type,return-value]
+            return {"ModelForget": answering(Message, lambda _: None)}  # type: ignore[arg-type,return-value]
 
     with pytest.raises(ValueError, match="no group for /inference"):
         Router([Unheard()])

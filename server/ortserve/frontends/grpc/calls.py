@@ -11,25 +11,26 @@ group.
             self._greetings = greetings
 
         def handlers(self) -> Handlers:
-            return {"Greet": answering(self._greet), "GreetSlowly": awaiting(self._greet_slowly)}
+            return {"Greet": answering(pb.GreetRequest, self._greet), "Echo": unary(self._echo)}
 
-        def _greet(self, data: bytes) -> Message:
-            request = parse_message(pb.GreetRequest, data)
+        def _greet(self, request: pb.GreetRequest) -> Message:
             return pb.GreetResponse(text=self._greetings.of(request.name))
 
-Handlers receive and return serialized messages, so that the time of a request includes parsing and serializing. All
-handlers run on the event loop. The server cancels a handler when its caller disconnects or its deadline passes.
+Handlers of inference receive and return serialized messages, so that the time of a request includes parsing and
+serializing. All handlers run on the event loop. The server cancels a handler when its caller disconnects or its
+deadline passes.
 """
 
 import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final, NoReturn, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from ortserve.codecs.grpc_infer import parse_message
 from ortserve.codecs.load_report import LoadFormat
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.status import STATUSES
@@ -37,13 +38,15 @@ from ortserve.service.access import Guard
 
 logger = logging.getLogger(__name__)
 
+Request = TypeVar("Request", bound=Message)
+
 SERVICE_NAME: Final = "inference.GRPCInferenceService"
 """The service of the Open Inference Protocol. Several groups implement it together."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
-"""Handlers by method name without the service. ``answering``, ``awaiting``, ``unary`` and ``streaming`` create them."""
+"""Handlers by method name without the service. The functions of this module create them."""
 
 MetadataEntry: TypeAlias = tuple[str, str | bytes]
 """A name in lower case and its value, which is bytes if the name ends with ``-bin``."""
@@ -93,20 +96,26 @@ class Calls(Protocol):
     def handlers(self) -> Handlers: ...
 
 
-def answering(answer: Callable[[bytes], Message]) -> Handler:
-    """Create a unary handler from a function that returns within 1 ms.
-
-    ``answer`` receives the serialized request and raises ServeError for any failure.
-    """
+def answering(request_type: type[Request], answer: Callable[[Request], Message]) -> Handler:
+    """Create a unary handler from a function that answers a request within 1 ms, or raises ServeError."""
 
     async def answer_at_once(data: bytes) -> Message:
-        return answer(data)
+        return answer(parse_message(request_type, data))
 
-    return awaiting(answer_at_once)
+    return awaiting_bytes(answer_at_once)
 
 
-def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> Handler:
+def awaiting(request_type: type[Request], answer: Callable[[Request], Awaitable[Message]]) -> Handler:
     """Create a unary handler from a coroutine function; otherwise as ``answering``."""
+
+    async def parse_and_answer(data: bytes) -> Message:
+        return await answer(parse_message(request_type, data))
+
+    return awaiting_bytes(parse_and_answer)
+
+
+def awaiting_bytes(answer: Callable[[bytes], Awaitable[Message]]) -> Handler:
+    """Create a unary handler from a coroutine function that parses the request itself; otherwise as ``awaiting``."""
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:

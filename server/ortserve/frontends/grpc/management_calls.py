@@ -10,7 +10,7 @@ from ortserve._pb import shared_memory_pb2 as memory_pb
 from ortserve.codecs.grpc_infer import parse_message, require_version
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting, awaiting_bytes
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management, ModelStatistics, Setting
 from ortserve.service.shared_memory import RegionStatus, SharedMemory
@@ -32,16 +32,15 @@ class ManagementCalls:
 
     def handlers(self) -> Handlers:
         return {
-            "RepositoryIndex": awaiting(self._index),
-            "RepositoryModelLoad": awaiting(self._load),
-            "RepositoryModelUnload": awaiting(self._unload),
-            "ModelStatistics": awaiting(self._model_statistics),
-            "TraceSetting": answering(self._trace_setting),
-            "LogSettings": answering(self._log_settings),
+            "RepositoryIndex": awaiting(pb.RepositoryIndexRequest, self._index),
+            "RepositoryModelLoad": awaiting_bytes(self._load),
+            "RepositoryModelUnload": awaiting(pb.RepositoryModelUnloadRequest, self._unload),
+            "ModelStatistics": awaiting(pb.ModelStatisticsRequest, self._model_statistics),
+            "TraceSetting": answering(pb.TraceSettingRequest, self._trace_setting),
+            "LogSettings": answering(pb.LogSettingsRequest, self._log_settings),
         }
 
-    async def _index(self, data: bytes) -> Message:
-        request = parse_message(pb.RepositoryIndexRequest, data)
+    async def _index(self, request: pb.RepositoryIndexRequest) -> Message:
         _require_no_repository(request.repository_name)
         response = pb.RepositoryIndexResponse()
         async for entry in self._repository.index(only_ready=request.ready):
@@ -55,22 +54,19 @@ class ManagementCalls:
             await self._repository.load(request.model_name, _parameters(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
-    async def _unload(self, data: bytes) -> Message:
-        request = parse_message(pb.RepositoryModelUnloadRequest, data)
+    async def _unload(self, request: pb.RepositoryModelUnloadRequest) -> Message:
         _require_no_repository(request.repository_name)
         await self._repository.unload(request.model_name, _parameters(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
-    async def _model_statistics(self, data: bytes) -> Message:
-        request = parse_message(pb.ModelStatisticsRequest, data)
+    async def _model_statistics(self, request: pb.ModelStatisticsRequest) -> Message:
         require_version(request.version)
         response = pb.ModelStatisticsResponse()
         async for one in self._statistics.statistics(request.name, request.version):
             response.model_stats.append(_model_statistics(one))
         return response
 
-    def _trace_setting(self, data: bytes) -> Message:
-        request = parse_message(pb.TraceSettingRequest, data)
+    def _trace_setting(self, request: pb.TraceSettingRequest) -> Message:
         given = {key: list(setting.value) for key, setting in request.settings.items()}
         changes = {key: values[0] if len(values) == 1 else values for key, values in given.items()}
         settings = self._traces.update(changes, request.model_name)
@@ -81,8 +77,7 @@ class ManagementCalls:
             }
         )
 
-    def _log_settings(self, data: bytes) -> Message:
-        request = parse_message(pb.LogSettingsRequest, data)
+    def _log_settings(self, request: pb.LogSettingsRequest) -> Message:
         changes = {key: _requested(setting) for key, setting in request.settings.items()}
         settings = self._logs.update(changes)
         return pb.LogSettingsResponse(settings={key: _setting(value) for key, value in settings.items()})
@@ -98,43 +93,41 @@ class SharedMemoryCalls:
 
     def handlers(self) -> Handlers:
         return {
-            "SystemSharedMemoryStatus": awaiting(self._system_status),
-            "SystemSharedMemoryRegister": answering(self._register_system),
-            "SystemSharedMemoryUnregister": answering(self._unregister_system),
-            "CudaSharedMemoryStatus": answering(self._cuda_status),
-            "CudaSharedMemoryRegister": awaiting(self._register_cuda),
-            "CudaSharedMemoryUnregister": answering(self._unregister_cuda),
+            "SystemSharedMemoryStatus": awaiting(memory_pb.SystemSharedMemoryStatusRequest, self._system_status),
+            "SystemSharedMemoryRegister": answering(memory_pb.SystemSharedMemoryRegisterRequest, self._register_system),
+            "SystemSharedMemoryUnregister": answering(
+                memory_pb.SystemSharedMemoryUnregisterRequest, self._unregister_system
+            ),
+            "CudaSharedMemoryStatus": answering(memory_pb.CudaSharedMemoryStatusRequest, self._cuda_status),
+            "CudaSharedMemoryRegister": awaiting(memory_pb.CudaSharedMemoryRegisterRequest, self._register_cuda),
+            "CudaSharedMemoryUnregister": answering(memory_pb.CudaSharedMemoryUnregisterRequest, self._unregister_cuda),
         }
 
-    async def _system_status(self, data: bytes) -> Message:
-        request = parse_message(memory_pb.SystemSharedMemoryStatusRequest, data)
+    async def _system_status(self, request: memory_pb.SystemSharedMemoryStatusRequest) -> Message:
         # On a thread, because there may be thousands of regions.
         return await asyncio.to_thread(_system_regions, self._regions.status(request.name))
 
-    def _register_system(self, data: bytes) -> Message:
-        request = parse_message(memory_pb.SystemSharedMemoryRegisterRequest, data)
+    def _register_system(self, request: memory_pb.SystemSharedMemoryRegisterRequest) -> Message:
         self._regions.register(request.name, request.key, request.offset, request.byte_size)
         return memory_pb.SystemSharedMemoryRegisterResponse()
 
-    def _unregister_system(self, data: bytes) -> Message:
-        self._regions.unregister(parse_message(memory_pb.SystemSharedMemoryUnregisterRequest, data).name)
+    def _unregister_system(self, request: memory_pb.SystemSharedMemoryUnregisterRequest) -> Message:
+        self._regions.unregister(request.name)
         return memory_pb.SystemSharedMemoryUnregisterResponse()
 
-    def _cuda_status(self, data: bytes) -> Message:
-        request = parse_message(memory_pb.CudaSharedMemoryStatusRequest, data)
+    def _cuda_status(self, request: memory_pb.CudaSharedMemoryStatusRequest) -> Message:
         response = memory_pb.CudaSharedMemoryStatusResponse()
         for known in self._regions.cuda_status(request.name):
             entry = response.regions[known.name]
             entry.name, entry.device_id, entry.byte_size = known.name, known.device_id, known.byte_size
         return response
 
-    async def _register_cuda(self, data: bytes) -> Message:
-        request = parse_message(memory_pb.CudaSharedMemoryRegisterRequest, data)
+    async def _register_cuda(self, request: memory_pb.CudaSharedMemoryRegisterRequest) -> Message:
         await self._regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
         return memory_pb.CudaSharedMemoryRegisterResponse()
 
-    def _unregister_cuda(self, data: bytes) -> Message:
-        self._regions.unregister_cuda(parse_message(memory_pb.CudaSharedMemoryUnregisterRequest, data).name)
+    def _unregister_cuda(self, request: memory_pb.CudaSharedMemoryUnregisterRequest) -> Message:
+        self._regions.unregister_cuda(request.name)
         return memory_pb.CudaSharedMemoryUnregisterResponse()
 
 

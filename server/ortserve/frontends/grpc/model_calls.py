@@ -4,7 +4,7 @@ from google.protobuf.message import Message
 
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve._pb import management_pb2
-from ortserve.codecs.grpc_infer import parse_message, require_version
+from ortserve.codecs.grpc_infer import require_version
 from ortserve.core.signature import TensorSpec
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
 from ortserve.service.models import ModelService
@@ -20,34 +20,29 @@ class ModelCalls:
 
     def handlers(self) -> Handlers:
         return {
-            "ServerLive": answering(self._server_live),
-            "ServerReady": answering(self._server_ready),
-            "ModelReady": answering(self._model_ready),
-            "ServerMetadata": answering(self._server_metadata),
-            "ModelMetadata": awaiting(self._model_metadata),
-            "ModelConfig": awaiting(self._model_config),
+            "ServerLive": answering(pb.ServerLiveRequest, self._server_live),
+            "ServerReady": answering(pb.ServerReadyRequest, self._server_ready),
+            "ModelReady": answering(pb.ModelReadyRequest, self._model_ready),
+            "ServerMetadata": answering(pb.ServerMetadataRequest, self._server_metadata),
+            "ModelMetadata": awaiting(pb.ModelMetadataRequest, self._model_metadata),
+            "ModelConfig": awaiting(management_pb2.ModelConfigRequest, self._model_config),
         }
 
-    def _server_live(self, data: bytes) -> Message:
-        parse_message(pb.ServerLiveRequest, data)
+    def _server_live(self, _: pb.ServerLiveRequest) -> Message:
         return pb.ServerLiveResponse(live=self._models.is_live())
 
-    def _server_ready(self, data: bytes) -> Message:
-        parse_message(pb.ServerReadyRequest, data)
+    def _server_ready(self, _: pb.ServerReadyRequest) -> Message:
         return pb.ServerReadyResponse(ready=self._models.is_ready())
 
-    def _model_ready(self, data: bytes) -> Message:
-        request = parse_message(pb.ModelReadyRequest, data)
+    def _model_ready(self, request: pb.ModelReadyRequest) -> Message:
         require_version(request.version)
         return pb.ModelReadyResponse(ready=self._models.is_model_ready(request.name, request.version))
 
-    def _server_metadata(self, data: bytes) -> Message:
-        parse_message(pb.ServerMetadataRequest, data)
+    def _server_metadata(self, _: pb.ServerMetadataRequest) -> Message:
         metadata = self._models.server_metadata()
         return pb.ServerMetadataResponse(name=metadata.name, version=metadata.version, extensions=metadata.extensions)
 
-    async def _model_metadata(self, data: bytes) -> Message:
-        request = parse_message(pb.ModelMetadataRequest, data)
+    async def _model_metadata(self, request: pb.ModelMetadataRequest) -> Message:
         require_version(request.version)
         await self._models.prepare(request.name, request.version)
         metadata = self._models.model_metadata(request.name, request.version)
@@ -60,8 +55,7 @@ class ModelCalls:
             properties=metadata.properties,
         )
 
-    async def _model_config(self, data: bytes) -> Message:
-        request = parse_message(management_pb2.ModelConfigRequest, data)
+    async def _model_config(self, request: management_pb2.ModelConfigRequest) -> Message:
         require_version(request.version)
         await self._models.prepare(request.name, request.version)
         config = await self._models.model_config(request.name, request.version)

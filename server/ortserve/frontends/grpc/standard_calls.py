@@ -37,14 +37,16 @@ class HealthCalls:
         self._services = ("", *services)
 
     def handlers(self) -> Handlers:
-        return {"Check": answering(self._check), "List": answering(self._list), "Watch": streaming(self._watch)}
+        return {
+            "Check": answering(health_v1_pb2.HealthCheckRequest, self._check),
+            "List": answering(health_v1_pb2.HealthListRequest, self._list),
+            "Watch": streaming(self._watch),
+        }
 
-    def _check(self, data: bytes) -> Message:
-        parse_message(health_v1_pb2.HealthCheckRequest, data)
+    def _check(self, _: health_v1_pb2.HealthCheckRequest) -> Message:
         return self._status()
 
-    def _list(self, data: bytes) -> Message:
-        parse_message(health_v1_pb2.HealthListRequest, data)
+    def _list(self, _: health_v1_pb2.HealthListRequest) -> Message:
         return health_v1_pb2.HealthListResponse(statuses=dict.fromkeys(self._services, self._status()))
 
     async def _watch(self, context: Context) -> None:

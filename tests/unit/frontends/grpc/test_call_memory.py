@@ -15,7 +15,7 @@ from fakes.service import FakeInferenceService, FakeModelService
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import Context, Handler, Handlers, answering, awaiting, streaming
+from ortserve.frontends.grpc.calls import Context, Handler, Handlers, answering, awaiting, awaiting_bytes, streaming
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.standard_calls import HealthCalls, ReflectionCalls
@@ -61,6 +61,14 @@ class FakeContext:
         return None
 
 
+def answer(_: pb.ServerLiveRequest) -> Message:
+    raise AssertionError("the request is garbage")
+
+
+async def answer_later(request: pb.ServerLiveRequest) -> Message:
+    return answer(request)
+
+
 def parse(data: bytes) -> Message:
     return parse_message(pb.ServerLiveRequest, data)
 
@@ -70,7 +78,7 @@ async def parse_later(data: bytes) -> Message:
     return parse(data)
 
 
-def chained(data: bytes) -> Message:
+async def chained(data: bytes) -> Message:
     try:
         return parse(data)
     except ServeError as error:
@@ -112,9 +120,10 @@ def model_infer() -> Handler:
 
 
 CALLS: Mapping[str, Callable[[], Handler]] = {
-    "answering": partial(answering, parse),
-    "awaiting": partial(awaiting, parse_later),
-    "with a cause": partial(answering, chained),
+    "answering": partial(answering, pb.ServerLiveRequest, answer),
+    "awaiting": partial(awaiting, pb.ServerLiveRequest, answer_later),
+    "awaiting bytes": partial(awaiting_bytes, parse_later),
+    "with a cause": partial(awaiting_bytes, chained),
     "streaming": partial(streaming, read_and_parse),
     "ModelInfer": model_infer,
     "ModelStreamInfer": infer_stream,

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import invalid_input
 from ortserve.frontends.grpc.calls import answering, streaming
 
@@ -26,7 +27,7 @@ async def test_disconnect_before_the_rejection_logs_no_error(kind: str, caplog: 
     async def refuse_stream(context: Any) -> None:
         refuse(context)
 
-    unary, stream = answering(refuse).unary_unary, streaming(refuse_stream).stream_stream
+    unary, stream = answering(pb.ServerLiveRequest, refuse).unary_unary, streaming(refuse_stream).stream_stream
     with caplog.at_level(logging.WARNING), pytest.raises(asyncio.CancelledError):
         await (unary(b"", Left()) if kind == "unary" else stream(None, Left()))  # type: ignore[misc,arg-type]
     assert caplog.records == []
