@@ -215,22 +215,16 @@ class Metrics(Collector):
         staging = [(model.labels, model.staging()) for model in models]
         yield Family(declared.STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
-        recorded = ((model.labels, model.recorded()) for model in models)
-        yield _by_version(declared.RECORDED_REQUESTS, recorded)
+        yield _by_last_label(declared.RECORDED_REQUESTS, ((model.labels, model.recorded()) for model in models))
         yield from _rollouts(self.read_rollouts())
-        rejected: dict[Labels, float] = {
-            (model, reason): count
-            for model, by_reason in list(self._rejected.items())
-            for reason, count in list(by_reason.items())
-        }
-        yield Family(declared.REJECTED, rejected)
+        rejected = (((model,), by_reason.copy()) for model, by_reason in list(self._rejected.items()))
+        yield _by_last_label(declared.REJECTED, rejected)
         yield Family(declared.UNAUTHORIZED, self._unauthorized.copy())
         yield Family(declared.LOADS, self._loads.copy())
         yield Family(declared.OVERDUE_BATCHES, self._overdue_batches.copy())
         loading: dict[Labels, float] = {model.labels: model.load_ns / _NS_PER_S for model in models if model.load_ns}
         yield Family(declared.LOAD_DURATION, loading)
-        memory = ((model.labels, model.memory()) for model in models)
-        yield _by_version(declared.MODEL_MEMORY, memory)
+        yield _by_last_label(declared.MODEL_MEMORY, ((model.labels, model.memory()) for model in models))
         yield from _residency(self.residency, self.memory_budget_bytes, self.gpu_memory_budget_bytes)
         states: dict[Labels, float] = {
             (*model.labels, state): int(state == model.state)
@@ -272,12 +266,8 @@ def unread_metrics() -> Metrics:
 
 def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metric]:
     yield Family(declared.QUEUE_ROWS, {labels: numbers.queue_rows for labels, numbers in known})
-    decisions = {
-        (*labels, decision): count for labels, numbers in known for decision, count in numbers.decisions.items()
-    }
-    yield Family(declared.BATCHING_DECISIONS, decisions)
-    checks = {(*labels, outcome): count for labels, numbers in known for outcome, count in numbers.row_checks.items()}
-    yield Family(declared.CHECKED_REQUESTS, checks)
+    yield _by_last_label(declared.BATCHING_DECISIONS, ((labels, numbers.decisions) for labels, numbers in known))
+    yield _by_last_label(declared.CHECKED_REQUESTS, ((labels, numbers.row_checks) for labels, numbers in known))
     latency = {(*labels, str(rows)): s for labels, numbers in known for rows, s in numbers.latency_s.items()}
     yield Family(declared.BATCH_LATENCY, latency)
     yield Family(declared.BATCH_LATENCY_ERROR, {labels: numbers.latency_error_s for labels, numbers in known})
@@ -285,12 +275,8 @@ def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metri
 
 def _response_cache(models: Iterable[ModelMetrics], cache: CacheReading) -> Iterator[Family]:
     known = [(model.labels, model.cache) for model in models if model.cache is not None]
-    results: dict[Labels, float] = {
-        (*labels, result): count
-        for labels, counts in known
-        for result, count in (("hit", counts.hits), ("miss", counts.misses))
-    }
-    yield Family(declared.CACHE_REQUESTS, results)
+    results = ((labels, {"hit": counts.hits, "miss": counts.misses}) for labels, counts in known)
+    yield _by_last_label(declared.CACHE_REQUESTS, results)
     yield Family(declared.CACHE_SAVED, {labels: counts.saved_ns / _NS_PER_S for labels, counts in known})
     yield Family(declared.CACHE_BYTES, {(): cache.nbytes})
     yield Family(declared.CACHE_EVICTIONS, {(): cache.evictions})
@@ -300,42 +286,40 @@ def _stores(reading: StoresReading) -> Iterator[Family]:
     stores = reading.stores
     yield Family(declared.STORE_UP, {(store.repository,): int(store.is_up) for store in stores})
     yield Family(declared.STORE_FETCHED_BYTES, {(store.repository,): store.fetched_bytes for store in stores})
-    failures: dict[Labels, float] = {}
-    for store in stores:
-        failures[store.repository, "list"] = store.failed_lists
-        failures[store.repository, "model"] = store.failed_models
-    yield Family(declared.STORE_FAILURES, failures)
+    failures = (((one.repository,), {"list": one.failed_lists, "model": one.failed_models}) for one in stores)
+    yield _by_last_label(declared.STORE_FAILURES, failures)
     yield Family(declared.STORE_CACHE_BYTES, {(): reading.cache_bytes})
 
 
 def _sequences(models: Iterable[ModelMetrics]) -> Iterator[Family]:
     known = [(model.labels, model.sequences()) for model in models if model.sequences is not None]
     states = ((labels, {"active": of.active, "waiting": of.waiting}) for labels, of in known)
-    yield _by_version(declared.SEQUENCES, states)
-    yield _by_version(declared.SEQUENCES_ENDED, ((labels, of.ended) for labels, of in known))
+    yield _by_last_label(declared.SEQUENCES, states)
+    yield _by_last_label(declared.SEQUENCES_ENDED, ((labels, of.ended) for labels, of in known))
     yield Family(declared.SEQUENCE_STATE_BYTES, {labels: of.state_bytes for labels, of in known})
 
 
 def _devices(devices: Sequence[DeviceReading], runs: Iterable[tuple[Labels, DeviceRuns]]) -> Iterator[Family]:
     """The families of devices, and of ``runs`` by model and version."""
-    memory: dict[Labels, float] = {(one.name, kind): size for one in devices for kind, size in one.memory.items()}
-    yield Family(declared.DEVICE_MEMORY, memory)
-    yield Family(declared.DEVICE_LEDGER, _by_owner((one.name, one.ledger) for one in devices))
-    yield Family(declared.DEVICE_PINNED, _by_owner((one.name, one.pinned) for one in devices))
+    yield _by_last_label(declared.DEVICE_MEMORY, (((one.name,), one.memory) for one in devices))
+    ledger = (((one.name, owner), account) for one in devices for owner, account in one.ledger.items())
+    yield _by_last_label(declared.DEVICE_LEDGER, ledger)
+    pinned = (((one.name, owner), account) for one in devices for owner, account in one.pinned.items())
+    yield _by_last_label(declared.DEVICE_PINNED, pinned)
     utilization: dict[Labels, float] = {(one.name,): one.utilization for one in devices if one.utilization is not None}
     yield Family(declared.DEVICE_UTILIZATION, utilization)
     known = list(runs)
-    yield _by_version(declared.DEVICE_BATCHES, ((labels, of.batches) for labels, of in known))
-    yield _by_version(declared.DEVICE_CAPTURES, ((labels, of.captures) for labels, of in known))
-    yield _by_version(declared.DEVICE_COPIED, ((labels, of.copied_bytes) for labels, of in known))
-    yield _by_version(declared.DEVICE_TIMED_COPY, ((labels, of.timed_copy_s) for labels, of in known))
-    yield _by_version(declared.DEVICE_TIMED_COPY_BYTES, ((labels, of.timed_copy_bytes) for labels, of in known))
+    yield _by_last_label(declared.DEVICE_BATCHES, ((labels, of.batches) for labels, of in known))
+    yield _by_last_label(declared.DEVICE_CAPTURES, ((labels, of.captures) for labels, of in known))
+    yield _by_last_label(declared.DEVICE_COPIED, ((labels, of.copied_bytes) for labels, of in known))
+    yield _by_last_label(declared.DEVICE_TIMED_COPY, ((labels, of.timed_copy_s) for labels, of in known))
+    yield _by_last_label(declared.DEVICE_TIMED_COPY_BYTES, ((labels, of.timed_copy_bytes) for labels, of in known))
 
 
 def _rollouts(known: Sequence[RolloutReading]) -> Iterator[Family]:
     yield Family(declared.ROLLOUT, {(one.model, one.candidate, one.mode): 1 for one in known})
-    yield _by_version(declared.ROLLOUT_REQUESTS, (((one.model, one.candidate), one.outcomes) for one in known))
-    yield _by_version(declared.ROLLOUT_ERROR, (((one.model, one.candidate), one.worst) for one in known))
+    yield _by_last_label(declared.ROLLOUT_REQUESTS, (((one.model, one.candidate), one.outcomes) for one in known))
+    yield _by_last_label(declared.ROLLOUT_ERROR, (((one.model, one.candidate), one.worst) for one in known))
     times: dict[Labels, float] = {
         (one.model, one.candidate, side): s for one in known for side, s in one.p99_s.items() if s is not None
     }
@@ -351,16 +335,8 @@ def _residency(counts: ResidencyCounts, budget_bytes: int | None, gpu_budget_byt
     yield Family(declared.DEMAND_WAIT, {(): counts.waited_ns / _NS_PER_S})
 
 
-def _by_owner(accounts: Iterable[tuple[str, Mapping[str, Mapping[str, int]]]]) -> dict[Labels, float]:
-    return {
-        (device, owner, purpose): size
-        for device, owners in accounts
-        for owner, account in owners.items()
-        for purpose, size in account.items()
-    }
-
-
-def _by_version(declaration: Declaration, known: Iterable[tuple[Labels, Mapping[str, float]]]) -> Family:
+def _by_last_label(declaration: Declaration, known: Iterable[tuple[Labels, Mapping[str, float]]]) -> Family:
+    """A family whose series ``known`` holds by their values of the last label, after those of all other labels."""
     return Family(declaration, {(*labels, name): value for labels, values in known for name, value in values.items()})
 
 
