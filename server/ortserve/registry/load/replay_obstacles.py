@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ortserve.device.devices import DeviceProvider, Devices
+from ortserve.device.devices import Devices
 from ortserve.device.preparation import TRIAL_FAILED, NoReplay, why_no_replay
 from ortserve.engine.provider_options import TENSORRT, most_rows, why_built_anew
 from ortserve.engine.providers import ProviderChoice
@@ -22,15 +22,10 @@ class ReplayObstacles:
         self._tried: dict[str, NoReplay | None] = {}
         """Results of capture trials, by execution provider."""
 
-    def find_in(
-        self, operators: Mapping[str, frozenset[str]], choice: ProviderChoice, provider: DeviceProvider
-    ) -> NoReplay | None:
-        """The obstacle that an open session shows, by its operators on each execution provider.
-
-        ``choice`` and ``provider`` are the same execution provider, as a wish and as a maker of devices.
-        """
-        settings, shapes_elsewhere = self._model.options.session, not provider.one_graph_per_session
-        return why_no_replay(choice.name, operators, settings, shapes_elsewhere=shapes_elsewhere)
+    def find_in(self, operators: Mapping[str, frozenset[str]], choice: ProviderChoice) -> NoReplay | None:
+        """The obstacle that an open session shows, by its operators on each execution provider."""
+        settings, provider = self._model.options.session, self._devices.provider(choice.name)
+        return why_no_replay(choice.name, operators, settings, shapes_elsewhere=not provider.one_graph_per_session)
 
     def find_by_trial(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
         """The obstacle in the options of a provider, or that a capture in another process meets."""

@@ -7,7 +7,7 @@ from functools import partial
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.device.buffers import InstanceStreams
-from ortserve.device.devices import DeviceProvider, DeviceRuntime, OpenDevice
+from ortserve.device.devices import DeviceRuntime, OpenDevice
 from ortserve.device.graph_sessions import OpenForGraph
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
@@ -122,7 +122,7 @@ class SessionOpener:
     def _open_on_provider(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open with the options of ``choice``, and with streams if buffers on the device are possible."""
         devices = self._runtime.devices
-        wants_graphs = self._options.graph_replay or choice.wants_graphs
+        wants_graphs = self._wants_graphs(choice)
         device = self._open_device(choice)
         if isinstance(device, str):
             with devices.capture_lock.shared():
@@ -135,9 +135,9 @@ class SessionOpener:
                 )
         if device.lost:
             raise DeviceLostError(device.lost)
-        provider = devices.provider(choice.name)
-        opened = self._open_on_device(device, provider, choice, threads, wants_graphs=wants_graphs)
-        if wants_graphs and provider.one_graph_per_session and opened.no_replay is None:
+        opened = self._open_on_device(device, choice, threads)
+        has_one_each = devices.provider(choice.name).one_graph_per_session
+        if wants_graphs and has_one_each and opened.no_replay is None:
             # The trial runs after the session was opened, so that it finds the engines of the session in the cache.
             try:
                 opened.no_replay = self._obstacles.find_by_trial(choice, threads)
@@ -159,10 +159,12 @@ class SessionOpener:
             return "device_buffers is off"
         return self._runtime.devices.open(choice.name, choice.device_id)
 
-    def _open_on_device(
-        self, device: OpenDevice, provider: DeviceProvider, choice: ProviderChoice, threads: int, *, wants_graphs: bool
-    ) -> OpenedSession:
+    def _wants_graphs(self, choice: ProviderChoice) -> bool:
+        return self._options.graph_replay or choice.wants_graphs
+
+    def _open_on_device(self, device: OpenDevice, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open with streams on a device. The session captures graphs if one session of the provider stores them all."""
+        provider, wants_graphs = self._runtime.devices.provider(choice.name), self._wants_graphs(choice)
         no_replay: NoReplay | None = None
         captures = wants_graphs and not provider.one_graph_per_session
         if captures:
@@ -188,7 +190,7 @@ class SessionOpener:
                 raise
         self._instances += 1
         operators = read_operators(session)
-        known = self._obstacles.find_in(operators, choice, provider) if wants_graphs else None
+        known = self._obstacles.find_in(operators, choice) if wants_graphs else None
         if no_replay is not None and known is not None:
             no_replay = replace(no_replay, reason=known.reason)  # the label for metrics; a trial has only a text
         return OpenedSession(
@@ -251,7 +253,7 @@ class SessionOpener:
         """Open a session that captures. Returns None and the reason if it cannot, although the trial succeeded."""
         try:
             session = self._open_on_streams(streams, choice, threads, captures=True)
-            no_replay = self._obstacles.find_in(read_operators(session), choice, streams.provider)
+            no_replay = self._obstacles.find_in(read_operators(session), choice)
         except DeviceLostError:
             raise
         except ServeError as error:
