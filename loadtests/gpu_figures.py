@@ -72,7 +72,7 @@ from ortserve.device.devices import DeviceProvider  # noqa: E402
 from ortserve.engine.provider_options import CPU, CUDA  # noqa: E402
 from ortserve.device.devices import DeviceRuntime  # noqa: E402
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest  # noqa: E402
-from ortserve.registry.load.inputs import synthetic_inputs  # noqa: E402
+from ortserve.registry.load.inputs import InputGenerator  # noqa: E402
 from ortserve.registry.load.loaded_model import LoadedModel  # noqa: E402
 from ortserve.registry.load.pipeline import load_model  # noqa: E402
 
@@ -182,7 +182,7 @@ class Bench:
             instance.close()
 
     def _check(self, path: Path, loaded: LoadedModel, instance: DeviceInstance, rows: int) -> None:
-        inputs = synthetic_inputs(loaded.signature, rows, 7)
+        inputs = InputGenerator(loaded.signature).generate(rows, 7)
         (answer,) = instance.run(as_batch(inputs)).outputs
         session = ort.InferenceSession(str(path), providers=[CPU])
         (right,) = session.run(None, {"x": inputs[0]})
@@ -276,7 +276,7 @@ def replay(bench: Bench) -> Iterator[str]:
             bench.loaded(path, sizes[path], captures=False) as (_, plain_instance),
         ):
             for rows in loaded.on_device.replayed:
-                batch = as_batch(synthetic_inputs(loaded.signature, rows, 1))
+                batch = as_batch(InputGenerator(loaded.signature).generate(rows, 1))
 
                 def arms(rows: int = rows, batch: Batch = batch) -> list[float]:
                     ways = [
@@ -328,7 +328,7 @@ def served(bench: Bench) -> Iterator[str]:
 
             by_size = {rows: instance.call(partial(bare, rows, scale.seconds / 2)) for rows in loaded.on_device.sizes}
             best = max(by_size, key=by_size.__getitem__)
-            run_plainly = plain_session(bench, path, synthetic_inputs(loaded.signature, best, 1))
+            run_plainly = plain_session(bench, path, InputGenerator(loaded.signature).generate(best, 1))
             rounds: list[tuple[float, float, float]] = []
             for _ in range(ROUNDS):
                 bare_rows = instance.call(partial(bare, best, scale.seconds))
@@ -385,7 +385,7 @@ def overlap(bench: Bench) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     with bench.loaded(path, bench.scale.sizes, captures=False) as (loaded, instance):
         for rows in loaded.on_device.sizes:
-            batch = as_batch(synthetic_inputs(loaded.signature, rows, 1))
+            batch = as_batch(InputGenerator(loaded.signature).generate(rows, 1))
 
             def measure(rows: int = rows, batch: Batch = batch) -> list[float]:
                 binding, streams = binding_of(instance), instance.streams
@@ -443,7 +443,7 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
         make_timer=lambda ring: best_timer(loop, ring), depth=instance.depth,
     )  # fmt: skip
     batcher = Batcher(runs, QueueLimits(2**20, 2**40), time.monotonic_ns)
-    inputs = synthetic_inputs(loaded.signature, 1, 3)
+    inputs = InputGenerator(loaded.signature).generate(1, 3)
     answered = 0
     ends = time.perf_counter() + 1.25 * seconds
 

@@ -45,7 +45,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
-from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 
 both_ways = pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
@@ -62,7 +62,7 @@ def is_near(output: np.ndarray, right: np.ndarray, datatype: DataType) -> bool:
 
 def all_sizes_are_right(made: OnDevice) -> None:
     for rows in range(1, SIZES[-1] + 1):
-        inputs = synthetic_inputs(made.signature, rows, 100 + rows)
+        inputs = InputGenerator(made.signature).generate(rows, 100 + rows)
         outputs = landed(made.start(batch_of(inputs, bucket=bucket_for(rows))))
         for spec, output, right in zip(made.signature.outputs, outputs, made.plainly(inputs), strict=True):
             assert output.shape == right.shape

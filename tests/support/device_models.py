@@ -39,7 +39,7 @@ from ortserve.engine.runs import PlainRun, run_options
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.model_file.reading import read_model
 from ortserve.registry.load.capture_trial import CaptureTrials
-from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 
@@ -176,7 +176,7 @@ def on_device(
     try:
         prepared = Prepared()
         if is_prepared:
-            prepared = instance.prepare(sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed))
+            prepared = instance.prepare(sizes, InputGenerator(signature).generate)
         yield OnDevice(instance, opened, prepared, signature, on_the_cpu(path, signature))
     finally:
         instance.close()

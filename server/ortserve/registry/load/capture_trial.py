@@ -32,7 +32,7 @@ from ortserve.engine.runtime import preload_libraries
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.model_file.reading import read_model
-from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.row_axes import find_row_axes
 
 VERDICT: Final = "verdict: "
@@ -172,7 +172,7 @@ def try_capture(
     )
     instance = DeviceInstance(batches, request.name)
     try:
-        prepared = instance.prepare(request.sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed))
+        prepared = instance.prepare(request.sizes, InputGenerator(signature).generate)
         report(prepared.unbound_because or "; ".join(dict.fromkeys(prepared.not_replayed.values())))
     except DeviceLostError as error:  # the device is lost for this process only
         report(f"the process of the trial lost its device: {error.message}")

@@ -4,17 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ortserve.config.model import ModelOptions
-from ortserve.core.padding import Padding
 from ortserve.core.sequence import SequenceTensors
-from ortserve.core.signature import ModelSignature
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
 from ortserve.engine.instance import Instance
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.batch_sizes import SizeLatency, SizeTimer, WorkerRuns
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.inputs import InputGenerator, synthetic_inputs
+from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.session_opener import OpenedSession
 from ortserve.registry.load.warmup import WarmUp
 
@@ -59,29 +56,28 @@ class DeviceBatches:
 def prepare_batches(
     instance: DeviceInstance,
     opened: OpenedSession,
-    options: ModelOptions,
-    signature: ModelSignature,
+    buckets: Sequence[int],
+    inputs: InputGenerator,
     found: WarmUp,
-    padding: Padding | None,
     progress: Progress,
 ) -> DeviceBatches:
     """Create the buffers of an instance and capture its graphs. Counts the sizes that are not captured.
 
+    ``buckets`` are the configured sizes, and ``found`` has the results of warm-up.
+
     Raises:
         ServeError: The device has no room for the buffers, or is lost.
     """
-    prepared, sizes = Prepared(), [1]
+    prepared, sizes, signature = Prepared(), [1], inputs.signature
     if not found.latencies or not signature.is_batched:
         because = f"requests run one at a time: {signature.unbatched_because}"
         if not found.latencies:
             because = "the model was not warmed up"
         instance.run_without_buffers()
     else:
-        fits = [rows for rows in options.buckets if rows <= found.max_rows or not found.no_memory]
+        fits = [rows for rows in buckets if rows <= found.max_rows or not found.no_memory]
         sizes = sorted(set(fits)) or doubling(found.max_rows)
-        prepared = instance.prepare(
-            sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding), progress.begin
-        )
+        prepared = instance.prepare(sizes, inputs.generate, progress.begin)
         because = prepared.unbound_because
     no_replay = opened.no_replay
     if opened.wants_graphs and no_replay is None and because:

@@ -63,14 +63,14 @@ class InputGenerator:
 
     Attributes:
         signature: Signature of the model.
-        padding: Padding of its batches. Padded axes have the padded lengths.
+        padding: Padding of its batches; None without. Padded axes have the padded lengths.
         includes_optional: Whether optional inputs are present.
         free_dim: Size of free dimensions.
         ones: Names of free dimensions with size 1 instead; ``""`` stands for first dimensions without a name.
     """
 
     signature: ModelSignature
-    padding: Padding | None
+    padding: Padding | None = None
     includes_optional: bool = False
     free_dim: int = FREE_DIM
     ones: frozenset[str] = frozenset()
@@ -133,11 +133,6 @@ class InputGenerator:
     def _row_elements(self, free_dim: int) -> int:
         """Number of elements in a row of the largest input."""
         return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
-
-
-def synthetic_inputs(signature: ModelSignature, rows: int, seed: int, padding: Padding | None = None) -> Arrays:
-    """Generate the preferred variant of inputs with ``InputGenerator.generate``."""
-    return InputGenerator(signature, padding).generate(rows, seed)
 
 
 def _row_sizes(spec: TensorSpec, free_dim: int, known: Mapping[str, int]) -> tuple[int, ...]:

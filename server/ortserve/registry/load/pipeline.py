@@ -279,8 +279,8 @@ class _Load:
             no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
         )
         if isinstance(instance, DeviceInstance):
-            on_device = prepare_batches(instance, opened, options, interface.model, found, padding, self.progress)
             inputs = InputGenerator(interface.model, padding)
+            on_device = prepare_batches(instance, opened, options.buckets, inputs, found, self.progress)
             found = time_on_buffers(worker, inputs, on_device.sizes, found, self._remaining_s())
         run_samples(worker, warm.resolved.samples)
         return LoadedModel(
@@ -323,7 +323,8 @@ class _Load:
                 rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
                 run_once(worker, found.inputs, rows)
             if isinstance(instance, DeviceInstance):
-                prepare_batches(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
+                inputs = InputGenerator(loaded.signature, loaded.padding)
+                prepare_batches(instance, opened, options.buckets, inputs, found, self.progress)
             run_samples(worker, samples)
         tensors = loaded.interface.sequences
         if tensors is None:

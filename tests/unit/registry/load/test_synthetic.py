@@ -3,16 +3,21 @@
 import numpy as np
 import pytest
 
+from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType, widen
 from ortserve.core.padding import PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
 from ortserve.errors import OutOfMemoryError
-from ortserve.registry.load.inputs import FREE_DIM, ZEROS, InputGenerator, synthetic_inputs
+from ortserve.registry.load.inputs import FREE_DIM, ZEROS, InputGenerator
 
 
 def signature(datatype: DataType, *shape: int, unbatched_because: str = "") -> ModelSignature:
     return ModelSignature((TensorSpec("x", datatype, shape),), (), unbatched_because)
+
+
+def synthetic_inputs(of: ModelSignature, rows: int, seed: int, padding: Padding | None = None) -> Arrays:
+    return InputGenerator(of, padding).generate(rows, seed)
 
 
 @pytest.mark.parametrize("datatype", DataType)
