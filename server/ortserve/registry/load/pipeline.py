@@ -253,7 +253,7 @@ class _Load:
         if not rows:
             return
         self.progress.begin(f"trying on {CPU} the rejected inputs")
-        if cpu_accepts_any(self.model, self.settings.plain_cpu(), rows, inputs.signature, inputs.padding, self.bounds):
+        if cpu_accepts_any(self.model, self.settings.plain_cpu(), rows, inputs, self.bounds):
             raise invalid_input(
                 f"execution_providers: {choice.name} opens the model, but fails on inputs that {CPU} accepts: {reason}"
             )

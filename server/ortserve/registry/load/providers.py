@@ -5,8 +5,6 @@ from typing import Final
 
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch
-from ortserve.core.padding import Padding
-from ortserve.core.signature import ModelSignature
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
@@ -147,13 +145,12 @@ def cpu_accepts_any(
     model: AnalysedModel,
     options: SessionOptions,
     rows: Sequence[Arrays],
-    signature: ModelSignature,
-    padding: Padding | None,
+    inputs: InputGenerator,
     bounds: RunBounds,
 ) -> bool:
     """Whether the model accepts any of the rows on the CPU. Also False if the CPU provider cannot open the model.
 
-    Opens a session on the CPU with ``options`` for this, beside the session that rejected the rows.
+    Opens a session on the CPU with ``options`` for this, beside the session that rejected these rows of ``inputs``.
     """
     try:
         session = open_session(model.path, model.name, options, model.content)
@@ -161,11 +158,11 @@ def cpu_accepts_any(
         return False
     instance = Instance(
         session,
-        signature,
+        inputs.signature,
         name=f"{model.name} on the CPU",
         intra_op_threads=options.intra_op_threads,
         clock=bounds.progress.clock,
-        padding=padding,
+        padding=inputs.padding,
     )
     del session
     try:
