@@ -98,9 +98,10 @@ def load_model(
         choice = load.choose_provider()  # 2
         while True:
             try:
-                opened = load.opener.open(load.settings.place(choice, 0), load.settings.first_threads(choice))  # 3
+                placed = load.settings.place(choice, 0)
+                opened = load.opener.open(placed, load.settings.first_threads(choice))  # 3
                 resolved = load.resolve(opened)  # 4
-                warm = load.warm_up(opened, choice, resolved, is_first=True)  # 5
+                warm = load.warm_up(opened, placed, resolved, is_first=True)  # 5
                 break
             except _ModelError:
                 load.report_provider(choice)
@@ -215,7 +216,6 @@ class _Load:
         Raises:
             ServeError: There is too little memory, or the provider fails on inputs that the CPU accepts.
         """
-        choice, threads = self.settings.place(choice, 0), opened.threads
         signature, padding = resolved.interface.model, resolved.padding
         instance = self.opener.make_instance(opened, choice, signature, self.name, padding)
         self.instances.callback(instance.close)
@@ -232,11 +232,11 @@ class _Load:
             samples=resolved.samples,
             is_coarse=choice.name in GPU_PROVIDERS,
             short_ns=self.settings.short_ns(choice) if is_first else 0,
-            keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
+            keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == opened.threads,
             give_back_memory=self.settings.memory_release(instance, choice),
         )
         self.progress.begin_warming()
-        with self.permit.measuring(threads):
+        with self.permit.measuring(opened.threads):
             found = warm_up(worker, inputs, plan)
         self.spent_s += found.spent_ns / 1e9
         if found.rejection and not found.has_run and choice.name != CPU:
