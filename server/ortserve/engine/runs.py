@@ -53,11 +53,6 @@ def run_options(settings: SessionSettings, *, device_id: int = 0, gpus: Sequence
     return graph_options(NO_GRAPH, arenas_of(settings, device_id, gpus))
 
 
-def shrinking_options() -> ort.RunOptions:
-    """Options of a plain run after which the CPU's arena releases its free memory."""
-    return graph_options(NO_GRAPH, ("cpu:0",))
-
-
 class Termination:
     """Terminates the runs of one instance by their options, which ONNX Runtime reads before each node.
 
@@ -191,7 +186,7 @@ class PlainBatches:
         """Hold the session until ``close``. See ``HostStaging`` for ``padding``."""
         own = _with_batch_inputs(signature)
         self._run: PlainRun | None = PlainRun(session, own, run_options)
-        self._shrinking_run: PlainRun | None = PlainRun(session, own, shrinking_options())
+        self._shrinking_run: PlainRun | None = PlainRun(session, own, graph_options(NO_GRAPH, ("cpu:0",)))
         self.staging = HostStaging(_axes(signature, signature.inputs), padding, signature.ragged)
         axes = _axes(signature, signature.outputs)
         self._output_axes = axes if any(axis != 0 for axis in axes) else ()

@@ -95,8 +95,8 @@ class Registry:
             self._draining,
             metrics,
             clock,
-            on_change=self._on_change,
-            on_replace=self._start_replacing,
+            on_change=lambda: self.on_change(),
+            on_replace=lambda record: self._start(self._reconciler.load_again(record)),
         )
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
@@ -105,7 +105,13 @@ class Registry:
         self._labels = Labels(self._catalog, self._sources, state or StateFile(None))
         self._reader = SourceReader(repositories, defaults, mirrors, self._labels.named_versions)
         self._reconciler = Reconciler(
-            self._catalog, self._versions, self._draining, self._labels, self._sources, clock, self._on_versions
+            self._catalog,
+            self._versions,
+            self._draining,
+            self._labels,
+            self._sources,
+            clock,
+            on_versions=lambda name: self.on_versions(name),
         )
         on_demand = LoadsOnDemand(
             self._catalog,
@@ -255,12 +261,6 @@ class Registry:
         if not task.cancelled():
             task.exception()  # Retrieved here in case the caller was cancelled; asyncio would log it otherwise.
 
-    def _on_change(self) -> None:
-        self.on_change()
-
-    def _on_versions(self, name: str) -> None:
-        self.on_versions(name)
-
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         if self._versions.is_loading(name) and await self._is_newer(name, config):
             self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
@@ -367,6 +367,3 @@ class Registry:
     def _must_stay(self, name: str) -> bool:
         """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""
         return self._reconciler.is_changing(name) or name in self._without_files
-
-    def _start_replacing(self, record: VersionRecord) -> None:
-        self._start(self._reconciler.load_again(record))

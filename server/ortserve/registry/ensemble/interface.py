@@ -72,9 +72,8 @@ def resolve_signature(name: str, options: ModelOptions, plan: Plan, members: Seq
         _check_agreement(name, plan.tensors[tensor], known)
     inputs = [_spec(plan.tensors[tensor], uses[tensor], is_batched=is_batched) for tensor in plan.inputs]
     outputs = [_spec(plan.tensors[tensor], uses[tensor], is_batched=is_batched) for tensor in plan.outputs]
-    optional = {spec.name for spec in inputs if options.inputs[spec.name].optional}
     return ModelSignature(
-        tuple(_optional(spec) if spec.name in optional else spec for spec in inputs),
+        tuple(replace(spec, is_optional=options.inputs[spec.name].optional) for spec in inputs),
         tuple(outputs),
         "" if is_batched else UNBATCHED,
     )
@@ -162,7 +161,3 @@ def _spec(tensor: str, uses: Sequence[_Use], *, is_batched: bool) -> TensorSpec:
     if use.has_batches or not is_batched:
         return TensorSpec(tensor, datatype, use.full, batch_axis=use.batch_axis)
     return TensorSpec(tensor, datatype, (-1, *use.dims))
-
-
-def _optional(spec: TensorSpec) -> TensorSpec:
-    return replace(spec, is_optional=True)

@@ -230,6 +230,7 @@ class SessionOpener:
             )
             del opened.session
             return DeviceInstance(batches, name)
+        gpu = GpuAccess(self._runtime.devices.capture_lock.shared, partial(device_run_error, device="the GPU"))
         instance = Instance(
             opened.session,
             signature,
@@ -238,14 +239,11 @@ class SessionOpener:
             clock=self._progress.clock,
             padding=padding,
             run_options=options,
-            gpu=self._gpu_access() if choice.name in GPU_PROVIDERS else None,
+            gpu=gpu if choice.name in GPU_PROVIDERS else None,
             nice=self._options.thread_nice,
         )
         del opened.session
         return instance
-
-    def _gpu_access(self) -> GpuAccess:
-        return GpuAccess(self._runtime.devices.capture_lock.shared, partial(device_run_error, device="the GPU"))
 
     def _open_capturing(
         self, streams: InstanceStreams, choice: ProviderChoice, threads: int
