@@ -55,37 +55,29 @@ class Provider:
 
 
 @dataclass(frozen=True, slots=True)
-class ProviderChoice:
+class ProviderChoice(Provider):
     """The EP to use.
 
     Attributes:
-        name: The full name.
         passed_over: The reason why each EP ahead of it in the wish list was not chosen.
-        options: The checked options.
         behind: The available EPs after it in the wish list, for the nodes that it does not run.
-        devices: The devices of a plug-in; empty for a built-in EP.
-        wants_graphs: Whether the options request graph replay.
     """
 
-    name: str
     passed_over: tuple[str, ...] = ()
-    options: dict[str, str] = field(default_factory=dict)
     behind: tuple[Provider, ...] = ()
-    devices: tuple[ort.OrtEpDevice, ...] = ()
-    wants_graphs: bool = False
 
     @staticmethod
     def of(first: Provider, behind: Sequence[Provider], passed_over: Sequence[str]) -> "ProviderChoice":
         """The choice of the first available EP, with GPU EPs behind it on the same device."""
         first, *behind = _on_one_gpu((first, *behind))
         return ProviderChoice(
-            first.name, tuple(passed_over), first.options, tuple(behind), first.devices, first.wants_graphs
+            first.name,
+            first.options,
+            first.devices,
+            first.wants_graphs,
+            passed_over=tuple(passed_over),
+            behind=tuple(behind),
         )
-
-    @property
-    def device_id(self) -> int:
-        """The number of the EP's device among the devices of its kind."""
-        return _device_number(self.options)
 
     def on_device(self, number: int) -> "ProviderChoice":
         """The same choice on another device, for the EP and the GPU EPs behind it."""
@@ -200,7 +192,7 @@ def attach_providers(
     Returns:
         The session's argument ``providers``; None with plug-ins, because the argument would override ``native``.
     """
-    chain = {choice.name: Provider(choice.name, choice.options, choice.devices)}
+    chain: dict[str, Provider] = {choice.name: choice}
     if choice.name != CPU:  # the CPU runs every node and leaves none to other EPs
         for provider in (*choice.behind, *([Provider(CPU)] if has_cpu else [])):
             chain.setdefault(provider.name, provider)

@@ -150,12 +150,14 @@ def test_device_of_an_unknown_provider_is_unchecked() -> None:
     assert choose_provider([{"Other": {"device_id": "first"}}], offering("Other")).device_id == 0
 
 
-BOTH = ProviderChoice(TENSORRT, ("x is missing",), behind=(Provider(CUDA, {"device_id": "1"}), Provider(CPU)))
+BOTH = ProviderChoice(
+    TENSORRT, passed_over=("x is missing",), behind=(Provider(CUDA, {"device_id": "1"}), Provider(CPU))
+)
 
 
 def test_choice_without_its_first_provider_uses_the_next() -> None:
     assert BOTH.without_first(f"{TENSORRT} fails") == ProviderChoice(
-        CUDA, ("x is missing", f"{TENSORRT} fails"), {"device_id": "1"}, behind=(Provider(CPU),)
+        CUDA, {"device_id": "1"}, passed_over=("x is missing", f"{TENSORRT} fails"), behind=(Provider(CPU),)
     )
 
 
