@@ -13,7 +13,7 @@ from ortserve.registry.load.batch_sizes import SizeLatency, SizeTimer, WorkerRun
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.session_opener import OpenedSession
-from ortserve.registry.load.warmup import WarmUp
+from ortserve.registry.load.warmup import WarmUpResult
 
 _ON_HOST: Final = "in host memory"
 
@@ -58,7 +58,7 @@ def prepare_batches(
     opened: OpenedSession,
     buckets: Sequence[int],
     inputs: InputGenerator,
-    found: WarmUp,
+    found: WarmUpResult,
     progress: Progress,
 ) -> DeviceBatches:
     """Create the buffers of an instance and capture its graphs. Counts the sizes that are not captured.
@@ -91,8 +91,8 @@ def prepare_batches(
 
 
 def time_on_buffers(
-    worker: WorkerRuns, inputs: InputGenerator, sizes: Sequence[int], found: WarmUp, budget_s: float
-) -> WarmUp:
+    worker: WorkerRuns, inputs: InputGenerator, sizes: Sequence[int], found: WarmUpResult, budget_s: float
+) -> WarmUpResult:
     """Replace the latencies in ``found`` by those of runs on device buffers, which warm-up did not have yet.
 
     The smallest of ``sizes`` is timed, and further ones that are predicted to end within ``budget_s``.
@@ -113,7 +113,7 @@ def time_on_buffers(
 
 
 def keep_states(
-    instances: Sequence[Instance | DeviceInstance], tensors: SequenceTensors, found: WarmUp, *, is_recorded: bool
+    instances: Sequence[Instance | DeviceInstance], tensors: SequenceTensors, found: WarmUpResult, *, is_recorded: bool
 ) -> tuple[SequenceTensors, str]:
     """Store the states of sequences on the device of the instances, if possible. Blocks.
 

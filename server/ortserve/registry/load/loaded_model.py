@@ -30,7 +30,7 @@ from ortserve.engine.zip_maps import Classes
 from ortserve.registry.load.device_batches import DeviceBatches
 from ortserve.registry.load.interface import Interface
 from ortserve.registry.load.row_axes import Grounds, RowAxes
-from ortserve.registry.load.warmup import WarmUp
+from ortserve.registry.load.warmup import WarmUpResult
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class LoadedModel:
     instances: tuple[Instance | DeviceInstance, ...]
     interface: Interface
     rows: RowAxes
-    warm_up: WarmUp
+    warm_up: WarmUpResult
     providers: ProviderChoice
     operators: Placement
     intra_op_threads: int

@@ -38,7 +38,7 @@ from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, 
 from ortserve.registry.load.resolved_model import ResolvedModel, resolve_model
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
-from ortserve.registry.load.warmup import WarmUp, WarmUpPlan, run_once, run_samples, warm_up, why_alone
+from ortserve.registry.load.warmup import WarmUpPlan, WarmUpResult, run_once, run_samples, warm_up, why_alone
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.provenance import read_provenance
 from ortserve.telemetry.logs import log_event
@@ -134,7 +134,7 @@ class _WarmInstance:
     opened: OpenedSession
     choice: ProviderChoice
     resolved: ResolvedModel
-    found: WarmUp
+    found: WarmUpResult
 
 
 class _Load:

@@ -37,7 +37,7 @@ second size the gain of batches is unknown, and the slowest models, which gain m
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp:
+class WarmUpResult:
     """The results of warm-up.
 
     Attributes:
@@ -86,7 +86,7 @@ class WarmUpPlan:
         keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
             will replace this one.
         give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
-            warm-up was larger than ``WarmUp.max_rows``.
+            warm-up was larger than ``WarmUpResult.max_rows``.
     """
 
     budget_s: float
@@ -102,7 +102,7 @@ class WarmUpPlan:
     give_back_memory: Callable[[Batch], None] | None = None
 
 
-def warm_up(worker: WorkerRuns, inputs: InputGenerator, plan: WarmUpPlan) -> WarmUp:
+def warm_up(worker: WorkerRuns, inputs: InputGenerator, plan: WarmUpPlan) -> WarmUpResult:
     """Run synthetic inputs on the worker of an instance. Called on the thread of the load.
 
     One row runs first. Then batch sizes double until two sizes in a row have not reduced the time per row by 5 %, up to
@@ -114,7 +114,7 @@ def warm_up(worker: WorkerRuns, inputs: InputGenerator, plan: WarmUpPlan) -> War
         RunTimeoutError: A run exceeded its time limit.
         OutOfMemoryError: There is too little memory for one row, or for each of the buckets.
     """
-    unknown = WarmUp(plan.max_rows or MAX_SWEPT_ROWS)
+    unknown = WarmUpResult(plan.max_rows or MAX_SWEPT_ROWS)
     if plan.budget_s == 0:
         return unknown
     clock, is_batched = worker.clock, inputs.signature.is_batched
@@ -125,7 +125,7 @@ def warm_up(worker: WorkerRuns, inputs: InputGenerator, plan: WarmUpPlan) -> War
         timer = SizeTimer(worker, inputs, stop_ns, min_warm_runs=1 if plan.is_coarse else 0)
         one_row = timer.time_size(1, short_ns=plan.short_ns)
         if not plan.keeps_session(one_row):
-            return WarmUp(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
+            return WarmUpResult(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
         trial = TrialOutcome(plan.rows_depend or "")
         if plan.rows_depend is None and is_batched:
             trial = _try_rows(timer, one_row, plan)
@@ -141,7 +141,7 @@ def warm_up(worker: WorkerRuns, inputs: InputGenerator, plan: WarmUpPlan) -> War
             plan.give_back_memory(generate_batch(inputs, 1, 0))
             if timer.can_begin(best_rows, one_row):
                 worker.run(generate_batch(inputs, best_rows, 0))
-        return WarmUp(
+        return WarmUpResult(
             best_rows,
             swept.sizes,
             trial.problem,
@@ -158,7 +158,7 @@ def warm_up(worker: WorkerRuns, inputs: InputGenerator, plan: WarmUpPlan) -> War
         return replace(unknown, rejection=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
 
 
-def why_alone(model: AnalysedModel, found: WarmUp) -> str:
+def why_alone(model: AnalysedModel, found: WarmUpResult) -> str:
     """Why each request of a batched model must run alone; empty if requests share batches.
 
     Logs a warning if only warm-up could have shown that they may, or if the configuration overrules its result.
@@ -225,7 +225,7 @@ def _try_rows(timer: SizeTimer, one_row: SizeLatency, plan: WarmUpPlan) -> Trial
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """Latencies by ascending size, the rows of the largest size that is worth having, and ``WarmUp.no_memory``."""
+    """Latencies by ascending size, rows of the largest size that is worth having, and ``WarmUpResult.no_memory``."""
 
     sizes: tuple[SizeLatency, ...]
     best_rows: int

@@ -29,7 +29,7 @@ from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.device_batches import time_on_buffers
 from ortserve.registry.load.inputs import LARGER_FREE_DIMS, InputGenerator, Sample
 from ortserve.registry.load.providers import find_rejected_rows, run_until_accepted
-from ortserve.registry.load.warmup import WarmUp, WarmUpPlan, run_samples, warm_up
+from ortserve.registry.load.warmup import WarmUpPlan, WarmUpResult, run_samples, warm_up
 
 MS = 1_000_000
 X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
@@ -83,7 +83,7 @@ def worker_of(runner: Runner, clock: Clock | None = None) -> WorkerRuns:
     return WorkerRuns(runner, RunBounds(Progress(clock or FakeClock())))
 
 
-def run_plan(runner: Runner, signature: ModelSignature, *, clock: Clock, **plan: Any) -> WarmUp:
+def run_plan(runner: Runner, signature: ModelSignature, *, clock: Clock, **plan: Any) -> WarmUpResult:
     return warm_up(worker_of(runner, clock), InputGenerator(signature, None), WarmUpPlan(**plan))
 
 
@@ -94,7 +94,7 @@ def sweep(
     max_rows: int | None = None,
     signature: ModelSignature = BATCHED,
     rows_depend: str | None = "",
-) -> WarmUp:
+) -> WarmUpResult:
     clock = FakeClock()
     return run_plan(
         TimedRunner(clock, latency_ns),
@@ -106,7 +106,7 @@ def sweep(
     )
 
 
-def sizes(found: WarmUp) -> list[int]:
+def sizes(found: WarmUpResult) -> list[int]:
     return [size.rows for size in found.latencies]
 
 
@@ -161,7 +161,7 @@ def sweep_timed(
     rows_depend: str | None = "",
     effort_s: float | None = None,
     max_rows: int | None = None,
-) -> tuple[WarmUp, int]:
+) -> tuple[WarmUpResult, int]:
     """The results of warm-up, and its duration."""
     clock = FakeClock()
     began_ns = clock()
@@ -241,7 +241,7 @@ def test_buffered_sizes_are_timed_within_the_budget(budget_s: float, timed: list
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: 50 * MS * rows)
     inputs = InputGenerator(BATCHED, None)
-    found = time_on_buffers(worker_of(runner, clock), inputs, (1, 4, 16), WarmUp(16), budget_s)
+    found = time_on_buffers(worker_of(runner, clock), inputs, (1, 4, 16), WarmUpResult(16), budget_s)
     assert sizes(found) == timed
 
 
@@ -307,7 +307,7 @@ def test_one_row_runs_until_other_work_leaves_no_doubt_whether_runs_are_short(
 def test_zero_budget_runs_no_batch(max_rows: int | None, kept: int) -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS)
-    assert run_plan(runner, BATCHED, budget_s=0, max_rows=max_rows, clock=clock) == WarmUp(kept)
+    assert run_plan(runner, BATCHED, budget_s=0, max_rows=max_rows, clock=clock) == WarmUpResult(kept)
     assert runner.ran == []
 
 
@@ -323,10 +323,10 @@ def test_model_without_a_batch_axis_runs_requests_alone() -> None:
 def test_rejected_synthetic_inputs_leave_the_other_results_unknown() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS, ServeError(ErrorKind.INTERNAL, "no such index"))
-    assert run_plan(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, rejection="no such index")
+    assert run_plan(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUpResult(9, rejection="no such index")
 
 
-def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUp:
+def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUpResult:
     """Sweep with a runner that lacks memory above a number of rows; rows are cheaper in larger batches."""
 
     def compute(batch: Batch) -> Arrays:
@@ -425,7 +425,7 @@ def test_rejection_states_whether_a_run_succeeded_before(fails_from: int) -> Non
         return (np.concatenate(batch.parts[0]),)
 
     found = run_plan(ComputingRunner(compute), BATCHED, budget_s=60, max_rows=8, clock=FakeClock())
-    assert found == WarmUp(8, rejection="no", has_run=fails_from > 1)
+    assert found == WarmUpResult(8, rejection="no", has_run=fails_from > 1)
 
 
 FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("y", DataType.FP32, (-1, -1)),))
@@ -470,11 +470,11 @@ def test_instance_that_accepts_one_form_has_no_rejection() -> None:
 
 
 @pytest.fixture
-def warm(tmp_path: Path) -> Iterator[Callable[..., WarmUp]]:
+def warm(tmp_path: Path) -> Iterator[Callable[..., WarmUpResult]]:
     """Warms up a real model."""
     instances: list[Instance] = []
 
-    def warm_model(build: Callable[[Path], Path], rows_depend: str | None = None) -> WarmUp:
+    def warm_model(build: Callable[[Path], Path], rows_depend: str | None = None) -> WarmUpResult:
         session = open_session(build(tmp_path / "model.onnx"), "m", SessionOptions(ProviderChoice(CPU), 1))
         signature = read_signature(session)
         instances.append(Instance(session, signature, name="m", intra_op_threads=1, clock=time.monotonic_ns))
@@ -486,14 +486,14 @@ def warm(tmp_path: Path) -> Iterator[Callable[..., WarmUp]]:
         instance.close()
 
 
-def test_dependent_rows_are_detected(warm: Callable[..., WarmUp]) -> None:
+def test_dependent_rows_are_detected(warm: Callable[..., WarmUpResult]) -> None:
     found = warm(builders.row_mixer)
     assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
     assert sizes(found) == [1]
 
 
 @pytest.mark.parametrize("build", [builders.mlp, builders.poison, builders.variable_length, builders.unnamed_dims])
-def test_independent_rows_are_batched(warm: Callable[..., WarmUp], build: Callable[[Path], Path]) -> None:
+def test_independent_rows_are_batched(warm: Callable[..., WarmUpResult], build: Callable[[Path], Path]) -> None:
     found = warm(build)
     assert not found.rows_depend
     assert not found.rejection
@@ -501,16 +501,16 @@ def test_independent_rows_are_batched(warm: Callable[..., WarmUp], build: Callab
     assert all(0 < size.run_ns <= size.round_trip_ns for size in found.latencies)
 
 
-def test_rows_without_elements_are_warmed(warm: Callable[[Callable[[Path], Path]], WarmUp]) -> None:
+def test_rows_without_elements_are_warmed(warm: Callable[[Callable[[Path], Path]], WarmUpResult]) -> None:
     found = warm(lambda path: builders.identity(path, DataType.FP32, ("batch", 0)))
     assert found.latencies
     assert not found.rows_depend
 
 
-def test_model_that_rejects_synthetic_inputs_is_not_warmed(warm: Callable[..., WarmUp]) -> None:
+def test_model_that_rejects_synthetic_inputs_is_not_warmed(warm: Callable[..., WarmUpResult]) -> None:
     found = warm(builders.refuses_synthetic)
     assert "indices element out of data bounds" in found.rejection
-    assert found == WarmUp(4, rejection=found.rejection)
+    assert found == WarmUpResult(4, rejection=found.rejection)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_model_that_rejects_synthetic_inputs_is_not_warmed(warm: Callable[..., W
     ],
 )
 def test_model_that_rejects_small_images_is_warmed_with_larger_ones(
-    warm: Callable[..., WarmUp], build: Callable[[Path], Path], free_dim: int
+    warm: Callable[..., WarmUpResult], build: Callable[[Path], Path], free_dim: int
 ) -> None:
     found = warm(build, rows_depend="")
     assert (found.rejection, found.rows_depend) == ("", "")
@@ -549,15 +549,15 @@ def test_larger_inputs_are_generated_up_to_a_bound(free: int, largest: int) -> N
 
 
 def test_model_that_rejects_all_sizes_reports_the_error_of_the_smallest(
-    warm: Callable[..., WarmUp],
+    warm: Callable[..., WarmUpResult],
 ) -> None:
     found = warm(partial(builders.pools_images, least=500))
     assert found.rejection
-    assert found == WarmUp(4, rejection=found.rejection)
+    assert found == WarmUpResult(4, rejection=found.rejection)
 
 
 def test_data_dependent_row_counts_are_detected(
-    warm: Callable[..., WarmUp],
+    warm: Callable[..., WarmUpResult],
 ) -> None:
     assert warm(interfaces.positive).rows_depend.startswith("output 'y' has shape [")
 
@@ -583,7 +583,7 @@ def test_model_that_rejects_zeros_is_batched_by_the_other_inputs() -> None:
 
 
 def test_rows_are_tried_with_and_without_optional_inputs(
-    warm: Callable[..., WarmUp],
+    warm: Callable[..., WarmUpResult],
 ) -> None:
     for build in (interfaces.optional_bias, partial(interfaces.default_scale, shape=("batch", 1))):
         found = warm(build)
@@ -596,7 +596,7 @@ def test_rows_are_tried_with_and_without_optional_inputs(
 OPTIONAL = ModelSignature((X, TensorSpec("b", DataType.FP32, (-1, 4), is_optional=True)), (Y,))
 
 
-def with_optional(mix: Callable[[np.ndarray, np.ndarray | None], np.ndarray]) -> WarmUp:
+def with_optional(mix: Callable[[np.ndarray, np.ndarray | None], np.ndarray]) -> WarmUpResult:
     def compute_batch(batch: Batch) -> Arrays:
         (x,), (b,) = batch.parts
         return (mix(x, None if is_absent(b) else b),)
