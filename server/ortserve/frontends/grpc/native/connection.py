@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
         if not self._is_half_closed:
             self._is_half_closed = True
             self._life.begin_drain(self._clock(), None)
-            self._receiving.goaway_id = self._receiving.last_id
+            self._receiving.accepts_calls = False
             self._receiving.end_input()
             self._close_if_drained()
             self._probe()
@@ -260,14 +260,14 @@ class Connection(asyncio.Protocol):
 
     def _end_drain(self) -> None:
         receiving = self._receiving
-        if not self._life.is_draining or receiving.goaway_id != frames.MAX_STREAM_ID:
+        if not self._life.is_draining or not receiving.accepts_calls:
             return
-        receiving.goaway_id = receiving.last_id
+        receiving.accepts_calls = False
         self._writer.control(frames.goaway(receiving.last_id, ErrorCode.NO_ERROR))
         self._close_if_drained()
 
     def _close_if_drained(self) -> None:
-        is_drained = self._receiving.goaway_id != frames.MAX_STREAM_ID and not self._sending.streams
+        is_drained = not self._receiving.accepts_calls and not self._sending.streams
         if is_drained and not self._is_failed:
             self._close()
 

@@ -43,7 +43,7 @@ class Receiving:
         flood: Limits the frames of the connection that carry no request.
         begun_calls: Number of calls so far.
         last_id: Highest id of a stream that was begun or rejected.
-        goaway_id: Highest id of a stream that may still begin.
+        accepts_calls: Whether calls may still begin.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Receiving:
         self.begun_calls = 0
         self.last_id = 0
         self._skipped: Final[deque[tuple[int, int]]] = deque(maxlen=_KEPT_GAPS)
-        self.goaway_id = frames.MAX_STREAM_ID
+        self.accepts_calls = True
         self._window = ReceiveWindow(CONNECTION_WINDOW)
         self._data_stream: Stream | None = None
         self._data_is_end = False
@@ -193,7 +193,7 @@ class Receiving:
         if stream_id > self.last_id + 2:
             self._skipped.append((self.last_id, stream_id))
         self.last_id = stream_id
-        if stream_id > self.goaway_id:
+        if not self.accepts_calls:
             self.charge()
             return
         sending = self._sending

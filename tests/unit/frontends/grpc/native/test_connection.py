@@ -642,6 +642,28 @@ def test_drain_ends_with_the_last_call(how: str) -> None:
     on_wire(test)
 
 
+@pytest.mark.parametrize("is_half_closed", [False, True])
+def test_connection_that_used_the_last_stream_id_ends(is_half_closed: bool) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.h2.highest_outbound_stream_id = frames.MAX_STREAM_ID - 2
+        held = client.open(HOLD)
+        assert held == frames.MAX_STREAM_ID
+        client.send(held, framed(b"x"), is_end=True)
+        await client.exchange()
+        if is_half_closed:
+            wire.connection.eof_received()
+        else:
+            wire.connection.begin_drain()
+            wire.feed(frames.frame(frames.PING, frames.ACK, 0, b"draining"))
+        await wire.turn()
+        assert not wire.transport.is_lost
+        wire.release()
+        await wire.turn()
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
 @pytest.mark.parametrize(
     ("options", "max_age_s", "by_s"),
     [(GrpcOptions(grpc_max_connection_idle_s=10.0), None, 12), (GrpcOptions(grpc_max_connection_age_s=10.0), 10.0, 12)],
