@@ -218,6 +218,10 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]").fullmatch
 """A ``traceparent`` without the sampled flag. Matching it here is cheaper than parsing it with the library."""
 
+_LIBRARY_LOGGER: Final = logging.getLogger("opentelemetry.exporter")
+"""Logs each failed export, dozens in a second if a collector rejects them at once. Only the first one of a row is
+logged."""
+
 _QUEUED_REQUESTS: Final = 2048
 """Maximum number of requests that wait for export. Each has at most six spans, and six more for each step."""
 
@@ -331,8 +335,11 @@ class _RequestExporter(SpanExporter):
             self.exported_spans += len(made)
         if is_failure and not self._is_failing:
             log_event(logger, logging.WARNING, "the collector does not accept traces; dropping traces until it does")
+            if not (self._is_closed or _LIBRARY_LOGGER.isEnabledFor(logging.INFO)):  # only level debug enables it
+                _LIBRARY_LOGGER.setLevel(logging.CRITICAL)
         elif self._is_failing and not is_failure:
             log_event(logger, logging.INFO, "the collector accepts traces again", dropped_spans=self.dropped_spans)
+            _LIBRARY_LOGGER.setLevel(logging.NOTSET)
         self._is_failing = is_failure
         return result
 
@@ -341,6 +348,7 @@ class _RequestExporter(SpanExporter):
         if not self._is_closed:
             self._is_closed = True
             self._exporter.shutdown()
+            _LIBRARY_LOGGER.setLevel(logging.NOTSET)
 
 
 def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:

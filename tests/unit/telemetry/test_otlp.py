@@ -1,8 +1,10 @@
 """Sampling, spans and their export, with a real collector in this process."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 import pytest
@@ -161,3 +163,36 @@ def test_spans_past_the_bound_are_dropped_without_a_collector(nowhere: str) -> N
     tracing.close(0.05)
     assert time.monotonic() - begin_s < 5
     assert tracing.exported_spans == 0
+
+
+def test_rejected_exports_are_logged_once_until_one_is_accepted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "ortserve")
+    statuses = [404, 404, 404, 200, 404, 404]
+
+    class Rejecting(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(statuses.pop(0))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Rejecting) as server:
+        threading.Thread(target=server.serve_forever).start()
+        tracing = tracing_to(f"http://127.0.0.1:{server.server_port}")
+        for _ in range(6):
+            before = tracing.exported_spans + tracing.dropped_spans
+            trace = tracing.begin(OPERATION, None, ())
+            assert trace is not None
+            trace.end(EndedRequest(timing=ANSWERED, ended_ns=10_000, kind=None, request_id="it"))
+            while tracing.exported_spans + tracing.dropped_spans == before:
+                time.sleep(0.001)
+        tracing.close(60)
+        server.shutdown()
+    assert caplog.text.count("404") == 2
+    assert caplog.text.count("the collector accepts traces again") == 1
