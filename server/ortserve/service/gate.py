@@ -93,6 +93,15 @@ class BodyGate:
         hold.grow(size)
         return hold
 
+    def no_room(self, size: int) -> ServeError:
+        """Return the error for ``size`` bytes more than fit."""
+        return ServeError(
+            ErrorKind.OVERLOADED,
+            f"max_inflight_bytes: the server holds {self.held_bytes} of at most {self.max_bytes} bytes of "
+            f"requests, got {size} more",
+            retry_after_s=1,
+        )
+
 
 class Hold:
     """The bytes that are reserved for one body."""
@@ -122,14 +131,20 @@ class Hold:
         gate = self._gate
         others = gate.held_bytes - self._size
         if size and others and gate.held_bytes + size > gate.max_bytes:
-            raise ServeError(
-                ErrorKind.OVERLOADED,
-                f"max_inflight_bytes: the server holds {gate.held_bytes} of at most {gate.max_bytes} bytes of "
-                f"requests, got {size} more",
-                retry_after_s=1,
-            )
+            raise gate.no_room(size)
         gate.held_bytes += size
         self._size += size
+
+    def set_up_to_twice(self, size: int) -> None:
+        """Set the reservation to ``size`` bytes, while the sum of all is at most twice the limit.
+
+        Raises:
+            ServeError: overloaded; the earlier reservation remains. The only body may have any size.
+        """
+        gate, more = self._gate, size - self._size
+        if more > 0 and gate.held_bytes > self._size and gate.held_bytes + more > 2 * gate.max_bytes:
+            raise gate.no_room(more)
+        self.set_unchecked(size)
 
     def set_unchecked(self, size: int) -> None:
         """Set the reservation to ``size`` bytes beyond any limit, for bytes that are in memory already."""

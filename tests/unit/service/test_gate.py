@@ -84,3 +84,15 @@ def test_no_bytes_are_reserved_although_more_than_the_limit_is_held() -> None:
             with pytest.raises(ServeError, match="got 1 more"):
                 other.grow(1)
             assert gate.held_bytes == 200
+
+
+def test_reservation_up_to_twice_the_limit_is_rejected_beyond_it() -> None:
+    gate = BodyGate(100)
+    with gate.hold(0) as body:
+        body.set_up_to_twice(300)  # it is the only body
+        body.set_up_to_twice(90)
+        with gate.hold(10) as other:
+            other.set_up_to_twice(110)
+            with pytest.raises(ServeError, match="holds 200 of at most 100 bytes of requests, got 1 more"):
+                other.set_up_to_twice(111)
+            assert gate.held_bytes == 200

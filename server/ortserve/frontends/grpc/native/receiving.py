@@ -30,7 +30,7 @@ from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequ
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
-from ortserve.frontends.large_body import LargeBody
+from ortserve.frontends.large_body import LARGE_BYTES, LargeBody
 
 _KEPT_GAPS: Final = 64
 """Maximum number of stored gaps between the ids of consecutive streams. Clients leave at most one, at the beginning."""
@@ -157,8 +157,9 @@ class Receiving:
 
         ``announced`` is the size of a message that begins, else 0. A message that cannot fit is rejected at its
         beginning, but only received bytes stay reserved: otherwise a caller could block others by announcing a message.
-        A stream of many requests does not end for one of them: memory up to its window is counted without a limit, and
-        the handler that reads the message rejects this request.
+        A stream of many requests does not end for one of them: the handler that reads the message rejects this request.
+        Until then, the message is counted, and only ends the stream if it is large and the sum of all reservations
+        exceeds twice the limit. Otherwise a thousand streams could each hold the bytes of their window.
         """
         hold = stream.hold
         if hold is None:
@@ -166,13 +167,16 @@ class Receiving:
         if announced > 0:
             stream.since_ns, stream.since_bytes = self._life.heard_ns, 0
         kept = stream.kept_bytes
-        if stream.takes_messages and stream.reader.length <= STREAM_WINDOW:
-            hold.set_unchecked(kept)
-            return True
         try:
-            if announced > 0:
-                hold.resize(kept - stream.reader.kept_bytes + announced)
-            hold.resize(kept)
+            if stream.takes_messages and stream.reader.length <= STREAM_WINDOW:
+                if kept <= LARGE_BYTES:
+                    hold.set_unchecked(kept)
+                else:
+                    hold.set_up_to_twice(kept)
+            else:
+                if announced > 0:
+                    hold.resize(kept - stream.reader.kept_bytes + announced)
+                hold.resize(kept)
         except ServeError as error:
             self._sending.end(stream, *status_of(error), is_prompt=True)
             return False

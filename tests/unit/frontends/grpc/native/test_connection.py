@@ -584,6 +584,22 @@ def test_incomplete_messages_of_unary_calls_stay_within_the_memory_limit(path: s
     on_wire(test, max_inflight_bytes=1000)
 
 
+def test_messages_of_streams_take_at_most_twice_the_memory_limit() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        streams = [client.open(STREAM) for _ in range(8)]
+        for stream in streams:
+            client.send(stream, framed(bytes(400_000))[:300_000])
+            await client.exchange()
+        assert wire.gate.held_bytes <= 2_000_000
+        ended = [stream for stream in streams if client.answers[stream].is_ended]
+        assert ended == streams[6:]
+        assert {client.answers[stream].status for stream in ended} == {EXHAUSTED}
+        assert (await client.call(STREAM, b"small")).messages == [b"small"]
+        wire.lose()
+
+    on_wire(test, max_inflight_bytes=1_000_000)
+
+
 @pytest.mark.parametrize("path", [HOLD, SLOW])
 def test_second_message_ends_a_unary_call(path: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
