@@ -1,6 +1,7 @@
 """Fixtures for all tests. Importing the package first silences ONNX Runtime's telemetry in this process."""
 
 import gc
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 
@@ -10,6 +11,7 @@ from httpx._transports import default
 from hypothesis import HealthCheck, settings
 
 import ortserve  # noqa: F401
+from preloaded import PreloadedPopen
 
 # Other work on the machine makes examples slow, which is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,6 +34,12 @@ def grpc_aio_kept() -> None:
     Otherwise it ends when the last of its channels is collected, and may wait forever for calls of closed event loops.
     """
     grpc.aio.init_grpc_aio()
+
+
+@pytest.fixture
+def preloaded_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the commands of ``ortserve`` and the processes that they start from one that has imported their packages."""
+    monkeypatch.setattr(subprocess, "Popen", PreloadedPopen)
 
 
 def pytest_collection_finish() -> None:

@@ -22,6 +22,8 @@ from ortserve.tools.subject import find_version
 from pages import DOCS, commands
 from servers import add_model, json_input, rest_url, serving
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 EXAMPLE = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
 DIGITS = EXAMPLE / "digits" / "1" / "model.onnx"

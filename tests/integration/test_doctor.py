@@ -31,6 +31,8 @@ from ortserve.tools.doctor.result import DoctorResult
 from pages import DOCS, commands
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, _clean_environment, add_model, serving
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 PAGE: Final = DOCS / "tools" / "doctor.md"
 SCHEMA: Final = json_schema(DoctorResult)
 

@@ -26,6 +26,8 @@ from ortserve.tools.publish import folder as publish_folder
 from pages import DOCS, blocks, commands
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 STEP = [("double", {"a": "a"}, {"b": "b"})]
 
 

@@ -26,6 +26,8 @@ from models import builders
 from ortserve.cli.main import main
 from ortserve.core.dtypes import DataType
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
 FAST = ("--seconds", "0", "--skip", "fold", "--skip", "slim", "--skip", "share")
 

@@ -22,6 +22,8 @@ from models import builders
 from ortserve.cli.main import main
 from pages import DOCS, Command, blocks, commands
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 EXAMPLE = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
 DIGITS = EXAMPLE / "digits"

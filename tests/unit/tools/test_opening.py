@@ -9,6 +9,8 @@ from models import builders
 from ortserve.cli.main import run_tool
 from ortserve.example import repository_path
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 COMMANDS = {
     "inspect": ["--no-run"],
     "profile": [],
