@@ -150,6 +150,8 @@ async def frontend(
             opened = grpc.aio.insecure_channel(front.address, options_of_channel)
         async with opened as channel:
             yield front, channel
+        # The server may not have read yet that the channel is closed, and would report its open streams.
+        await wait_until(lambda: front.streams.open_count == 0)
     finally:
         await front.server.stop(0)
         await wait_until(lambda: front.streams.open_count == 0)  # its tasks must not outlive the loop
