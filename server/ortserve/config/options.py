@@ -6,6 +6,7 @@ The constructor of ``ServerOptions`` reads neither environment nor file: the res
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -14,8 +15,6 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
@@ -252,29 +251,25 @@ def read_options_and_origins(
     return options, origins
 
 
-def _combine(flags: Mapping[str, Any], in_file: Mapping[str, object]) -> ServerOptions:
-    """Validate the options from flags, environment and file, in this order. Raises OptionsError."""
+class _Environment(EnvSettingsSource):
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        return split_list(value)  # instead of JSON, which is hard to quote in a manifest
 
-    class Environment(EnvSettingsSource):
-        def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-            return split_list(value)  # instead of JSON, which is hard to quote in a manifest
 
-    class LayeredOptions(ServerOptions, BaseSettings):
+@cache
+def _variables() -> type[BaseSettings]:
+    """The options as environment variables. Made once, because that takes 40 ms."""
+
+    class Variables(ServerOptions, BaseSettings):
         model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
 
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, Environment(settings_cls), InitSettingsSource(settings_cls, dict(in_file))
+    return Variables
 
+
+def _combine(flags: Mapping[str, Any], in_file: Mapping[str, object]) -> ServerOptions:
+    """Validate the options from flags, environment and file, in this order. Raises OptionsError."""
     try:
-        return ServerOptions(**dict(LayeredOptions(**flags)))
+        return ServerOptions(**{**in_file, **_Environment(_variables())(), **flags})
     except ValidationError as error:
         in_environment = {name: os.environ.get(variable_name(name)) for name in ServerOptions.model_fields}
         problems = describe_problems(error, ServerOptions.model_fields, in_environment | dict(flags))
