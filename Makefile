@@ -18,9 +18,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Tests of one file share servers, so one worker runs a file; the order starts long files early. A third of their time is
-# waiting, so that three workers keep two processors busy.
-WORKERS ?= $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
+# Tests of one file share servers, so one worker runs a file; the order starts long files early. Almost half of
+# their time is waiting, so that four workers keep two processors busy.
+WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
 PARALLEL ?= --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Set before the first import of ONNX Runtime, whose official wheels send telemetry from then on.
