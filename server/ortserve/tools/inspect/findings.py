@@ -95,27 +95,15 @@ def _initializers_as_inputs(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _attention(evidence: Evidence) -> Iterator[Finding]:
-    found = [(wiring, *one) for wiring in evidence.wirings() for one in patterns.attentions(wiring)]
-    sizes = (patterns.heads_and_width(wiring, last, evidence.simplified.values) for wiring, _, last in found)
-    heads, width = next((known for known in sizes if known), ("HEADS", "WIDTH"))
-    file, out = evidence.file, evidence.beside("attention")
-    command = (
-        f"python -m onnxruntime.transformers.optimizer --input {file} --output {out} --model_type bert "
-        f"--num_heads {heads} --hidden_size {width} --opt_level 0"
-    )
-    if any(softmax.name.startswith("node_") for _, softmax, _ in found):  # PyTorch's newer exporter
-        command = (
-            'python -c "import sys; from onnxscript import ir; from onnxscript.rewriter.ort_fusions import '
-            f'optimize_for_ort; ir.save(optimize_for_ort(ir.load(sys.argv[1]))[0], sys.argv[2])" {file} {out}'
-        )
     yield from _found(
         "unfused_attention",
-        [softmax for _, softmax, _ in found],
+        [softmax for wiring in evidence.wirings() for softmax, _ in patterns.attentions(wiring)],
         "attention",
         f"split into several operators after optimization{evidence.fuses_nothing}",
         "A fused operator reads and writes memory once. On CPUs it saved 2 to 9 % of the time, on GPUs more.",
-        "export with opset_version=23, which has the operator Attention, or try this tool, which knows some exporters: "
-        f"{command}",
+        "export with opset_version=23, which has the operator Attention, or try "
+        f"ortserve optimize {evidence.file} -o {evidence.beside('attention')}, which fuses those of some exporters and "
+        "shows where others differ",
         level="advice",
     )
 

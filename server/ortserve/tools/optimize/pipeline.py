@@ -102,10 +102,12 @@ class _Tried:
     libraries: frozenset[str] = frozenset()
     checked: Checked | None = None
 
-    def rank(self) -> tuple[bool, int, int]:
-        """The sort key of results; the smallest is the best."""
-        shape = None if self.checked is None else self.checked.look.shape
-        return (not self.verdict.is_kept, *((shape.nodes_run or shape.nodes, shape.nbytes) if shape else (1 << 62, 0)))
+    def rank(self) -> tuple[bool, int, int, int]:
+        """The sort key of results; the smallest is the best. A fused attention may take as many nodes to run."""
+        if self.checked is None:
+            return not self.verdict.is_kept, 1 << 62, 0, 0
+        look = self.checked.look
+        return not self.verdict.is_kept, look.shape.nodes_run or look.shape.nodes, len(look.almost), look.shape.nbytes
 
 
 def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progress) -> Work:

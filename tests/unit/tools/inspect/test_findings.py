@@ -1,6 +1,7 @@
 """Each finding occurs, with its evidence, on a model that has it, and not on another. ONNX Runtime optimizes both."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,18 +33,19 @@ def test_model_without_flaws_has_no_findings(tmp_path: Path) -> None:
     assert findings(builders.mlp(tmp_path / "m.onnx")) == {}
 
 
-def test_attention_in_pieces_is_found_with_its_heads(tmp_path: Path) -> None:
+def test_attention_in_pieces_is_found(tmp_path: Path) -> None:
     found = findings(patterns.attention(tmp_path / "m.onnx", heads=2, size=4))["unfused_attention"]
 
     assert found.where == ("Softmax 'shares'",)
-    assert "--num_heads 2 --hidden_size 8" in found.remedy
 
 
-@pytest.mark.parametrize("name", ["transformers_bert", "transformers_distilbert", "transformers_vit"])
-def test_heads_of_real_exports_are_read_from_shapes_with_free_sizes(name: str) -> None:
-    found = findings(Path(__file__).parents[3] / "rows" / "corpus" / f"{name}.onnx")["unfused_attention"]
+def test_command_for_attentions_fuses_those_of_an_export(tmp_path: Path) -> None:
+    corpus = Path(__file__).parents[3] / "rows" / "corpus"
+    source = Path(shutil.copy(corpus / "dynamo_encoder.onnx", tmp_path / "an encoder.onnx"))
+    command = shlex.split(findings(source)["unfused_attention"].remedy.partition(" try ")[2].partition(", which")[0])
+    subprocess.run([sys.executable, "-m", *command, "--seconds=0"], check=True, capture_output=True, timeout=100)
 
-    assert "--num_heads 2 --hidden_size 16" in found.remedy
+    assert "unfused_attention" not in findings(tmp_path / "an encoder.attention.onnx")
 
 
 def test_softmax_of_a_classifier_is_no_attention(tmp_path: Path) -> None:

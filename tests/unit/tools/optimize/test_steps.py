@@ -11,8 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from models import builders, interfaces
 from ortserve.errors import ServeError
+from ortserve.tools.inspect.placement import open_optimized
 from ortserve.tools.optimize import steps
 from ortserve.tools.optimize.files import MIN_EXTERNAL_BYTES, data_file, pack, prepare
+from ortserve.tools.optimize.recognition import sizes_of
+from ortserve.tools.subject import find_model
 
 BIG = np.arange(MIN_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
 
@@ -201,3 +204,11 @@ def test_outputs_that_are_maps_stay_maps(target: Path, tmp_path: Path, step: Cal
 def test_outputs_beside_maps_can_be_kept(target: Path, tmp_path: Path) -> None:
     steps.keep_outputs(interfaces.zipmap_classifier(tmp_path / "maps.onnx"), target, ["label"])
     assert [one.name for one in onnx.load(target).graph.output] == ["label"]
+
+
+@pytest.mark.parametrize("name", ["transformers_bert", "transformers_distilbert", "transformers_vit"])
+def test_heads_of_real_exports_are_read_from_shapes_with_free_sizes(name: str) -> None:
+    source = find_model(str(Path(__file__).parents[3] / "rows" / "corpus" / f"{name}.onnx"))
+    _, simplified = open_optimized(source, "CPUExecutionProvider", level="basic")
+
+    assert sizes_of(simplified) == (2, 16)
