@@ -147,14 +147,15 @@ def convolution(path: Path, *, channels_last: bool) -> Path:
     return write(path, nodes, [value("x", "batch", 8, 8, 4)], [value("y", "batch", 8, 8, 4)], weights)
 
 
-def casts(path: Path, *, back: bool) -> Path:
-    """A Cast to half precision and, if ``back``, back again after a Transpose: x FP32 [batch, 4, 4] → y."""
+def casts(path: Path, *, back: bool, is_moved: bool = True) -> Path:
+    """A Cast to half precision and, if ``back``, back: x FP32 [batch, 4, 4] → y. A Transpose is between or last."""
     element = FLOAT if back else TensorProto.FLOAT16
-    nodes = [
-        helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16),
-        helper.make_node("Transpose", ["half"], ["moved" if back else "y"], perm=(0, 2, 1)),
-        *([helper.make_node("Cast", ["moved"], ["y"], name="back", to=FLOAT)] if back else []),
-    ]
+    source, target = ("half", "moved" if back else "y") if is_moved else ("full", "y")
+    move = helper.make_node("Transpose", [source], [target], perm=(0, 2, 1))
+    back_from, back_to = ("moved", "y") if is_moved else ("half", "full")
+    nodes = [helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16), move]
+    if back:
+        nodes.insert(2 if is_moved else 1, helper.make_node("Cast", [back_from], [back_to], name="back", to=FLOAT))
     return write(path, nodes, [value("x", "batch", 4, 4)], [value("y", "batch", 4, 4, element=element)])
 
 

@@ -149,14 +149,18 @@ def _transposes(evidence: Evidence) -> Iterator[Finding]:
 
 def _casts(evidence: Evidence) -> Iterator[Finding]:
     values = evidence.simplified.values
+    found = [(wiring, node) for wiring in evidence.wirings() for node in patterns.casts_back(wiring, values)]
+    remedy = "remove them before the export"
+    if any(wiring.makers[node.inputs[0]].op == "Cast" for wiring, node in found):
+        setting = "session.entries: {optimization.enable_cast_chain_elimination: 1} in model.yaml"
+        remedy += f", or, right after the other Cast, set {setting}, which skips the rounding and so changes results"
     yield from _found(
         "casts_back",
-        [node for wiring in evidence.wirings() for node in patterns.casts_back(wiring, values)],
+        [node for _, node in found],
         "Cast",
         "back to the type that the value had before another Cast",
         "Both nodes copy the tensor, and a narrower type between them rounds it.",
-        "remove them before the export, or set session.entries: {optimization.enable_cast_chain_elimination: 1} "
-        "in model.yaml, which skips the rounding and so changes results",
+        remedy,
     )
 
 

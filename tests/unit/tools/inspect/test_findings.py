@@ -107,6 +107,19 @@ def test_cast_back_is_found(tmp_path: Path) -> None:
     assert "casts_back" not in findings(patterns.casts(tmp_path / "there.onnx", back=False))
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_setting_that_removes_casts_is_named_where_it_removes_them(is_moved: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    patterns.casts(folder / "1" / "model.onnx", back=True, is_moved=is_moved)
+    setting = "session.entries: {optimization.enable_cast_chain_elimination: 1}"
+
+    assert (setting in findings(folder)["casts_back"].remedy) is not is_moved
+
+    (folder / "model.yaml").write_text(setting.replace("session.entries: {", "session: {entries: {") + "}")
+    assert ("casts_back" in findings(folder)) is is_moved
+
+
 def test_double_precision_is_found(tmp_path: Path) -> None:
     found = findings(patterns.dense(tmp_path / "double.onnx", np.float64))["double_precision"]
 
