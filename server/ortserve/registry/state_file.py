@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ _MAX_MODELS: Final = 16_384
 _LOCK_WAIT_S: Final = 5.0
 _LOCK_RETRY_S: Final = 0.02
 """Interval between two attempts. Another server holds the lock for the duration of one write."""
+_WRITE_S: Final = 10.0
+"""Maximum time that a change waits for the folder, which may be on a file server that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class StateFile:
         self._folder = folder
         self._states = {} if folder is None else _read(folder / FILE_NAME)
         self._writing = asyncio.Lock()
+        self._late: asyncio.Future[None] | None = None
+        """The latest write that took longer than its caller waited. It may still hold its thread."""
 
     def of(self, model: str) -> ModelState:
         """The state of a model."""
@@ -107,8 +112,17 @@ class StateFile:
         if self._folder is None:
             raise _not_kept("the server has no repository in a folder")
         async with self._writing:
+            if self._late is not None and not self._late.done():
+                raise _not_kept(f"{FILE_NAME}: an earlier write to the folder has not ended")
+            given_up = threading.Event()
+            writing = asyncio.ensure_future(asyncio.to_thread(_change, self._folder, model, state, given_up))
             try:
-                await asyncio.to_thread(_change, self._folder, model, state)
+                await asyncio.wait_for(asyncio.shield(writing), _WRITE_S)
+            except TimeoutError:
+                given_up.set()
+                writing.add_done_callback(lambda late: late.cancelled() or late.exception())  # asyncio would log it
+                self._late = writing
+                raise _not_kept(f"{FILE_NAME}: the folder has not answered for {_WRITE_S:g} s") from None
             except OSError as error:
                 raise _not_kept(f"{FILE_NAME}: {error.strerror or error}") from None
             self._states[model] = state
@@ -177,11 +191,11 @@ def _document(state: ModelState) -> dict[str, Any]:
     return {"labels": dict(state.labels), "previous": state.previous, "rollout": rollout, "ended": ended}
 
 
-def _change(folder: Path, model: str, state: ModelState) -> None:
+def _change(folder: Path, model: str, state: ModelState, given_up: threading.Event) -> None:
     """Replace the state of one model in the file. The states of other models stay as they are in the file.
 
     Raises:
-        OSError: The file could not be written. Then nothing has changed.
+        OSError: The file could not be written, or the caller has given up. Then nothing has changed.
     """
     folder.mkdir(mode=0o755, exist_ok=True)
     with _locked(folder / f".{FILE_NAME}.lock"):
@@ -201,6 +215,8 @@ def _change(folder: Path, model: str, state: ModelState) -> None:
             json.dump(document, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        if given_up.is_set():
+            raise OSError("the caller has given up")
         beside.replace(path)
         descriptor = os.open(folder, os.O_RDONLY)
         try:

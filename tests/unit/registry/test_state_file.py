@@ -1,11 +1,14 @@
 """The file of the changes that calls made: what remains after a failure, and its limits."""
 
+import asyncio
 import fcntl
 import json
 from pathlib import Path
 
 import pytest
 
+from apart import UnavailableError
+from hung_folders import hung
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry import state_file
 from ortserve.registry.state_file import FILE_NAME, NOTHING_CHANGED, ModelState, StateFile
@@ -43,6 +46,26 @@ async def test_change_is_refused_while_another_server_holds_the_lock(
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "state.json: another server has held its lock for 0.1 s" in await refusal(state, "m")
     assert StateFile(tmp_path).of("m") == LABELLED
+
+
+async def test_change_is_refused_while_the_folder_hangs_and_not_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "_WRITE_S", 0.1)
+    folder = tmp_path / "state"
+    state = StateFile(folder)
+    await state.put("m", LABELLED)
+    try:
+        with hung(folder):
+            assert "state.json: the folder has not answered for 0.1 s" in await refusal(state, "m")
+            assert "state.json: an earlier write to the folder has not ended" in await refusal(state, "m")
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    late = state._late
+    assert late is not None
+    await asyncio.wait({late})
+    assert StateFile(folder).of("m") == LABELLED
+    await state.put("m", NOTHING_CHANGED)
 
 
 async def test_model_without_changes_leaves_the_file_which_holds_a_limited_number(
