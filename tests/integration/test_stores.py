@@ -26,6 +26,7 @@ from archives import file_site, write_archive
 from azure_server import AzureServer
 from encodings_of_requests import grpc_raw, rest_json
 from google_server import GoogleServer
+from hung_folders import hung
 from models import builders
 from s3_server import ACCESS_KEY, SECRET_KEY, FaultyProxy, MotoServer, S3Server, s3_behind_proxy, upload
 from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, read_metrics, serving, starting, triton_clients
@@ -139,6 +140,18 @@ def test_start_without_the_store_serves_from_the_cache(lab: Lab, tmp_path: Path)
         server.wait_for_line("the store can be listed again")
         upload(lab.s3.root / "away", version(tmp_path, "m", 2, 2))
         wait_for_answer(server, 2)
+
+
+def test_metrics_are_answered_while_the_disk_of_the_cache_hangs(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("silent"), version(tmp_path, "m", 1, 1))
+    with lab.serving("silent") as server:
+        nbytes = read_metrics(server).value("ortserve_store_cache_bytes")
+        assert nbytes > 0
+        try:
+            with hung(lab.folder / "cache-silent"):
+                assert read_metrics(server).value("ortserve_store_cache_bytes") == nbytes
+        except UnavailableError as error:
+            pytest.skip(str(error))
 
 
 def test_damaged_cache_is_fetched_again(lab: Lab, tmp_path: Path) -> None:

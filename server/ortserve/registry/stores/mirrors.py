@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -32,6 +34,9 @@ _NAMES_MAX_AGE_S: Final = 10.0
 _NAMES_WAIT_S: Final = 2.0
 """Maximum wait of the repository index for listings. After that, it shows the last listing."""
 
+_SIZE_WAIT_S: Final = 1.0
+"""Maximum wait of the metrics for the size of the cache, whose disk may hang. After that, they show the last size."""
+
 _Result = TypeVar("_Result")
 
 
@@ -43,6 +48,10 @@ class Mirrors:
         self._cache = cache
         # Threads of their own, because on asyncio's threads other calls would wait for a slow store.
         self._threads = ThreadPool(len(mirrors) + _LOADS_SIDE_BY_SIDE, "stores")
+        self._sizing_lock = threading.Lock()
+        self._sizing: Future[int] | None = None
+        """Reads the size of the cache for the metrics."""
+        self._size_bytes = 0
         self._polls: dict[Mirror, asyncio.Task[None]] = {}
         """The mirrors whose stores are being listed for a poll."""
         self._arrived = asyncio.Event()
@@ -195,7 +204,15 @@ class Mirrors:
 
     def reading(self) -> StoresReading:
         """The values for the metrics. Called on the scraping thread."""
-        return StoresReading([mirror.reading() for mirror in self._mirrors], self._cache.size_bytes())
+        with self._sizing_lock:  # a disk that hangs takes one thread, not one for each scrape
+            if self._sizing is None or self._sizing.done():
+                with suppress(RuntimeError):  # the server ends
+                    self._sizing = self._threads.submit(self._cache.size_bytes)
+            sizing = self._sizing
+        if sizing is not None:
+            with suppress(TimeoutError, OSError, CancelledError):
+                self._size_bytes = sizing.result(_SIZE_WAIT_S)
+        return StoresReading([mirror.reading() for mirror in self._mirrors], self._size_bytes)
 
     async def close(self) -> None:
         """Remove the folders. Call it when no model is loaded any more."""
