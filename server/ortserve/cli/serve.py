@@ -3,7 +3,9 @@
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin
@@ -24,6 +26,9 @@ from ortserve.config.repository_url import Repository
 from ortserve.config.triton_names import hint_for_flag
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
 from ortserve.paths import is_model_file
+
+_REPORT_S: Final = 5.0
+"""Time after which a repository that does not answer, such as NFS without its server, is reported."""
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -57,6 +62,10 @@ def _repository_problem(repository: Repository) -> str:
     """Why a folder of models or a model file cannot be read; empty if it can, and for a repository in a store."""
     if not isinstance(repository, Path):
         return ""
+    report = threading.Timer(_REPORT_S, _report_silence, (repository,))
+    report.daemon = True
+    with suppress(RuntimeError):  # the system permits no further thread
+        report.start()
     try:
         # The dot needs the right to search the folder, too.
         with repository.open("rb") if is_model_file(repository) else os.scandir(f"{repository}/."):
@@ -64,6 +73,12 @@ def _repository_problem(repository: Repository) -> str:
     except OSError as error:
         expected = "a folder of models or an .onnx file"
         return f"repositories: expected {expected}, got '{repository}': {error.strerror}"
+    finally:
+        report.cancel()
+
+
+def _report_silence(repository: Path) -> None:
+    sys.stderr.write(f"ortserve serve: repositories: '{repository}' has not answered for {_REPORT_S:g} s; waiting\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -3,19 +3,24 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from apart import UnavailableError
+from hung_folders import hung
 from ortserve import __version__
-from ortserve.cli import huge_pages
+from ortserve.cli import huge_pages, serve
 from ortserve.cli.main import main
 from ortserve.cli.serve import build_parser
 from ortserve.config import triton_names
 from ortserve.config.options import ServerOptions, flag_name
 from ortserve.core.compiled import IS_COMPILED
+from servers import LOOK_S
 
 
 @pytest.fixture
@@ -61,6 +66,27 @@ def test_flag_can_disable_an_option_of_the_environment(
     main(["serve", "--no-access-log"])
 
     assert (served[0].example, served[0].access_log) == (True, False)
+
+
+def test_start_reports_a_repository_that_hangs_and_waits_for_it(
+    served: list[ServerOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_REPORT_S", 0.05)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            with hung(folder):
+                starting = threads.submit(serve.main, [str(folder)])
+                text = ""
+                while not text and not starting.done():
+                    text = capsys.readouterr().err
+                    time.sleep(LOOK_S)
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        assert starting.result() == 2  # the access that waited fails at the end of the mount
+    assert text == f"ortserve serve: repositories: '{folder}' has not answered for 0.05 s; waiting\n"
+    assert served == []
 
 
 def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
