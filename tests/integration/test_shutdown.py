@@ -5,7 +5,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from servers import (
     rest_url,
     serving,
     starting,
+    starting_batch,
     triton_clients,
     wait_for_queue,
     wait_for_sample,
@@ -272,14 +273,29 @@ def test_run_past_the_drain_timeout_does_not_delay_shutdown(tmp_path: Path) -> N
         wait_for_queue(server, "slow", 2)
         began_s = time.monotonic()
         server.send(signal.SIGTERM)
-        assert server.wait() == 0
+        assert server.wait() == 1
         assert time.monotonic() - began_s < 15
         for protocol, connections in (("http", 2), ("grpc", 1)):
             message = "drain timed out; connections with unanswered requests are closed"
             assert f"{message} protocol={protocol} connections={connections} " in server.output
+        assert not any(line.endswith(" drained") for line in server.lines)
         assert "all its requests were cancelled" in server.output
         for call in calls:
             assert call.exception() is not None
+
+
+@pytest.mark.parametrize("call", [rest_json, grpc_raw])
+def test_request_of_one_protocol_that_is_cut_off_shows_in_the_exit_status(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)
+    with starting(tmp_path, "--warmup-s", "0", "--drain-timeout-s", "0.2") as server, ThreadPoolExecutor(1) as pool:
+        server.wait_until_loaded()
+        with starting_batch(server, "slow"):
+            cut_off = pool.submit(call, server, "slow", {"x": np.zeros((1, 4), np.float32)})
+        server.send(signal.SIGTERM)
+        assert server.wait() == 1
+        assert cut_off.exception() is not None
 
 
 def _json_body(request_id: str, row: np.ndarray) -> bytes:

@@ -34,8 +34,8 @@ _LAST_LINES_S: Final = 1.0
 def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoReturn:
     """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal kills it at once.
 
-    The status is 1 if the server cannot start, or if runs were abandoned at the end. ``origins`` says where each option
-    that is set was set, for the console.
+    The status is 1 if the server cannot start, or if the drain timed out: requests were cut off or runs abandoned.
+    ``origins`` says where each option that is set was set, for the console.
     """
     limit_malloc_arenas()
     never_wait_for_standard_error(options.log_format)

@@ -139,7 +139,7 @@ class Server:
         """Turn readiness off, wait for load balancers to react, then finish the admitted requests.
 
         Returns:
-            False if runs are still active, whose callers were disconnected at the end of the drain timeout.
+            False if requests were cut off at the end of the drain timeout, or if runs are still active after it.
         """
         parts, options = self._parts, self._options
         ends_s = time.monotonic() + options.drain_delay_s + options.drain_timeout_s
@@ -156,22 +156,20 @@ class Server:
         if parts.console is not None:
             parts.console.observation.close()
         left_s = max(0.0, ends_s - time.monotonic())
-        await asyncio.gather(parts.http.stop(left_s), parts.grpc.stop(left_s))
-        is_whole = True
+        is_whole = all(await asyncio.gather(parts.http.stop(left_s), parts.grpc.stop(left_s)))
         try:
             async with asyncio.timeout(max(_MIN_CLOSING_S, ends_s - time.monotonic())):
                 await parts.registry.close()
         except TimeoutError:
             is_whole = False
+            message = "drain timed out; active runs are abandoned"
+            log_event(logger, logging.WARNING, message, timeout_s=options.drain_timeout_s)
         if parts.recordings is not None:
             await asyncio.to_thread(parts.recordings.close, _FLUSH_S)
         if parts.tracing is not None:
             await asyncio.to_thread(parts.tracing.close, options.otlp_flush_timeout_s)
         if is_whole:
             log_event(logger, logging.INFO, "drained")
-        else:
-            message = "drain timed out; active runs are abandoned"
-            log_event(logger, logging.WARNING, message, timeout_s=options.drain_timeout_s)
         return is_whole
 
     async def stop(self) -> None:

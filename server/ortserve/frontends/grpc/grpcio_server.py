@@ -116,16 +116,20 @@ class GrpcioServer:
         self._server = server
         return port
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float) -> bool:
         """Reject new calls (GOAWAY), finish running calls, and stop reading requests of streams.
 
         Returns when every call has ended. Calls that run longer than ``grace_s`` are cancelled. Does nothing before
         ``start`` or after the first ``stop``.
+
+        Returns:
+            True; grpcio does not say whether it cancelled calls.
         """
         server, self._server = self._server, None
         if server is not None:
             self._streams.begin_drain()
             await server.stop(grace_s)
+        return True
 
 
 def channel_arguments(

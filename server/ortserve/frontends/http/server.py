@@ -101,18 +101,22 @@ class HttpServer:
         """Continue to answer, but close each connection with its next response."""
         self._context.is_draining = True
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float) -> bool:
         """Close the listener and idle connections, and return when all current requests are answered.
 
         Requests that take longer than ``grace_s`` are cut off. Does nothing if the server was not started, or was
         stopped already.
+
+        Returns:
+            False if requests were cut off.
         """
         if self._server is None or self._serving is None or self._serving.done():
-            return
+            return True
         self.begin_drain()
         self._server.grace_s = grace_s
         self._server.should_exit = True
         await self._serving
+        return not self._server.has_cut_off
 
 
 class _Server(uvicorn.Server):
@@ -132,6 +136,7 @@ class _Server(uvicorn.Server):
         self._context = context
         self._tls = tls
         self.is_up = asyncio.Event()
+        self.has_cut_off = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -170,14 +175,16 @@ class _Server(uvicorn.Server):
 
     def _cut_off(self) -> None:
         connections, tasks = list(self.server_state.connections), list(self.server_state.tasks)
-        log_event(
-            logger,
-            logging.WARNING,
-            "drain timed out; connections with unanswered requests are closed",
-            protocol="http",
-            connections=len(connections),
-            waited_s=round(self.grace_s, 1),
-        )
+        self.has_cut_off = bool(connections)
+        if connections:
+            log_event(
+                logger,
+                logging.WARNING,
+                "drain timed out; connections with unanswered requests are closed",
+                protocol="http",
+                connections=len(connections),
+                waited_s=round(self.grace_s, 1),
+            )
         for connection in connections:
             connection.transport.abort()
         for task in tasks:

@@ -87,15 +87,18 @@ class NativeGrpcServer:
         age_s = self._shared.options.grpc_max_connection_age_s
         return Connection(self._shared, None if age_s is None else draw_age_s(age_s))
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float) -> bool:
         """Reject new calls (GOAWAY), finish running calls, and stop reading requests of streams.
 
         Returns when every call has ended. Calls that run longer than ``grace_s`` are cancelled. Does nothing before
         ``start`` or after the first ``stop``.
+
+        Returns:
+            False if calls were cancelled.
         """
         server, self._server = self._server, None
         if server is None:
-            return
+            return True
         server.close()
         if self._tls is not None:
             self._tls.close()
@@ -121,3 +124,4 @@ class NativeGrpcServer:
         if connections:
             await asyncio.wait([connection.closed for connection in connections])
         await self._shared.dispatcher.until_done()
+        return not unanswered
