@@ -289,9 +289,9 @@ class HttpProtocol(asyncio.Protocol):
         is_post = method == b"POST"
         target = infer_target(url) if is_post else None
         if target is None:
-            # Also parses URLs with scheme and host. Its stub does not say that the query may be None.
+            # Also parses URLs with scheme and host. Its stub does not say that path and query may be None.
             parsed: Any = httptools.parse_url(url)
-            raw_path: bytes = parsed.path
+            raw_path: bytes = parsed.path or b"/"
             query: bytes = parsed.query or b""
             raw_path.decode("ascii")
             target = match_infer_path(raw_path) if is_post else None

@@ -111,6 +111,19 @@ async def test_long_query_is_ignored(query: bytes, passed: bytes) -> None:
     assert (status, seen) == (200, [passed])
 
 
+@pytest.mark.parametrize("target", ["http://x", "http://x?a=b", "http://x/?a=b", "/"])
+async def test_url_with_a_host_and_no_path_means_the_root(target: str) -> None:
+    """RFC 9112, section 3.2.2: a proxy may pass on the URL of a client as it is."""
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["path"])
+        await sending(start((b"content-length", b"0")), part(b""))(scope, receive, send)
+
+    assert (await answer(app, get(target)))[0] == 200
+    assert seen == ["/"]
+
+
 async def test_response_of_unknown_length_is_chunked() -> None:
     app = sending(start(), part(b"hello", more=True), part(b"", more=True), part(b" world"))
     status, headers, content, is_closed = await answer(app, get("/x"))
