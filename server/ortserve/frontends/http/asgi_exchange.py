@@ -18,7 +18,7 @@ from ortserve.frontends.access import http_group, is_unambiguous
 from ortserve.frontends.http.connection import Connection, Exchange
 from ortserve.frontends.http.cross_origin import permission
 from ortserve.frontends.http.request_head import Header, credentials, match_infer_path
-from ortserve.frontends.http.responses import STATUS_LINES, failure, unknown_path, wrong_method
+from ortserve.frontends.http.responses import STATUS_LINES, HttpResponse, failure, unknown_path, wrong_method
 from ortserve.service.access import Group, Guard
 from ortserve.telemetry.logs import log_fault
 
@@ -113,7 +113,9 @@ class AsgiExchange(Exchange):
         self._raw_path: Final = raw_path
         self._query: Final = query
         self._version: Final = version
-        self._awaits_continue = expects_continue
+        self._has_content: Final = any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+        self._awaits_continue = expects_continue and self._has_content
+        """Whether the caller may still wait for ``100 Continue`` with its body."""
         self._body = bytearray()
         self._is_disconnected = False
         self._is_rejected = False
@@ -145,7 +147,7 @@ class AsgiExchange(Exchange):
                 return
         error = self._endpoint.check(self._method, path, self.headers, is_infer=is_infer)
         if error is not None:
-            if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
+            if self._has_content:
                 self._is_rejected = True
                 self.write_rejection(error)
             else:
@@ -162,17 +164,22 @@ class AsgiExchange(Exchange):
         if self.response_started and (self.response_complete or self._is_rejected):
             return
         self._body += data
+        self._awaits_continue = False
         if len(self._body) > _PAUSE_BYTES:
             self.connection.pause_reading()
         self._arrival.set()
 
     def on_end(self) -> None:
-        self.more_body = False
+        self.more_body = self._awaits_continue = False
         self._arrival.set()
         if self._is_rejected and not self.response_complete:
             self.complete()
         elif self.connection.is_closing:
             self.connection.close()  # the last response was written while its request arrived
+
+    def write(self, response: HttpResponse) -> None:
+        self._end_without_body()
+        super().write(response)
 
     def on_writable(self) -> None:
         self._writable.set()
@@ -240,6 +247,13 @@ class AsgiExchange(Exchange):
             self.keep_alive = False
             self.respond(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
 
+    def _end_without_body(self) -> None:
+        """Close the connection with this response if the caller waits with its body: it may never send it, and the
+        next request would be taken for it.
+        """
+        if self._awaits_continue:
+            self._awaits_continue = self.keep_alive = False
+
     def _cancel_if_left(self) -> None:
         if self._task is not None and self.connection.has_left:
             self._task.cancel()
@@ -281,7 +295,7 @@ class AsgiExchange(Exchange):
                 has_close = True
             parts += (name, b": ", value, b"\r\n")
         self.response_started = True
-        self._awaits_continue = False
+        self._end_without_body()
         if has_close or connection.is_old or connection.context.is_draining:
             self.keep_alive = False
         if not self.keep_alive and not has_close:

@@ -190,6 +190,19 @@ async def test_100_continue_is_sent_when_the_application_reads() -> None:
         assert written.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == sends_continue
 
 
+@pytest.mark.parametrize("path", ["/x", "/v2/models/double/infer"])
+@pytest.mark.parametrize("length", [None, 2])
+async def test_response_to_a_caller_that_waits_with_its_body_closes_the_connection(
+    path: str, length: int | None
+) -> None:
+    """Such a caller may leave the body out, so the next request must not be taken for it."""
+    head = get(path, "Expect: 100-continue", *([f"Content-Length: {length}"] if length else []), method="DELETE")
+    following = get("/y")
+    written, _ = await HttpSide(sending(start((b"content-length", b"0")), part(b""))).answer([head, following])
+    assert written.count(b"HTTP/1.1 ") == (1 if length else 2)
+    assert (b"connection: close" in written) == (length is not None)
+
+
 @pytest.mark.parametrize(
     "messages",
     [
