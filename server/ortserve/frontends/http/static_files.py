@@ -38,7 +38,7 @@ class StaticFile:
 
     def answer(self, request: Request) -> Response:
         """Return the file, or 304 to a browser with the same copy."""
-        known = request.headers.get("if-none-match", "")
-        if self._headers["etag"] in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if self._headers["etag"] in known or known == ["*"]:
             return Response(status_code=304, headers=self._headers)
         return Response(self._body, headers=self._headers)
