@@ -11,7 +11,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import ENCODINGS, Arrays, Infer, grpc_raw, rest_json, triton_inputs
-from models import builders, interfaces
+from models import builders, empty_inputs, interfaces
 from ortserve.core.dtypes import DataType
 from ortserve.engine.empty_checks import computes_empty
 from ortserve.engine.provider_options import CPU
@@ -36,6 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"recurrent{suffix}", builders.recurrent),
             add_model(repository, f"gated{suffix}", builders.recurrent, operator="GRU"),
             add_model(repository, f"einsum{suffix}", builders.diagonal_products),
+            add_model(repository, f"scores{suffix}", empty_inputs.attention_scores),
             add_model(repository, f"joined{suffix}", interfaces.joined),
             add_model(repository, f"product{suffix}", interfaces.quantized_product),
             add_model(repository, f"multiple{suffix}", interfaces.quantized_multiple),
@@ -48,9 +49,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"transposed{suffix}", interfaces.transposed_product),
             add_model(repository, f"skip{suffix}", interfaces.skip_normalized),
             add_model(repository, f"features{suffix}", interfaces.joined_features),
-            add_model(repository, f"continued{suffix}", interfaces.continued),
-            add_model(repository, f"image{suffix}", interfaces.normalized_image),
-            add_model(repository, f"past{suffix}", interfaces.attention_to_a_past),
+            add_model(repository, f"continued{suffix}", empty_inputs.continued),
+            add_model(repository, f"image{suffix}", empty_inputs.normalized_image),
+            add_model(repository, f"past{suffix}", empty_inputs.attention_to_a_past),
         ]
         for folder in folders:
             (folder / "model.yaml").write_text(f"{options}intra_op_threads: 2\n")
@@ -92,6 +93,14 @@ def test_einsum_of_no_rows_is_answered_batched_and_rejected_alone(server: Server
     empty = {"x": np.empty((0, 2, 3), np.float32), "z": np.empty((0, 3, 2), np.float32)}
     assert rest_json(server, "einsum", empty)["y"].shape == (0, 2, 2)
     check_rejected(server, "einsum_alone", empty, "Einsum")
+
+
+@pytest.mark.parametrize("model", ["scores", "scores_alone"])
+def test_einsum_of_features_of_no_size_is_rejected(server: ServerProcess, model: str) -> None:
+    """ONNX Runtime would divide by 0 and crash the process."""
+    whole = np.ones((1, 3, 2), np.float32)
+    np.testing.assert_array_equal(rest_json(server, model, {"x": whole})["y"], np.full((1, 3, 3), 2))
+    check_rejected(server, model, {"x": whole[..., :0]}, f"'x' is empty for model '{model}'")
 
 
 @pytest.mark.parametrize("model", ["joined", "joined_alone"])

@@ -6,6 +6,8 @@ position.
 
 from typing import Final
 
+from models.empty_inputs import DECODER
+
 _CUT_AT: Final = "int64[1] long = {9223372036854775807}, int64[1] at = {0}, int64[1] next = {1}, int64[1] third = {2}"
 
 
@@ -16,13 +18,6 @@ def cut(inputs: str, outputs: str, nodes: str, weights: str = "") -> str:
 
 _QUANTIZED: Final = "{0}q = QuantizeLinear ({0}, half, zero) {1} = DequantizeLinear ({0}q, half, zero)"
 _SCALES: Final = ", float half = {0.5}, uint8 zero = {0}"
-DECODER: Final = """decoder (
-int32[b,s] input_ids, int32[b,s] position_ids, int32[b,t] attention_mask, float[2,b,1,p,1] past_0)
-=> (float[b,s,3] logits, float[2,b,1,q,1] present_0) <
-float[3,3] scores = {0, 1, 0, 0, 0, 1, 1, 0, 0}, float[2,3,1] states = {1, 2, 3, 4, 5, 6}, int64[1] heads = {2}> {
-logits = Gather (scores, input_ids) s = Gather <axis = 1> (states, input_ids) h = Unsqueeze (s, heads)
-present_0 = Concat <axis = 3> (past_0, h) }"""
-"""A language model of three words, each of which is followed by the next one."""
 EMPTY_INSIDE: Final = {
     "Concat": (cut("float[n,c] x, float[n,c] z", "float[n,e] y", "at) y = Concat <axis = 1> (t, z)"), (3, 2)),
     "Concat of quantized": (

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import TensorProto, helper, numpy_helper
 
 from models.builders import OPSET, tensor, write
-from models.empty_inside import DECODER
 from ortserve.core.dtypes import DataType
 
 _write: Final = partial(write, opsets={"": OPSET, "ai.onnx.ml": 3, "com.microsoft": 1})
@@ -106,34 +105,6 @@ def joined_features(path: Path) -> Path:
     node = helper.make_node("FeatureVectorizer", ["x", "z"], ["y"], domain="ai.onnx.ml", inputdimensions=[2, 2])
     inputs = [tensor(name, DataType.FP32, "batch", 2) for name in ("x", "z")]
     return _write(path, [node], inputs, [tensor("y", DataType.FP32, "batch", 4)])
-
-
-def continued(path: Path) -> Path:
-    """A language model that continues prompts: x INT32 [batch, length] → y INT32 [batch, 6]."""
-    text = f"""m (int32[batch,length] x) => (int32[batch,6] y) <int32[1] most = {{6}}> {{
-        y = com.microsoft.GreedySearch <
-            model_type = 0, eos_token_id = 9, pad_token_id = 0, decoder = {DECODER}> (x, most) }}"""
-    return _parsed(path, text)
-
-
-def normalized_image(path: Path) -> Path:
-    """An image of any size, normalized: x FP16 [batch, 2, height, width] → y, of the same shape."""
-    text = """m (float16[batch,2,height,width] x) => (float16[batch,2,height,width] y) <float16[2] one = {15360, 15360}>
-        { y = InstanceNormalization (x, one, one) }"""
-    return _parsed(path, text)
-
-
-def attention_to_a_past(path: Path) -> Path:
-    """Attention to a past: x FP32 [batch, 1, length, 4] and past [batch, 1, before, size] → y [batch, 1, length, 4]."""
-    text = """m (float[batch,1,length,4] x, float[batch,1,before,size] past) => (float[batch,1,length,4] y,
-        float[batch,1,all,4] k, float[batch,1,all,4] v) { y, k, v = Attention (x, x, x, , past, past) }"""
-    return _parsed(path, text, opset=25)
-
-
-def _parsed(path: Path, text: str, opset: int = OPSET) -> Path:
-    imports = f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]>'
-    onnx.save(parser.parse_model(f"{imports} {text}"), path)
-    return path
 
 
 def quantized_product(path: Path) -> Path:

@@ -289,7 +289,7 @@ def test_attention_to_a_past_without_outputs_for_the_present(process: Executor, 
 def test_rows_without_new_tokens_become_zeros(process: Executor, tmp_path: Path, dtype: type, kind: str) -> None:
     """ONNX Runtime does not write them: they would contain earlier memory, such as that of other requests."""
     rng = np.random.default_rng(0)
-    inputs: dict[str, np.ndarray] = {
+    inputs: Arrays = {
         name: rng.standard_normal((3, 1, *shape)).astype(dtype) for name, shape in (("x", (32,)), ("past", (4, 8)))
     }
     path = write(tmp_path, IDLE.format(kind))

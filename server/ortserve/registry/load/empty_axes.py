@@ -214,6 +214,12 @@ class _Paths:
             for name, term in zip(node.inputs, terms.split(","), strict=False):
                 is_single = not (is_plain_product(equation) or len(node.inputs) == 1 or name in self._joined)
                 yield from ((name, axis) for axis, letter in enumerate(term) if is_single or letter not in kept)
+        elif isinstance(equation, str) and len(node.inputs) > 1:
+            is_plain = is_plain_product(equation)
+            for place, name in enumerate(node.inputs):  # the sum is over the last axis, or the second to last
+                rank = self._rank(name) if is_plain else None
+                if is_plain or name not in self._joined:
+                    yield name, None if rank is None else rank - 1 - place
         has_turned = node.op == "FusedMatMul" or not self._transposed.isdisjoint(node.inputs)
         if not self._computes_empty and node.op in _COMPUTED_PRODUCTS and has_turned:
             for name, turned, last in zip(node.inputs, ("transA", "transB"), (1, 2), strict=False):

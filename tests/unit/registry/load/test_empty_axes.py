@@ -161,6 +161,21 @@ def test_quantized_products_of_two_computed_matrices_take_no_empty_ones(
         ("float[n,k] x, float[k,m] z", "y = QGemm (x, s, o, z, s, o)", {"x": set(), "z": set()}),
         ("float[n,k] x, float[k,m] z", "y = DynamicQuantizeMatMul (x, z, s)", {"x": set(), "z": set()}),
         ("float[n,m] x, float[n,k] z", "y = QLinearConcat <axis = 1> (s, o, x, s, o, z, s, o)", {"x": {1}, "z": {1}}),
+        ("float[a,n,k] x", 'y = Einsum <equation = "...nk,...mk->...nm"> (x, x)', {"x": set()}),
+        ("float[a,n,k] x, float[k,m] z", 'y = Einsum <equation = "...k,km->...m"> (x, z)', {"x": set(), "z": set()}),
+        (
+            "float[a,n,k] x, float[a,k,m] z",
+            'y = Einsum <equation = "...nk,...km->...nm"> (x, z)',
+            {"x": {0, 1}, "z": {0, 2}},
+        ),
+        ("float[n,k] x, float[k,m] z", 'y = Einsum <equation = "ab,bc"> (x, z)', {"x": {0}, "z": {1}}),
+        ("float[n,k] x, float[m,k] z", 'y = Einsum <equation = "nk,mk"> (x, z)', {"x": set(), "z": set()}),
+        ("float[n,k] x", 'y = Einsum <equation = "...k->k..."> (x)', {"x": {0, 1}}),
+        (
+            f"{_PAST}, {_NEW}",
+            'k = Concat <axis = 2> (past, new) y = Einsum <equation = "...pd,...qd->...qp"> (k, k)',
+            {"past": {2}, "new": {2}},
+        ),
         ("uint8[n,m] x", "y = QLinearMul (x, s, o, x, s, o, s, o)", {"x": set()}),
         (
             "float[n,m] x",
