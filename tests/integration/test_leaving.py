@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ from servers import (
 MAX_ROWS: Final = 4
 FIRST: Final = 20
 STORM: Final = 180
+WIDE: Final = 2**16
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> I
     (add_model(repository, "slow", builders.slow, steps=30_000) / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\n")
     (add_model(repository, "long", builders.slow, steps=200_000) / "model.yaml").write_text("warmup_s: 0\n")
     add_model(repository, "identity", builders.identity)
+    add_model(repository, "wide", builders.identity, shape=("batch", WIDE))
     with serving(repository, *SHORT_WARMUP, *ways) as server:
         yield server
 
@@ -57,9 +60,14 @@ class Caller:
         self._writer = writer
 
     @staticmethod
-    async def connect(server: ServerProcess) -> "Caller":
+    async def connect(server: ServerProcess, buffered: int = 2**16) -> "Caller":
+        """Connect. Kernel and caller buffer about ``buffered`` bytes each of answers that are not read."""
         host, port = server.http.split(":")
-        return Caller(*await asyncio.open_connection(host, int(port)))
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffered)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        return Caller(*await asyncio.open_connection(sock=connection, limit=buffered))
 
     async def send(self, *requests: bytes) -> None:
         self._writer.write(b"".join(requests))
@@ -67,10 +75,16 @@ class Caller:
 
     async def receive(self) -> tuple[int, dict[str, str], Any]:
         """Read the next answer. Returns its status, headers and document."""
+        status, headers = await self.receive_head()
+        return status, headers, json.loads(await self.receive_body(headers))
+
+    async def receive_head(self) -> tuple[int, dict[str, str]]:
         head = (await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), LONG_S)).decode().split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
-        body = await self._reader.readexactly(int(headers["content-length"]))
-        return int(head[0].split(" ")[1]), headers, json.loads(body)
+        return int(head[0].split(" ")[1]), headers
+
+    async def receive_body(self, headers: dict[str, str]) -> bytes:
+        return await asyncio.wait_for(self._reader.readexactly(int(headers["content-length"])), LONG_S)
 
     async def leave(self) -> None:
         """Disconnect with a reset, unless already disconnected."""
@@ -275,3 +289,30 @@ async def test_disconnect_drops_pipelined_requests(server: ServerProcess) -> Non
     assert decisions(server, "slow")["wasted_rows"] - before["wasted_rows"] <= 1
     for other in others:
         await other.leave()
+
+
+async def test_slow_readers_get_their_own_bytes_while_others_leave_and_time_out(server: ServerProcess) -> None:
+    """Answers of up to 768 KiB wait for callers with small buffers while the next batches run."""
+    draw = np.random.default_rng(0)
+    sent = [draw.standard_normal((1 + number % 3, WIDE), np.float32) for number in range(96)]
+
+    async def ask(number: int) -> str:
+        rows = sent[number].tobytes()
+        entry: dict[str, Any] = {"name": "x", "shape": sent[number].shape, "datatype": "FP32"}
+        entry |= {"parameters": {"binary_data_size": len(rows)}}
+        document = json.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}}).encode()
+        headers = [f"Inference-Header-Content-Length: {len(document)}"]
+        headers += ["X-Request-Timeout-Ms: 5"] * (number % 8 == 5)
+        caller = await Caller.connect(server, 4096)
+        await caller.send(http_request("wide", document + rows, *headers))
+        status, answered = await caller.receive_head()
+        if status == 200 and number % 4 != 3:
+            body = await caller.receive_body(answered)
+            assert body[int(answered["inference-header-content-length"]) :] == rows
+        await caller.leave()
+        return f"left {status}" if number % 4 == 3 else str(status)
+
+    outcomes = Counter(await asyncio.gather(*map(ask, range(len(sent)))))
+    assert outcomes.keys() <= {"200", "left 200", "429", "504"}
+    assert outcomes["200"] >= len(sent) // 2
+    assert outcomes["left 200"] == len(sent) // 4
