@@ -20,7 +20,7 @@ from rows.random_operators import OPERATORS
 Step: TypeAlias = Callable[["Grower"], object]
 
 OPSETS: Final = (12, 13, 17, 18, 21)
-ALL_OPSETS: Final = (7, 9, 11, 12, 13, 15, 17, 18, 20, 21, 23, 24)
+ALL_OPSETS: Final = (7, 9, 11, 12, 13, 15, 17, 18, 20, 21, 23, 24, 26)
 _END: Final = 2**63 - 1
 _TRIES: Final = 3
 

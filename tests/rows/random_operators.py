@@ -576,6 +576,45 @@ def _attention(g: Grower) -> object:
     return g.graph.add(op, name, key, key, *mask, is_causal=rng.randint(0, 1), **counts)
 
 
+def _past(g: Grower) -> object:
+    """Attention to a past, with and without outputs for the present, and with positions of rows."""
+    rng, name = g.rng, g.pick("f", least_rank=3, most_rank=3, exact=True)
+    length, size = g.graph.shape(name)[1:]
+    outputs = rng.choice((1, 3, 3))
+    if rng.random() < 0.4:
+        heads = 2 if size % 2 == 0 else 1
+        split = g.graph.add("Reshape", name, g.graph.add_ints(0, 0, heads, size // heads))
+        past = g.graph.add("Transpose", split, perm=[0, 2, 1, 3])
+        operands = [name, name, name, "", "", "", past, past]
+        return g.graph.add_many("MultiHeadAttention", *operands, outputs=outputs, num_heads=heads, domain=_MS)
+    queries = g.graph.add("MatMul", name, g.weight(size, 64))
+    past, total = "", length
+    if length == 1:  # ONNX Runtime 1.32.0 rejects several rows with a past and more than one new token
+        past, total = g.unsqueeze(g.graph.add("MatMul", name, g.weight(size, 16)), [1]), 2
+    largest = g.graph.add("ArgMax", g.graph.add("Flatten", name, axis=1), axis=1, keepdims=0)
+    lengths = g.graph.add("Cast", _indices(g, largest, total), to=TensorProto.INT32)
+    operands = [queries, "", "", past, past, lengths, g.graph.add_weight(np.array(total, np.int32))]
+    attributes: Attributes = {"num_heads": 2, "kv_num_heads": 1}
+    if rng.random() < 0.6:
+        operands += [g.weight(9, 8), g.weight(9, 8)]
+        attributes["do_rotary"] = 1
+        if rng.random() < 0.5:
+            operands.append(_indices(g, g.graph.add("Gather", name, g.graph.add_scalar(0), axis=2), 8))
+    if rng.random() < 0.3:
+        attributes["local_window_size"] = rng.choice((1, 2))
+        attributes["sliding_window_cache"] = rng.randint(0, 1)
+    return g.graph.add_many("GroupQueryAttention", *operands, outputs=outputs, domain=_MS, **attributes)
+
+
+def _flags(g: Grower) -> object:
+    """Flags that are neither 0 nor 1, and bounds of rows."""
+    rng, name = g.rng, g.pick("f", least_rank=1)
+    if rng.random() < 0.3:
+        return g.graph.add("Clip", name, g.partner(name))
+    flag: Attributes = {rng.choice(("keepdims", "noop_with_empty_axes")): rng.choice((-1, 2))}
+    return g.graph.add(rng.choice(("ReduceSum", "ReduceMax", "ReduceL2")), name, **flag)
+
+
 _TREE: Final[Attributes] = {
     "nodes_treeids": [0, 0, 0],
     "nodes_nodeids": [0, 1, 2],
@@ -790,6 +829,8 @@ OPERATORS: Final[dict[Step, float]] = {
     _fused_products: 3,
     _recurrent: 3,
     _attention: 6,
+    _past: 3,
+    _flags: 0.5,
     _classical: 8,
     _texts: 6,
     _whole: 0.5,
