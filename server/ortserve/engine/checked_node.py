@@ -50,7 +50,7 @@ class CheckedNode:
 
     @property
     def is_changed(self) -> bool:
-        return bool(self._made or self._after) or self._outputs != list(self.node.outputs)
+        return bool(self._made or self._after) or self.edit() != Rewired(self.node.inputs, self.node.outputs)
 
     def has(self, place: int) -> bool:
         return place < len(self.node.inputs) and bool(self.node.inputs[place])
@@ -125,6 +125,10 @@ class CheckedNode:
         """Replace the elements of the output for which ``is_wrong`` is true."""
         self._outputs[0] = f"{self._name}/written"
         self._after = [write_node("Where", "", [is_wrong, replacement, self._outputs[0]], self.node.outputs[0])]
+
+    def name_inputs(self, count: int) -> None:
+        """Write the first ``count`` inputs of the node, those that it leaves out with empty names."""
+        self._inputs += [""] * (count - len(self._inputs))
 
     def make_outputs(self, count: int) -> None:
         """Let the node make its first ``count`` outputs, whether or not the model reads them."""

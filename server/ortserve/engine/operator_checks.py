@@ -206,6 +206,11 @@ def _check_image(pool: CheckedNode) -> None:
         pool.fail_if(is_small, 0, f"images of at least {'x'.join(map(str, least))}")
 
 
+def _check_zero_point(activation: CheckedNode) -> None:
+    """QLinearLeakyRelu and QLinearSigmoid end the process at the load if their last input is missing."""
+    activation.name_inputs(5)
+
+
 def _check_axes_of_steps(scan: CheckedNode) -> None:
     """Scan crashes if a state, or a slice, has another number of axes than its body declares."""
     body, sliced = scan.node.attributes.get("body"), scan.node.attributes.get("num_scan_inputs")
@@ -233,6 +238,8 @@ _CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("com.microsoft", "MatMulIntegerToFloat"): _check_scales,
     ("com.microsoft", "MultiHeadAttention"): _check_past,
     ("com.microsoft", "QLinearAveragePool"): _check_image,
+    ("com.microsoft", "QLinearLeakyRelu"): _check_zero_point,
+    ("com.microsoft", "QLinearSigmoid"): _check_zero_point,
     ("com.microsoft", "RotaryEmbedding"): _check_pairs,
     ("com.microsoft", "WordConvEmbedding"): _check_words,
 }

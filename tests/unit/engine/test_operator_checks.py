@@ -302,6 +302,18 @@ def test_rows_without_new_tokens_become_zeros(process: Executor, tmp_path: Path,
     )
 
 
+@pytest.mark.parametrize("operator", ["QLinearLeakyRelu", "QLinearSigmoid"])
+def test_activation_without_its_last_zero_point_is_loaded(process: Executor, tmp_path: Path, operator: str) -> None:
+    """ONNX Runtime would end the process at the load."""
+    text = f"""m (uint8[n,4] x) => (uint8[n,4] y) <float half = {{0.5}}, float small = {{0.01}}, uint8 zero = {{0}}>
+        {{ y = com.microsoft.{operator} (x, half, zero, small%s) }}"""
+    inputs = {"x": np.arange(8, dtype=np.uint8).reshape(2, 4)}
+    found = process.submit(run, write(tmp_path, text % ""), inputs).result()
+    assert isinstance(found, np.ndarray), found
+    whole = process.submit(run, write(tmp_path, text % ", zero"), inputs, checked=False).result()
+    np.testing.assert_array_equal(found, whole)
+
+
 def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path) -> None:
     """ONNX Runtime does not write them: they would contain earlier memory, such as that of other requests."""
     rng = np.random.default_rng(0)
