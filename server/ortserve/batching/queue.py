@@ -48,21 +48,6 @@ class ShapeClass:
             or needs no trial. A model may accept a shape in a batch that it rejects in one row, and mix the rows.
     """
 
-    __slots__ = (
-        "_due_after_computed",
-        "_due_after_ns",
-        "accepts_one_row",
-        "batch_latency",
-        "closed_loop",
-        "has_limits",
-        "key",
-        "last_due_ns",
-        "requests",
-        "rows",
-        "run_latency",
-        "runs_alone",
-    )
-
     def __init__(
         self, key: Hashable, batch_latency: LatencyModel, run_latency: LatencyModel, *, accepts_one_row: bool = True
     ) -> None:

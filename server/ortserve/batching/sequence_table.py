@@ -105,20 +105,6 @@ class Turn:
         timer: Fires at the deadline while the request waits for its turn or in its slot; None without a deadline.
     """
 
-    __slots__ = (
-        "arrived_ns",
-        "inputs",
-        "is_end",
-        "is_start",
-        "nbytes",
-        "number",
-        "request",
-        "run",
-        "sequence",
-        "terms",
-        "timer",
-    )
-
     def __init__(
         self, request: InflightRequest, sequence: "Sequence", part: SequencePart, terms: Terms, arrived_ns: int
     ) -> None:
@@ -181,20 +167,6 @@ class Sequence:
         is_pipelined: Whether a request of the sequence arrived before an earlier one was answered.
         ended_because: One of ``END_REASONS``, for metrics.
     """
-
-    __slots__ = (
-        "begun_ns",
-        "ended_because",
-        "id",
-        "id_array",
-        "is_open",
-        "is_pipelined",
-        "running",
-        "slot",
-        "state_bytes",
-        "states",
-        "waiting",
-    )
 
     def __init__(self, sequence_id: SequenceId, id_array: np.ndarray | None, states: Arrays, state_bytes: int) -> None:
         self.id: Final = sequence_id

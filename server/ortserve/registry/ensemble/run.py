@@ -29,28 +29,6 @@ PROTOCOL: Final = "ensemble"
 class EnsembleRun:
     """Runs one request of an ensemble, and settles it exactly once. Loop thread only."""
 
-    __slots__ = (
-        "_children",
-        "_clock",
-        "_is_over",
-        "_left",
-        "_limits",
-        "_on_end",
-        "_part",
-        "_queue_ns",
-        "_reached",
-        "_readers",
-        "_request",
-        "_route",
-        "_stage_ns",
-        "_tensors",
-        "_terms",
-        "_timer",
-        "_times",
-        "_unreached",
-        "_waits",
-    )
-
     def __init__(
         self,
         route: Route,
