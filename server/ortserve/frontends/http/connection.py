@@ -38,17 +38,6 @@ class Exchange:
         response_complete: Whether the whole response was written, so that the next exchange may start.
     """
 
-    __slots__ = (
-        "_is_written",
-        "connection",
-        "has_response_body",
-        "headers",
-        "keep_alive",
-        "more_body",
-        "response_complete",
-        "response_started",
-    )
-
     def __init__(self, connection: "Connection", headers: list[Header], *, keep_alive: bool, more_body: bool) -> None:
         self.connection: Final = connection
         self.headers: Final = headers

@@ -68,21 +68,6 @@ class InferEndpoint:
 class InferExchange(Exchange):
     """One infer request and its response. Until ``start`` it only holds the bytes of the body."""
 
-    __slots__ = (
-        "_call",
-        "_endpoint",
-        "_headers",
-        "_hold",
-        "_incoming",
-        "_inflating",
-        "_is_started",
-        "_received_ns",
-        "_trace",
-        "_whole",
-        "head",
-        "rejection",
-    )
-
     def __init__(
         self, connection: Connection, endpoint: InferEndpoint, head: InferHead, body: bytes | None = None
     ) -> None:
