@@ -78,7 +78,7 @@ class Wire:
         max_message_bytes: int = 2**31 - 1,
         max_age_s: float | None = None,
         max_inflight_bytes: int = 10**9,
-        encoding: bytes = b"",
+        compression: str = "none",
         budget: UnsentBudget | None = None,
         errors: ConnectionErrors | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class Wire:
             self.gate,
             max_quick_bytes=max_message_bytes,
             max_message_bytes=lambda _: max_message_bytes,
-            encoding=encoding,
+            compression=compression,
         )
         self.budget = budget or UnsentBudget(options.grpc_unsent_bytes)
         self.errors = errors or ConnectionErrors(clock, self.connection_errors.append)

@@ -16,7 +16,6 @@ from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.management_calls import ManagementCalls, SharedMemoryCalls
 from ortserve.frontends.grpc.model_calls import ModelCalls
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
-from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.router import Router, max_message_bytes
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
@@ -142,7 +141,7 @@ class Frontends:
             inference.gate,
             max_quick_bytes=options.max_body_bytes,
             max_message_bytes=partial(max_message_bytes, max_body_bytes=options.max_body_bytes),
-            encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
+            compression=options.grpc_response_compression,
             guards=router.guards,
         )
         return NativeGrpcServer(

@@ -46,7 +46,7 @@ class CallDispatcher:
         *,
         max_quick_bytes: int,
         max_message_bytes: Callable[[str], int],
-        encoding: bytes = b"",
+        compression: str = "none",
         guards: Mapping[str, Guard] | None = None,
     ) -> None:
         """Store the parameters.
@@ -57,7 +57,7 @@ class CallDispatcher:
             gate: Reserves the memory of requests.
             max_quick_bytes: Maximum size of the message of a quick call.
             max_message_bytes: Returns the limit of a message of any other call by path, before and after decompression.
-            encoding: Compression of answers to callers that accept it; empty for uncompressed answers.
+            compression: Compression of answers to callers that accept it, as ``grpc_response_compression`` names it.
             guards: Checks of the keys of callers, by path.
         """
         self._guards = guards or None
@@ -66,7 +66,7 @@ class CallDispatcher:
         self.gate: Final = gate
         self.max_quick_bytes: Final = max_quick_bytes
         self._max_message_bytes = max_message_bytes
-        self._encoding = encoding
+        self._encoding = b"" if compression == "none" else compression.encode()
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
 

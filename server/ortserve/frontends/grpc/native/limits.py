@@ -20,9 +20,6 @@ are enough."""
 STALL_S: Final = 60.0
 """Time in which a closed connection must have sent its remaining bytes."""
 
-RESPONSE_ENCODINGS: Final = {"none": b"", "deflate": b"deflate", "gzip": b"gzip"}
-"""``grpc-encoding`` of answers by the value of ``grpc_response_compression``."""
-
 
 def max_calls(options: GrpcOptions) -> int:
     """Return the maximum number of concurrent calls of a connection."""

@@ -318,7 +318,7 @@ def test_accepted_compression_is_used_where_it_shrinks_the_answer(path: str) -> 
                 assert answer.data == (framed(compress(message, Encoding.GZIP), flag=1) if packed else framed(message))
                 assert answer.status == OK
 
-    on_wire(test, encoding=b"gzip")
+    on_wire(test, compression="gzip")
 
 
 @pytest.mark.parametrize("path", [HOLD, SLOW, STREAM])
