@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ortserve.clock import Clock
 from ortserve.codecs.load_report import LoadReport
@@ -27,8 +27,7 @@ class _Counts:
     faults: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
+class _Rates(NamedTuple):
     """The counters per second; processor time as a number of processors."""
 
     processors: float
@@ -107,13 +106,4 @@ def _smoothed(known: _Rates | None, before: _Counts, now: _Counts) -> _Rates:
     if known is None:
         return latest
     kept = math.exp(-passed_ns / _MEMORY_NS)
-
-    def mean(old: float, new: float) -> float:
-        return kept * old + (1 - kept) * new
-
-    return _Rates(
-        mean(known.processors, latest.processors),
-        mean(known.loop, latest.loop),
-        mean(known.requests, latest.requests),
-        mean(known.faults, latest.faults),
-    )
+    return _Rates(*(kept * old + (1 - kept) * new for old, new in zip(known, latest, strict=True)))
