@@ -26,7 +26,10 @@ DRAIN_PING: Final = b"draining"
 
 
 class ControlFrames:
-    """Handles the frames of one connection that carry no request, as an ``OtherFrames``. Loop thread only."""
+    """Handles the frames of one connection that carry no request. Loop thread only.
+
+    The methods that handle frames raise Http2ConnectionError if the connection must end.
+    """
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class ControlFrames:
                 sending.on_stream_window(stream)
 
     def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Handle any frame but a WINDOW_UPDATE, the most frequent of them."""
         if kind == frames.PING:
             self._on_ping(stream_id, flags, payload)
         elif kind == frames.SETTINGS:

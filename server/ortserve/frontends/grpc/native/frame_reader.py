@@ -1,56 +1,23 @@
-"""Finds the frames in the bytes of a connection, and joins header blocks. Pure.
+"""Finds the frames in the bytes of a connection, and joins header blocks.
 
 DATA is passed on as it arrives, because a slow network may transfer only one frame in a second. All other frames are
 passed on when they are complete. ``receiving`` and ``control_frames`` interpret the frames.
 """
 
-from typing import Final, Protocol
+from typing import Final
 
 from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.control_frames import ControlFrames
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+from ortserve.frontends.grpc.native.header_blocks import MAX_BLOCK_BYTES
+from ortserve.frontends.grpc.native.receiving import Receiving
 
 MAX_DATA_BYTES: Final = 1024 * 1024
 """Maximum size of a DATA frame; large, because each frame has a fixed cost. Other frames, which are stored until they
 are complete, have lower limits."""
 
-MAX_BLOCK_BYTES: Final = 64 * 1024
-"""Maximum size of a header block, in one frame or several; proxies have similar limits (Envoy 60 KiB). A larger block
-ends its connection: even the block of a rejected call must be decoded, because later blocks depend on the table."""
-
 _MAX_CONTINUATIONS: Final = 8
 """Maximum number of CONTINUATION frames of a header block: CVE-2024-27316 and similar attacks never end a block."""
-
-
-class RequestFrames(Protocol):
-    """Receives HEADERS and DATA in order. The methods may raise Http2ConnectionError, which ends the connection."""
-
-    def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
-        """Handle the beginning of a DATA frame; ``length`` includes the padding."""
-        ...
-
-    def on_data_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
-        """Handle the next bytes of the current DATA frame: ``data`` from ``begin`` to ``end``.
-
-        The range is empty if the frame has no payload. ``data`` is None for bytes that were received directly into
-        their final memory.
-        """
-        ...
-
-    def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
-        """Handle a complete header block; ``is_end`` if it ends its stream."""
-        ...
-
-
-class OtherFrames(Protocol):
-    """Receives all other frames, in order with HEADERS and DATA. Raises errors as ``RequestFrames`` does."""
-
-    def on_window_update(self, stream_id: int, payload: bytes) -> None:
-        """Handle a WINDOW_UPDATE, the most frequent of these frames."""
-        ...
-
-    def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Handle any other frame."""
-        ...
 
 
 class FrameReader:
@@ -62,7 +29,8 @@ class FrameReader:
         unfinished_since_ns: Start of the incomplete frame or header block; None without one.
     """
 
-    def __init__(self, requests: RequestFrames, others: OtherFrames) -> None:
+    def __init__(self, requests: Receiving, others: ControlFrames) -> None:
+        """``requests`` receives HEADERS and DATA, ``others`` all other frames, in their order on the wire."""
         self._requests = requests
         self._others = others
         self._rest = b""

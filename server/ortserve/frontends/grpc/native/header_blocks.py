@@ -20,7 +20,6 @@ from hpack.table import HeaderTable
 
 from ortserve.frontends.grpc.calls import MetadataEntry
 from ortserve.frontends.grpc.native import frames
-from ortserve.frontends.grpc.native.frame_reader import MAX_BLOCK_BYTES
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.huffman import decode_huffman
 from ortserve.frontends.grpc.native.messages import ACCEPTED_ENCODINGS
@@ -34,6 +33,10 @@ _MAX_KEPT_BYTES: Final = 2048
 MAX_LIST_BYTES: Final = 16 * 1024
 """Maximum size of a header list, as RFC 9113, section 10.5.1, counts it; grpc has the same limit. Larger lists are
 decoded to their end, which keeps the table correct, and discarded."""
+
+MAX_BLOCK_BYTES: Final = 64 * 1024
+"""Maximum size of a header block, in one frame or several; proxies have similar limits (Envoy 60 KiB). A larger block
+ends its connection: even the block of a rejected call must be decoded, because later blocks depend on the table."""
 
 _MAX_LIST_BYTES: Final = 2 * MAX_BLOCK_BYTES
 """Maximum size of a list that is decoded. Literals decode to at most 8/5 of their bytes (Huffman code, RFC 7541,

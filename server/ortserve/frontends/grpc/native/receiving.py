@@ -37,7 +37,9 @@ _KEPT_GAPS: Final = 64
 
 
 class Receiving:
-    """Handles the HEADERS and DATA of one connection, as a ``RequestFrames``. Loop thread only.
+    """Handles the HEADERS and DATA of one connection. Loop thread only.
+
+    The methods that handle frames raise Http2ConnectionError if the connection must end.
 
     Attributes:
         flood: Limits the frames of the connection that carry no request.
@@ -81,6 +83,7 @@ class Receiving:
     # DATA
 
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
+        """Handle the beginning of a DATA frame; ``length`` includes the padding."""
         stream = self._streams.get(stream_id)
         if stream is None:
             self.check_begun(stream_id, "DATA")
@@ -115,6 +118,10 @@ class Receiving:
         return stream.reader.large
 
     def on_data_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
+        """Handle the next bytes of the current DATA frame: ``data`` from ``begin`` to ``end``, empty without payload.
+
+        ``data`` is None for bytes that were received directly into their final memory.
+        """
         stream = self._data_stream
         if stream is None or stream.is_over:
             return
@@ -185,6 +192,7 @@ class Receiving:
     # HEADERS
 
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
+        """Handle a complete header block; ``is_end`` if it ends its stream."""
         headers = self._headers.read(block)  # always decode: later blocks depend on the table
         stream = self._streams.get(stream_id)
         if stream is not None:

@@ -1,14 +1,19 @@
 """Frames in bytes, under any segmentation."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interpreted import interpreted_only
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frame_reader import FrameReader
 
+pytestmark = interpreted_only
+
 
 class Heard:
-    """A ``RequestFrames`` and ``OtherFrames`` that records its calls, with DATA in one piece."""
+    """Stands for ``Receiving`` and ``ControlFrames``, and records their calls, with DATA in one piece."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -32,6 +37,10 @@ class Heard:
 
     def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         self.calls.append(("frame", kind, flags, stream_id, payload))
+
+
+def reading_into(heard: Any) -> FrameReader:
+    return FrameReader(heard, heard)
 
 
 SENT = b"".join(
@@ -67,7 +76,7 @@ EXPECTED_CALLS = [
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_frames_are_independent_of_segmentation(cuts: list[int]) -> None:
     heard = Heard()
-    reader = FrameReader(heard, heard)
+    reader = reading_into(heard)
     position = number = 0
     while position < len(SENT):
         size = cuts[number % len(cuts)]
@@ -80,7 +89,7 @@ def test_frames_are_independent_of_segmentation(cuts: list[int]) -> None:
 
 
 def test_frame_counts_as_unfinished_from_when_the_one_before_it_ended() -> None:
-    reader = FrameReader(heard := Heard(), heard)
+    reader = reading_into(Heard())
     reader.feed(frames.PREFACE + frames.settings({}), 1)
     ping = frames.frame(frames.PING, 0, 0, bytes(8))
     reader.feed(ping[:3], 2)
@@ -93,7 +102,7 @@ def test_frame_counts_as_unfinished_from_when_the_one_before_it_ended() -> None:
 
 
 def test_header_block_counts_as_unfinished_from_its_first_frame() -> None:
-    reader = FrameReader(heard := Heard(), heard)
+    reader = reading_into(Heard())
     reader.feed(frames.PREFACE + frames.settings({}), 1)
     reader.feed(frames.frame(frames.HEADERS, 0, 1, b"a"), 2)
     reader.feed(frames.frame(frames.CONTINUATION, 0, 1, b"b"), 3)
@@ -103,8 +112,7 @@ def test_header_block_counts_as_unfinished_from_its_first_frame() -> None:
 
 
 def test_slow_data_frame_is_not_unfinished() -> None:
-    heard = Heard()
-    reader = FrameReader(heard, heard)
+    reader = reading_into(Heard())
     reader.feed(frames.PREFACE + frames.settings({}), 1)
     reader.feed(frames.frame(frames.DATA, 0, 1, b"hello")[:-2], 2)
     assert reader.unfinished_since_ns is None
