@@ -20,21 +20,18 @@ from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import (
-    CallHead,
     Context,
     Handler,
-    OnAnswer,
-    OnFailure,
-    QuickCall,
     read,
     streaming,
     unary,
     write,
 )
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
-from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
+from ortserve.frontends.grpc.native.dispatcher import CallDispatcher, OnAnswer, OnFailure, QuickCall
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
+from ortserve.frontends.grpc.native.request_head import RequestHead
 from ortserve.service.gate import BodyGate
 
 ECHO: Final = "/test/Echo"
@@ -154,7 +151,7 @@ class Wire:
         def begin(
             message: bytes | memoryview,
             timeout_ns: int | None,
-            _head: CallHead,
+            _head: RequestHead,
             on_answer: OnAnswer,
             _on_failure: OnFailure,
         ) -> Callable[[], object]:
@@ -203,7 +200,7 @@ class Wire:
 def _fail(
     _message: bytes | memoryview,
     _timeout_ns: int | None,
-    _head: CallHead,
+    _head: RequestHead,
     _on_answer: OnAnswer,
     on_failure: OnFailure,
 ) -> None:

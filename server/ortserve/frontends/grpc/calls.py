@@ -31,7 +31,6 @@ import grpc
 from google.protobuf.message import Message
 
 from ortserve.codecs.grpc_infer import parse_message
-from ortserve.codecs.load_report import LoadFormat
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.status import STATUSES
 from ortserve.service.access import Guard
@@ -51,35 +50,6 @@ Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
 MetadataEntry: TypeAlias = tuple[str, str | bytes]
 """A name in lower case and its value, which is bytes if the name ends with ``-bin``."""
 Metadata: TypeAlias = tuple[MetadataEntry, ...]
-
-
-class CallHead(Protocol):
-    """The headers of a call, as a ``QuickCall`` reads them.
-
-    Attributes:
-        metadata: All metadata of the call.
-        load_format: Format of the load report that the caller requests; None without a request.
-    """
-
-    @property
-    def metadata(self) -> Metadata: ...
-    @property
-    def load_format(self) -> LoadFormat | None: ...
-
-
-OnAnswer: TypeAlias = Callable[[bytes | memoryview, bytes, MetadataEntry | None], None]
-"""Receives the answer, the value of ``server-timing``, and another entry of trailing metadata or None."""
-
-OnFailure: TypeAlias = Callable[[ServeError], None]
-"""Receives the error of a call that failed."""
-
-QuickCall: TypeAlias = Callable[
-    [bytes | memoryview, int | None, CallHead, OnAnswer, OnFailure], Callable[[], object] | None
-]
-"""Starts a unary call that needs no task. The arguments are the message, the time until the deadline (ns), the headers,
-and two callbacks: one of them is called, once, on the loop, unless the call is cancelled. Returns the function that
-cancels the call, or None if the call has ended."""
-
 
 INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")
 """The error for faults of the server. grpc would send the text of the exception, which may contain private data."""

@@ -13,17 +13,16 @@ from ortserve.codecs.load_report import LoadFormat, read_load_format
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
-    CallHead,
     Context,
     Handlers,
     Metadata,
-    OnAnswer,
-    OnFailure,
     abort,
     status_of,
     unary,
     visible_error,
 )
+from ortserve.frontends.grpc.native.dispatcher import OnAnswer, OnFailure
+from ortserve.frontends.grpc.native.request_head import RequestHead
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call
@@ -60,7 +59,7 @@ class InferCalls:
         self,
         data: bytes | memoryview,
         timeout_ns: int | None,
-        head: CallHead,
+        head: RequestHead,
         on_answer: OnAnswer,
         on_failure: OnFailure,
     ) -> Callable[[], object] | None:
@@ -85,7 +84,7 @@ class InferCalls:
         self,
         call: Call,
         hold: Hold,
-        head: CallHead,
+        head: RequestHead,
         on_answer: OnAnswer,
         on_failure: OnFailure,
         answer: bytes | memoryview,
