@@ -17,7 +17,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.core.timing import Timing
@@ -248,20 +248,13 @@ _NUMBERED_BYTES: Final = 4 * 1024 * 1024
 """Size at which gathered records are written, even if fewer than the configured number."""
 
 
-class Files(Protocol):
-    """The part of ``TraceFiles`` that sampling uses."""
-
-    def append(self, records: Sequence[bytes]) -> None: ...
-    def number(self, records: Sequence[bytes]) -> None: ...
-
-
 class Sampling:
     """Selects requests by one set of trace settings, and gathers their records. Loop thread only.
 
     The settings are immutable: a change creates a new ``Sampling``, which counts from the beginning.
     """
 
-    def __init__(self, files: Files | None, *, is_on: bool, rate: int, count: int, log_frequency: int) -> None:
+    def __init__(self, files: TraceFiles | None, *, is_on: bool, rate: int, count: int, log_frequency: int) -> None:
         """Start counting.
 
         Args:

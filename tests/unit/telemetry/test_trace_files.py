@@ -246,7 +246,7 @@ def files() -> FakeFiles:
     return FakeFiles()
 
 
-def sampling(files: FakeFiles, **settings: Any) -> Sampling:
+def sampling(files: Any, **settings: Any) -> Sampling:
     return Sampling(files, **{"is_on": True, "rate": 1, "count": -1, "log_frequency": 0} | settings)
 
 
