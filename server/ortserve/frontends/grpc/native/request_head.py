@@ -3,7 +3,6 @@
 import base64
 import binascii
 import re
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -56,9 +55,8 @@ class MalformedRequestError(Exception):
     """The headers violate RFC 9113, so the stream is reset."""
 
 
-@dataclass(slots=True, init=False)
 class RequestHead:
-    """Parsed headers of a call. Immutable by convention: creating a frozen dataclass takes longer.
+    """Parsed headers of a call.
 
     Attributes:
         path: ``/service/method``.
@@ -72,16 +70,6 @@ class RequestHead:
         rejection: The status that ends a call whose headers gRPC forbids; None for a valid call.
     """
 
-    path: str
-    timeout_ns: int | None
-    encoding: bytes
-    accepts: frozenset[bytes]
-    content_length: int | None
-    metadata: Metadata = field(repr=False)
-    load_format: LoadFormat | None
-    http_status: int
-    rejection: tuple[grpc.StatusCode, str] | None
-
     def __init__(
         self,
         path: str,
@@ -94,15 +82,15 @@ class RequestHead:
         http_status: int = 200,
         rejection: tuple[grpc.StatusCode, str] | None = None,
     ) -> None:
-        self.path = path
-        self.timeout_ns = timeout_ns
-        self.encoding = encoding
-        self.accepts = accepts
-        self.content_length = content_length
-        self.metadata = metadata
-        self.load_format = load_format
-        self.http_status = http_status
-        self.rejection = rejection
+        self.path: Final = path
+        self.timeout_ns: Final = timeout_ns
+        self.encoding: Final = encoding
+        self.accepts: Final = accepts
+        self.content_length: Final = content_length
+        self.metadata: Final = metadata
+        self.load_format: Final = load_format
+        self.http_status: Final = http_status
+        self.rejection: Final = rejection
 
 
 TOO_LARGE: Final = RequestHead(
