@@ -136,12 +136,12 @@ def channel_arguments(
     options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None, reuse_port: bool = False
 ) -> tuple[tuple[str, int], ...]:
     """Return the options of the port under grpc's names, with times in milliseconds. Omits bounds that are None."""
-    bounds = {
-        "grpc.max_concurrent_streams": options.grpc_max_connection_calls,
-        "grpc.max_connection_age_ms": _ms_or_none(options.grpc_max_connection_age_s),
-        "grpc.max_connection_age_grace_ms": _ms_or_none(options.grpc_max_connection_age_grace_s),
-        "grpc.max_connection_idle_ms": _ms_or_none(options.grpc_max_connection_idle_s),
-        "grpc.server_handshake_timeout_ms": _ms_or_none(handshake_timeout_s),
+    max_calls = options.grpc_max_connection_calls
+    times_s = {
+        "grpc.max_connection_age_ms": options.grpc_max_connection_age_s,
+        "grpc.max_connection_age_grace_ms": options.grpc_max_connection_age_grace_s,
+        "grpc.max_connection_idle_ms": options.grpc_max_connection_idle_s,
+        "grpc.server_handshake_timeout_ms": handshake_timeout_s,
     }
     return (
         # grpc rejects a longer message while it reads or decompresses it, with RESOURCE_EXHAUSTED, before it stores the
@@ -167,16 +167,13 @@ def channel_arguments(
             _ms(options.grpc_http2_min_recv_ping_interval_without_data_s),
         ),
         ("grpc.http2.max_ping_strikes", options.grpc_http2_max_ping_strikes),
-        *((name, value) for name, value in bounds.items() if value is not None),
+        *([] if max_calls is None else [("grpc.max_concurrent_streams", max_calls)]),
+        *((name, _ms(time_s)) for name, time_s in times_s.items() if time_s is not None),
     )
 
 
 def _ms(seconds: float) -> int:
     return min(round(seconds * 1000), _MAX_MS)
-
-
-def _ms_or_none(seconds: float | None) -> int | None:
-    return None if seconds is None else _ms(seconds)
 
 
 def _is_no_lost_call(record: logging.LogRecord) -> bool:
