@@ -53,31 +53,27 @@ class Viewer:
     def __init__(self, watched: VersionKey | None) -> None:
         self.watched: Final = watched
         """The version whose details are sent, too; None without one."""
+        self.is_open = True
+        """Whether further events may be added."""
         self._events: deque[bytes] = deque()
         self._changed = asyncio.Event()
-        self._is_open = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether further events may be added."""
-        return self._is_open
 
     def add(self, event: bytes) -> None:
         """Add an event. The stream is closed if too many events wait already."""
         if len(self._events) >= _MAX_WAITING:
             self.close()
-        elif self._is_open:
+        elif self.is_open:
             self._events.append(event)
             self._changed.set()
 
     def close(self) -> None:
         """End the stream after the waiting events."""
-        self._is_open = False
+        self.is_open = False
         self._changed.set()
 
     async def next(self) -> bytes | None:
         """The next event; None at the end."""
-        while not self._events and self._is_open:
+        while not self._events and self.is_open:
             self._changed.clear()
             await self._changed.wait()
         return self._events.popleft() if self._events else None
