@@ -63,16 +63,12 @@ class ModelService:
         self._extensions = extensions
         self._server_name = server_name
         self._strict_readiness = strict_readiness
-        self._is_exiting = False
+        self.is_exiting = False
+        """Whether the server is stopping. It still answers requests for a while."""
         self._change = asyncio.Event()
         self._are_versions_ready: bool | None = None
         """Whether no version prevents readiness; None if it was not computed since the last change."""
         registry.on_change = self._announce_change
-
-    @property
-    def is_exiting(self) -> bool:
-        """Whether the server is stopping. It still answers requests for a while."""
-        return self._is_exiting
 
     @property
     def lost(self) -> str:
@@ -81,7 +77,7 @@ class ModelService:
 
     def begin_exit(self) -> None:
         """Make the server not ready until its end."""
-        self._is_exiting = True
+        self.is_exiting = True
         self._announce_change()
 
     def readiness_change(self) -> asyncio.Event:
@@ -102,14 +98,14 @@ class ModelService:
 
     def is_live(self) -> bool:
         """Whether the process need not be replaced: it is not stopping, and no device is lost."""
-        return not self._is_exiting and not self.lost
+        return not self.is_exiting and not self.lost
 
     def is_ready(self) -> bool:
         """Whether initial loading is over, the server is not stopping, and no required model has failed.
 
         Always False after a device was lost.
         """
-        if self._is_exiting or not self._registry.is_loaded or self.lost:
+        if self.is_exiting or not self._registry.is_loaded or self.lost:
             return False
         if self._are_versions_ready is None:
             self._are_versions_ready = all(map(self._may_be_ready_with, self._registry.models().values()))

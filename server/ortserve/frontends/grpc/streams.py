@@ -18,13 +18,9 @@ class Streams:
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
-        self._open = 0
+        self.open_count = 0
         self._waiting: set[asyncio.Task[object]] = set()
         self._is_draining = False
-
-    @property
-    def open_count(self) -> int:
-        return self._open
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -33,17 +29,17 @@ class Streams:
         Raises:
             ServeError: overloaded if the limit is reached.
         """
-        if self._open >= self._max_open:
+        if self.open_count >= self._max_open:
             raise ServeError(
                 ErrorKind.OVERLOADED,
                 f"grpc_max_streams: expected at most {self._max_open} open streams, got one more",
                 retry_after_s=1,
             )
-        self._open += 1
+        self.open_count += 1
         try:
             yield
         finally:
-            self._open -= 1
+            self.open_count -= 1
 
     async def until_drain(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await ``work``, which waits for a caller. A drain cancels it.
