@@ -6,6 +6,7 @@ Each thread starts a process for JSON (``codecs/json_process``) when it first ne
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from ortserve.codecs.bounds import INLINE_BYTES
@@ -13,10 +14,13 @@ from ortserve.codecs.json_process import unpack_load, unpack_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.core.encoded import JsonRequest
 from ortserve.core.helper_process import HelperProcess
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.gate import Hold
 
 T = TypeVar("T")
 
@@ -35,17 +39,20 @@ class CodecThreads:
         self._executor = ThreadPool(threads, "codec", set_slice, (LONGEST_SLICE_NS,))
         self._own = threading.local()
 
-    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``work`` on a thread. The future holds its result or its error."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+    def run(self, work: Callable[[], T], call: InflightRequest | None = None) -> asyncio.Future[T]:
+        """Run ``work`` on a thread. The future holds its result or its error.
 
-    def read_json(self, request: JsonRequest) -> asyncio.Future[InferRequest]:
-        """Decode a request in another process.
+        Work of a ``call`` that is settled before a thread is free is skipped: its caller no longer waits.
+        """
+        return asyncio.get_running_loop().run_in_executor(self._executor, _do, work, call)
+
+    def read_json(self, request: JsonRequest, call: InflightRequest | None = None) -> asyncio.Future[InferRequest]:
+        """Decode a request in another process; ``call`` as for ``run``.
 
         The future raises ServeError as ``request.read`` does, and overloaded if the process ends meanwhile.
         """
         reader, body, arguments = request.for_process()
-        return self.run(lambda: unpack_request(self._process().call((reader, arguments), body)))
+        return self.run(lambda: unpack_request(self._process().call((reader, arguments), body)), call)
 
     async def read_load(self, body: bytes | memoryview) -> dict[str, LoadParameter]:
         """Decode the body of a load request, a long one in another process.
@@ -62,3 +69,33 @@ class CodecThreads:
         if process is None:
             process = self._own.process = HelperProcess("ortserve.codecs.json_process", "reads JSON", self._memory)
         return process
+
+
+def _do(work: Callable[[], T], call: InflightRequest | None) -> T:
+    if call is not None and call.is_settled:
+        raise ServeError(ErrorKind.CANCELLED, "the caller no longer waits")
+    return work()
+
+
+async def decoded_in(decoding: asyncio.Future[T], left_ns: int | None) -> T:
+    """Wait for a decoded request for ``left_ns``; None without a limit.
+
+    Decoding continues after a cancellation or the limit: a thread cannot be stopped.
+
+    Raises:
+        ServeError: The error of decoding; deadline, after the limit.
+    """
+    await asyncio.wait((decoding,), timeout=None if left_ns is None else left_ns / 1e9)
+    if not decoding.done():
+        raise ServeError(ErrorKind.DEADLINE, "deadline cannot be met: it passed before the request was decoded")
+    return decoding.result()
+
+
+def release_when_decoded(decoding: asyncio.Future[InferRequest], hold: Hold, _: object) -> None:
+    """Release memory once no thread uses it: decoding continues on its thread after a call is cancelled."""
+    if not decoding.done():
+        decoding.add_done_callback(partial(release_when_decoded, decoding, hold))
+        return
+    hold.release()
+    if not decoding.cancelled():
+        decoding.exception()  # marks it as retrieved, which nothing else does for a cancelled call

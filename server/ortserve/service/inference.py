@@ -31,7 +31,7 @@ from ortserve.service.call import (
     submit,
     try_candidate,
 )
-from ortserve.service.codec_threads import CodecThreads
+from ortserve.service.codec_threads import CodecThreads, decoded_in, release_when_decoded
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
@@ -198,16 +198,19 @@ class InferenceService:
             )
         hold, is_json = self.gate.hold(body.growth_bytes), reading is Reading.PROCESS
         try:
-            decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.run(body.read)
+            codecs = self._codecs
+            decoding = codecs.read_json(cast("JsonRequest", body), call) if is_json else codecs.run(body.read, call)
         except Exception:  # such as a MemoryError
             hold.release()
             raise
         task = call.settle_by(self._run_after_decoding(call, decoding, hold))
-        task.add_done_callback(partial(_release_when_decoded, decoding, hold))
+        task.add_done_callback(partial(release_when_decoded, decoding, hold))
 
     async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]", hold: Hold) -> Arrays:
         """Run a request that is being decoded. ``hold`` reserves the memory of decoding, then that of the tensors."""
-        request = await asyncio.shield(decoding)
+        timeout_ns = call.timeout_ns
+        left_ns = None if timeout_ns is None else call.timing.received_ns + timeout_ns - self._clock()
+        request = await decoded_in(decoding, left_ns)
         hold.set_unchecked(sum([_memory_bytes(tensor) for tensor in request.inputs]))
         call.request = request
         try:
@@ -383,16 +386,6 @@ def _set_result(answered: "asyncio.Future[Answer]", answer: Answer) -> None:
 def _set_error(answered: "asyncio.Future[Any]", error: ServeError) -> None:
     if not answered.done():
         answered.set_exception(error)
-
-
-def _release_when_decoded(decoding: "asyncio.Future[InferRequest]", hold: Hold, _: object) -> None:
-    """Release memory once no thread uses it: decoding continues on its thread after a call is cancelled."""
-    if not decoding.done():
-        decoding.add_done_callback(partial(_release_when_decoded, decoding, hold))
-        return
-    hold.release()
-    if not decoding.cancelled():
-        decoding.exception()  # marks it as retrieved, which nothing else does for a cancelled call
 
 
 def _memory_bytes(tensor: Tensor) -> int:

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, Reading
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
@@ -359,10 +361,42 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
                 hold.grow(200)
 
 
+async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and_never_decoded(stage: Stage) -> None:
+    service = InferenceService(
+        stage.registry,
+        Recorder(Metrics(CollectorRegistry()), time.monotonic_ns),
+        time.monotonic_ns,
+        max_inflight_bytes=1000,
+        codec_threads=CodecThreads(1),
+    )
+    release, decoded = threading.Event(), list[str]()
+
+    def read(name: str) -> InferRequest:
+        release.wait()
+        decoded.append(name)
+        return request()
+
+    def serve(name: str, timeout_ns: int | None = None) -> Coroutine[Any, Any, InferResponse]:
+        given = Given(partial(read, name), Reading.THREAD)
+        return service.serve(service.receive("http", timeout_ns), given, AS_IS)
+
+    first = asyncio.create_task(serve("first"))
+    cancelled = asyncio.create_task(serve("cancelled"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(ServeError, match="it passed before the request was decoded") as caught:
+        await serve("late", timeout_ns=1_000_000)
+    assert caught.value.kind is ErrorKind.DEADLINE
+    release.set()
+    await first
+    await serve("last")
+    assert decoded == ["first", "last"]
+
+
 class NoThreads(CodecThreads):
     """The system refuses to start these threads."""
 
-    def run(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    def run(self, work: Callable[[], Any], call: InflightRequest | None = None) -> asyncio.Future[Any]:
         raise RuntimeError("can't start new thread")
 
 
