@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.json_process import unpack_load, unpack_request
@@ -85,17 +85,23 @@ async def decoded_in(decoding: asyncio.Future[T], left_ns: int | None) -> T:
     Raises:
         ServeError: The error of decoding; deadline, after the limit.
     """
+    decoding.add_done_callback(_note_error)
     await asyncio.wait((decoding,), timeout=None if left_ns is None else left_ns / 1e9)
     if not decoding.done():
         raise ServeError(ErrorKind.DEADLINE, "deadline cannot be met: it passed before the request was decoded")
     return decoding.result()
 
 
+def _note_error(decoding: asyncio.Future[Any]) -> None:
+    """Mark the error of decoding as retrieved, which nothing else does for a call that was answered before."""
+    if not decoding.cancelled():
+        decoding.exception()
+
+
 def release_when_decoded(decoding: asyncio.Future[InferRequest], hold: Hold, _: object) -> None:
     """Release memory once no thread uses it: decoding continues on its thread after a call is cancelled."""
-    if not decoding.done():
+    if decoding.done():
+        hold.release()
+        _note_error(decoding)  # the task of a call that was cancelled at once has not begun to wait
+    else:
         decoding.add_done_callback(partial(release_when_decoded, decoding, hold))
-        return
-    hold.release()
-    if not decoding.cancelled():
-        decoding.exception()  # marks it as retrieved, which nothing else does for a cancelled call

@@ -208,9 +208,7 @@ class InferenceService:
 
     async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]", hold: Hold) -> Arrays:
         """Run a request that is being decoded. ``hold`` reserves the memory of decoding, then that of the tensors."""
-        timeout_ns = call.timeout_ns
-        left_ns = None if timeout_ns is None else call.timing.received_ns + timeout_ns - self._clock()
-        request = await decoded_in(decoding, left_ns)
+        request = await decoded_in(decoding, self._left_ns(call))
         hold.set_unchecked(sum([_memory_bytes(tensor) for tensor in request.inputs]))
         call.request = request
         try:
@@ -218,6 +216,10 @@ class InferenceService:
         except NotInMemoryError:
             return await self._run_when_loaded(call, request)
         return await self._run_in_task(call, request)
+
+    def _left_ns(self, call: Call) -> int | None:
+        """Time until the deadline of a call; None without one."""
+        return None if call.timeout_ns is None else call.timing.received_ns + call.timeout_ns - self._clock()
 
     async def _run_when_loaded(self, call: Call, request: InferRequest) -> Arrays:
         """Run a request whose model may have to be loaded first."""
@@ -244,7 +246,8 @@ class InferenceService:
             await call.place.wait()
             served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
-            tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
+            read = partial(read_raw_input, request.raw_input, served.signature, served.name)
+            tensor = await decoded_in(self._codecs.run(read, call), self._left_ns(call))
             request = call.request = replace(request, inputs=[tensor], raw_input=None)  # also for a copy of a rollout
             served = call.served = self._registry.find(request.model_name, request.model_version)
         rollout = served.rollout

@@ -384,9 +384,12 @@ async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and
     cancelled = asyncio.create_task(serve("cancelled"))
     await asyncio.sleep(0)
     cancelled.cancel()
-    with pytest.raises(ServeError, match="it passed before the request was decoded") as caught:
-        await serve("late", timeout_ns=1_000_000)
-    assert caught.value.kind is ErrorKind.DEADLINE
+    raw = InferRequest("text", "", "", (), (), {}, raw_input=b"x" * (INLINE_BYTES + 1))
+    raw_call = service.receive("http", 1_000_000)
+    for late in (serve("late", timeout_ns=1_000_000), service.serve(raw_call, Given(lambda: raw), AS_IS)):
+        with pytest.raises(ServeError, match="it passed before the request was decoded") as caught:
+            await late
+        assert caught.value.kind is ErrorKind.DEADLINE
     release.set()
     await first
     await serve("last")
