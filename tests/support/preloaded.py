@@ -274,4 +274,7 @@ def _run(order: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve_orders(socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD_CLOEXEC, _FREE_FILE)), sys.argv[2])
+    given = int(sys.argv[1])
+    above = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _FREE_FILE)
+    os.close(given)
+    _serve_orders(socket.socket(fileno=above), sys.argv[2])
