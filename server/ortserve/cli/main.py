@@ -106,7 +106,8 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
         return 2
     # The arguments are read first, because the libraries of most commands take a second to import.
     given = import_module(f"ortserve.tools.{command}.arguments").read(arguments)
-    return int(import_module(f"ortserve.tools.{command}.command").main(given))
+    run = import_module(f"ortserve.tools.{command}.command").run
+    return int(import_module("ortserve.tools.command").run_tool(command, run, given))
 
 
 def _open_closed_streams() -> None:

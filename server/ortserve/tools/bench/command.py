@@ -20,13 +20,13 @@ from ortserve.tools.bench.measure import Measurement, result_problems
 from ortserve.tools.bench.prepare import Prepared, Settings, prepare_model, prepare_server
 from ortserve.tools.bench.presentation import present, present_comparison
 from ortserve.tools.bench.result import BenchResult, Capacity, Point
-from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome, run_tool
+from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome
 from ortserve.tools.console import printable, progress
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("bench", _compare if given.compare else _measure, given)
+def run(given: argparse.Namespace) -> Outcome:
+    """Measure or compare. Raises ServeError."""
+    return _compare(given) if given.compare else _measure(given)
 
 
 def _measure(given: argparse.Namespace) -> Outcome:

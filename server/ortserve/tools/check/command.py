@@ -6,18 +6,13 @@ from pathlib import Path
 from ortserve.errors import invalid_input
 from ortserve.paths import is_model_file
 from ortserve.tools.check.result import CheckResult
-from ortserve.tools.command import FAILED, Outcome, run_tool, status_of
+from ortserve.tools.command import FAILED, Outcome, status_of
 from ortserve.tools.doctor.findings import find_in_models
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory
 from ortserve.tools.doctor.options import check_options
 from ortserve.tools.doctor.presentation import models_table
 from ortserve.tools.report import Findings, Report, Table, worst_first
-
-
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("check", run, given)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

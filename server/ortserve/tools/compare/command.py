@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ortserve.core.agreement import parse_bound
 from ortserve.errors import invalid_input
-from ortserve.tools.command import FAILED, OK, Outcome, run_tool
+from ortserve.tools.command import FAILED, OK, Outcome
 from ortserve.tools.compare.measure import compare_models
 from ortserve.tools.compare.presentation import present
 from ortserve.tools.provenance import speed_text
@@ -15,18 +15,13 @@ from ortserve.tools.speed import Speed, Timed
 from ortserve.tools.subject import find_version
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())
-    return run_tool("compare", compare, given)
-
-
-def compare(arguments: argparse.Namespace) -> Outcome:
+def run(arguments: argparse.Namespace) -> Outcome:
     """Compare two models.
 
     Raises:
         ServeError: invalid_input: a model or the inputs are wrong, or the models cannot be compared.
     """
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())
     bounds = [parse_bound(text) for text in arguments.max_error]
     if arguments.labels is None and any(bound.measure == "accuracy" for bound in bounds):
         raise invalid_input("--max-error accuracy: expected --labels to be given, too")

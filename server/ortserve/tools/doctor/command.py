@@ -10,7 +10,7 @@ from ortserve.errors import invalid_input
 from ortserve.paths import is_model_file
 from ortserve.tools.address import address_of, is_url
 from ortserve.tools.client import Client, untrusted
-from ortserve.tools.command import Outcome, run_tool, status_of
+from ortserve.tools.command import Outcome, status_of
 from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
@@ -24,11 +24,6 @@ from ortserve.tools.doctor.steadiness import measure_steadiness
 from ortserve.tools.opening import open_model
 from ortserve.tools.report import worst_first
 from ortserve.tools.subject import find_model
-
-
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("doctor", run, given)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

@@ -12,7 +12,7 @@ from ortserve.engine.child_process import call_apart
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MAX_SAMPLES, golden_folder
 from ortserve.tools.address import address_of, is_url
-from ortserve.tools.command import Outcome, run_tool
+from ortserve.tools.command import Outcome
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.golden.recording import Recorded, check_version, kept_tolerances, record_samples
@@ -27,12 +27,6 @@ _TIMEOUT_S: Final = 60.0
 """Timeout of a request to a server."""
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())
-    return run_tool("golden", run, given)
-
-
 def run(arguments: argparse.Namespace) -> Outcome:
     """Record or check.
 
@@ -40,6 +34,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         ServeError: invalid_input: wrong arguments; internal: the version disagrees with the samples.
         OSError: The samples cannot be written.
     """
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())
     _check_options(arguments)
     subject = find_version(arguments.target)
     folder = golden_folder(subject.path, subject.folder, subject.options)

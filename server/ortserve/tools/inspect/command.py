@@ -12,7 +12,7 @@ from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import check_names, full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
-from ortserve.tools.command import Outcome, run_tool, status_of
+from ortserve.tools.command import Outcome, status_of
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors
@@ -26,19 +26,14 @@ from ortserve.tools.inspect.rows import load_and_try
 from ortserve.tools.subject import Subject, find_model
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    ort.set_default_logger_severity(4)  # the errors of providers contain what they log at start
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # the result contains the warnings of the load
-    return run_tool("inspect", inspect, given)
-
-
-def inspect(arguments: argparse.Namespace) -> Outcome:
+def run(arguments: argparse.Namespace) -> Outcome:
     """Inspect a model.
 
     Raises:
         ServeError: The file is no model, is incomplete, or is refused by ONNX Runtime.
     """
+    ort.set_default_logger_severity(4)  # the errors of providers contain what they log at start
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # the result contains the warnings of the load
     with progress("reading the model") as step:
         result = _inspect(arguments, step)
     return Outcome(result, present(result), status_of(result.findings, arguments.fail_on))

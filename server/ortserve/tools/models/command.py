@@ -10,7 +10,7 @@ from ortserve.core.version_names import version_of
 from ortserve.errors import invalid_input
 from ortserve.tools.address import address_of
 from ortserve.tools.client import path_of
-from ortserve.tools.command import Outcome, json_or_text, run_tool
+from ortserve.tools.command import Outcome, json_or_text
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.models.result import ModelsResult
 from ortserve.tools.models.server import ModelLabels, ModelServer, Rollout, repository_path
@@ -20,12 +20,7 @@ _WATCH_S: Final = 1.0
 """Interval between two readings."""
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("models", act, given)
-
-
-def act(arguments: argparse.Namespace) -> Outcome:
+def run(arguments: argparse.Namespace) -> Outcome:
     """Carry out the action, and show the versions that it concerns.
 
     Raises:

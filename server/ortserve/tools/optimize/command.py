@@ -14,7 +14,7 @@ import onnxruntime as ort
 from ortserve.core.agreement import parse_bound
 from ortserve.engine.child_process import call_apart
 from ortserve.errors import ServeError, invalid_input
-from ortserve.tools.command import Outcome, run_tool
+from ortserve.tools.command import Outcome
 from ortserve.tools.compare.measure import compare_models
 from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.console import Step as Progress
@@ -39,12 +39,8 @@ _FUSABLE: Final = frozenset({"Softmax", "Erf", "Tanh", "Sqrt", "Gelu", "LayerNor
 """Every pattern of a fusion contains at least one of these operators."""
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("optimize", _run, given)
-
-
-def _run(given: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
+    """Optimize a model. Raises ServeError."""
     if given.max_error is not None:
         given.max_error = parse_bound(given.max_error)
         if given.max_error.measure == "accuracy":

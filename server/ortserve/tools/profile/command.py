@@ -15,7 +15,7 @@ from ortserve.config.session import SessionSettings
 from ortserve.engine.scratch import scratch_folder
 from ortserve.errors import invalid_input
 from ortserve.tools.address import address_of
-from ortserve.tools.command import Outcome, expect_writable, json_or_text, number, run_tool
+from ortserve.tools.command import Outcome, expect_writable, json_or_text, number
 from ortserve.tools.console import progress
 from ortserve.tools.profile.arguments import UNCHANGED
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
@@ -27,12 +27,12 @@ from ortserve.tools.staging import replacement
 from ortserve.tools.subject import Subject, find_model
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("profile", _run if given.model is None else _run_on_server, given)
+def run(given: argparse.Namespace) -> Outcome:
+    """Profile models or a server. Raises ServeError."""
+    return _run_on_server(given) if given.model is not None else _run_here(given)
 
 
-def _run(given: argparse.Namespace) -> Outcome:
+def _run_here(given: argparse.Namespace) -> Outcome:
     expect_writable("--trace", given.trace, b"[")
     variants = _variants(given)
     with (

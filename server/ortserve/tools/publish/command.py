@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortserve.errors import invalid_input
-from ortserve.tools.command import Outcome, run_tool
+from ortserve.tools.command import Outcome
 from ortserve.tools.provenance import (
     Provenance,
     command_line,
@@ -23,19 +23,14 @@ from ortserve.tools.report import Report, Text, facts_of
 from ortserve.tools.subject import Subject, find_model
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())
-    return run_tool("publish", publish, given)
-
-
-def publish(arguments: argparse.Namespace) -> Outcome:
+def run(arguments: argparse.Namespace) -> Outcome:
     """Publish a model.
 
     Raises:
         ServeError: invalid_input: as ``publish_version``.
         OSError: The repository cannot be written.
     """
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())
     source = find_model(arguments.model)
     find_place(arguments.target)
     provenance, notes = trace(source, arguments.command_line)

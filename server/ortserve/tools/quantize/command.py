@@ -14,7 +14,7 @@ from ortserve.engine.child_process import ObjectApart
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
-from ortserve.tools.command import FAILED, OK, Outcome, run_tool
+from ortserve.tools.command import FAILED, OK, Outcome
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE
 from ortserve.tools.console import progress
 from ortserve.tools.destination import check_destination, deliver, staged_model
@@ -46,12 +46,8 @@ _DEFAULT_BOUND: Final = ErrorBound("cosine", 0.02)
 _DEFAULT_BOUND_OF_LABELS: Final = ErrorBound("accuracy", 0.005)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("quantize", _run, given)
-
-
-def _run(given: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
+    """Quantize a model. Raises ServeError."""
     source = find_model(given.model)
     check_destination(given, source)
     bounds = _bounds(given)

@@ -22,7 +22,7 @@ from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.tools.bench.statistics import Estimate
-from ortserve.tools.command import Outcome, run_tool
+from ortserve.tools.command import Outcome
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.machine import Files, read_processors
 from ortserve.tools.provenance import describe_model, read_provenance
@@ -49,12 +49,7 @@ _MIN_PAIRS: Final = 2
 _OFFERED: Final = ("cuda", "tensorrt", "openvino")
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
-    return run_tool("tune", tune, given)
-
-
-def tune(given: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Search, confirm the result and write it.
 
     Raises:
