@@ -75,6 +75,7 @@ INTERPRETED: Final = (
     "core/agreement.py",  # not on the path of requests
     "core/dtypes.py",  # an enum whose members have an __init__
     "core/region.py",  # a base class of interpreted classes
+    "core/thread_pool.py",  # threads keep weak references to a pool, which mypyc's deallocation leaves dangling
 )
 """Exceptions to these patterns, with the reason."""
 
