@@ -102,20 +102,16 @@ class BatchRuns:
         self.inline: Final = inline
         self.answer_time: Final = AnswerTime()
         self.decisions: Final = Decisions()
-        self.last_rows = 0
-        self.closed_because = ""
+        self.last_rows, self.closed_because = 0, ""
         self.tap: BatchTap | None = None
         """Observes batches while a profile is recorded; otherwise None."""
-        self._loop, self._clock = loop, clock
-        self._observe_batch = observe_batch
-        self._is_woken = False
+        self._loop, self._clock, self._observe_batch = loop, clock, observe_batch
         self._timer = make_timer(self._wake) if make_timer else LoopTimer(loop, self._wake)
-        self._events = run_events
-        self._name = name
+        self._events, self._name, self._is_woken = run_events, name, False
         self._idle: asyncio.Event | None = None
         self._row_checks, self._on_difference = row_checks, on_difference
         self._ragged, self._row_limit = ragged, row_limit
-        self._scheduler = Scheduler(queue, self.decisions, loop, clock)
+        self._scheduler = Scheduler(queue, self.decisions, loop, clock, self._wake)
         self._withdraw = self._on_cancelled  # bound once, not for each request
         self._watch = RunWatch(
             name=name,
@@ -169,6 +165,8 @@ class BatchRuns:
     def _on_cancelled(self, request: InflightRequest) -> None:
         if not self._scheduler.on_cancelled(request):
             self._watch.on_cancelled(request)
+        elif not self._scheduler:
+            self._wake()  # to withdraw the share
 
     def _wake(self) -> None:
         # In the next turn, so that all requests that became readable in this one join the same batch.
@@ -183,10 +181,12 @@ class BatchRuns:
         if has_more:
             self._wake()
         elif self._idle is not None:
-            self._note_idle()
+            self._withdraw_share()
         return has_more
 
-    def _note_idle(self) -> None:
+    def _withdraw_share(self) -> None:
+        """Let other models go first, because nothing can run now. End a close if nothing is left."""
+        self.share.withdraw()
         if self._idle is not None and not self.is_busy:
             self._idle.set()
 
@@ -197,20 +197,19 @@ class BatchRuns:
             self.share.withdraw()  # the instance for which it waited may be lost
             return
         now_ns = self._clock()
-        usual, limit, inline = self.policy, self._row_limit, self.inline
-        if not self.share.may_start():
-            first = self._scheduler.first_group(usual.max_rows)
-            if inline is None or first is None or not inline.may_overtake(self.share, first, first.rows):
-                return  # the share wakes this batcher when its turn comes
+        usual, limit, checks = self.policy, self._row_limit, self._row_checks
+        if not self.share.may_start() and not self.share.may_start(self._scheduler.predict_ns(usual.max_rows)):
+            if not (self._scheduler or (checks is not None and checks.is_due)):
+                self._withdraw_share()
+            return  # the share wakes this batcher when its turn comes
         policy = usual if limit is None else limit.next_policy(self.queue, usual, now_ns)
         group = self._scheduler.next_group(policy, now_ns)
-        if group is None and self._row_checks is not None and not self.share.overtakes:
-            group = self._next_check(self._row_checks, now_ns)
+        if group is None and checks is not None and not self.share.overtakes:
+            group = self._next_check(checks, now_ns)
         if not isinstance(group, RequestGroup):
             if group is not None:
                 self._timer.set(group.due_ns, now_ns)
-            self.share.withdraw()
-            self._note_idle()
+            self._withdraw_share()
             return
         now_ns = self._clock()  # again: callbacks of late requests may have taken long, and enqueued requests
         bucket = group.rows
@@ -220,9 +219,8 @@ class BatchRuns:
             if self.policy.buckets and not group.shape_class.runs_alone:
                 bucket = self.policy.bucket_for(bucket)
             batch = form_batch(group.requests, group.rows, bucket)
-        if self.share.overtakes and not (inline and inline.may_overtake(self.share, group, bucket)):
-            self._scheduler.put_back(group, usual.max_rows)
-            self.share.may_start()  # as soon as there are threads
+        if self.share.overtakes and not self.share.may_start(group.shape_class.run_latency.predict_ns(bucket)):
+            self._scheduler.put_back(group)
             return
         if limit is not None and policy is not usual and not group.is_check:
             limit.begin(group)
@@ -232,7 +230,7 @@ class BatchRuns:
             self.decisions.padding_rows += bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif inline is not None and self._run_inline(inline, group, batch, bucket, now_ns):
+        elif self.inline is not None and self._run_inline(self.inline, group, batch, bucket, now_ns):
             return
         self._run_on_worker(group, batch, bucket, now_ns)
 
@@ -365,7 +363,10 @@ class BatchRuns:
                 self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if now_ns >= self.answer_time.due_ns:
             # Callbacks have answered by now. Waiting tasks answer in the next turn, before this one.
-            self._loop.call_soon(lambda: self.answer_time.observe(now_ns, self._clock()))
+            self._loop.call_soon(self._on_answered, now_ns)
+
+    def _on_answered(self, computed_ns: int) -> None:
+        self.answer_time.observe(computed_ns, self._clock())
 
     def _on_failed(self, group: RequestGroup, bucket: int, taken_ns: int, error: Exception) -> None:
         """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""

@@ -4,17 +4,13 @@ A switch between threads takes longer than a very short run, and a run on the lo
 readable in the same turn. But it blocks the loop. So the predicted time of each run, and of all runs in one turn, is
 limited. Predictions depend on the number of rows only, so only models whose run time that number bounds may use the
 loop (``engine/bounded_time``).
-
-Runs on the loop, and short ones on workers, need not wait until long runs of other models free their threads.
 """
 
 import asyncio
 import logging
 from typing import Final
 
-from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import LatencyModel
-from ortserve.batching.shared_threads import Share
 from ortserve.clock import Clock
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
@@ -44,13 +40,9 @@ class InlineBudget:
         self.activity: Final = activity or LoopActivity()
         self._left_ns = MAX_TURN_NS
 
-    def suffices(self, predicted_ns: float | None) -> bool:
-        """Whether a run of the predicted time may use the loop in this turn."""
-        return predicted_ns is not None and predicted_ns <= MAX_RUN_NS and predicted_ns <= self._left_ns
-
     def take(self, predicted_ns: float | None) -> bool:
         """Reserve time for a run of the predicted time. Returns False if the turn has too little left."""
-        if predicted_ns is None or not self.suffices(predicted_ns):
+        if predicted_ns is None or predicted_ns > min(MAX_RUN_NS, self._left_ns):
             return False
         if self._left_ns == MAX_TURN_NS:
             self._loop.call_soon(self._next_turn)
@@ -85,19 +77,6 @@ class InlineRuns:
         self._runs = 0  # on the loop since that bar
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may."""
-
-    def may_overtake(self, share: Share, group: RequestGroup, rows: int) -> bool:
-        """Whether a run of ``rows`` rows may start although no threads are free: on the loop, or on a worker.
-
-        Parts of failed batches never use the loop.
-        """
-        shape_class = group.shape_class
-        uses_loop = group.search is None and not self.barred_because
-        if not uses_loop or not self._budget.suffices(shape_class.run_latency.predict_ns(rows)):
-            predicted_ns = shape_class.batch_latency.predict_ns(rows)
-            if predicted_ns is None or predicted_ns > share.overtaking_ns:
-                return False
-        return share.may_start(overtakes=True)
 
     def begin(self, run_latency: LatencyModel, rows: int) -> float | None:
         """Begin a run of ``rows`` rows. Returns its predicted time; None if it may not use the loop in this turn."""

@@ -1,6 +1,6 @@
 """Queued requests, one queue for each shape class: requests of another shape neither delay nor join a batch."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right, insort, insort_left
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
@@ -159,18 +159,27 @@ class RequestQueue:
 
     def push(self, shape_class: ShapeClass, request: InflightRequest, max_rows: int) -> None:
         """Enqueue a request whose terms, size and time are set, at its place in the order of its class."""
-        request.state = QUEUED
         request.shape_class_key = shape_class.key
         by_ns = request.finish_by_ns
         latest_ns = shape_class.last_due_ns = shape_class.latest_due_ns(request.timing.queued_ns, max_rows)
         request.due_ns = latest_ns if by_ns is None else min(latest_ns, float(by_ns))
-        if by_ns is not None or request.start_by_ns is not None:
-            shape_class.has_limits = True
         requests = shape_class.requests
         if not requests or request.order >= requests[-1].order:
             requests.append(request)
         else:
             insort(requests, request, key=_order)
+        self._count_added(shape_class, request)
+
+    def put_back(self, shape_class: ShapeClass, taken: Sequence[InflightRequest]) -> None:
+        """Undo ``take``: enqueue requests again, before those that are due at the same time."""
+        for request in reversed(taken):
+            insort_left(shape_class.requests, request, key=_order)
+            self._count_added(shape_class, request)
+
+    def _count_added(self, shape_class: ShapeClass, request: InflightRequest) -> None:
+        request.state = QUEUED
+        if request.finish_by_ns is not None or request.start_by_ns is not None:
+            shape_class.has_limits = True
         shape_class.rows += request.rows
         self._waiting[shape_class.key] = shape_class
         self.rows += request.rows

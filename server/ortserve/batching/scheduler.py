@@ -6,7 +6,7 @@ The pure functions of ``planner`` make the decisions.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from ortserve.batching.closed_loop import ClosedLoopWait
@@ -46,12 +46,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, queue: RequestQueue, decisions: Decisions, loop: asyncio.AbstractEventLoop, clock: Clock
+        self,
+        queue: RequestQueue,
+        decisions: Decisions,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        on_emptied: Callable[[], None],
     ) -> None:
-        """``queue`` and ``decisions`` are the batcher's own."""
+        """``queue`` and ``decisions`` are the batcher's own. ``on_emptied`` is called when the last request expired."""
         self._queue = queue
         self._decisions = decisions
         self._clock = clock
+        self._on_emptied = on_emptied
         self._again: deque[RequestGroup] = deque()
         self._timer = LoopTimer(loop, self._sweep)
         self._fires_ns = math.inf
@@ -65,20 +71,22 @@ class Scheduler:
         """Schedule groups before all queued requests."""
         self._again.extend(groups)
 
-    def first_group(self, max_rows: int) -> RequestGroup | None:
-        """What ``next_group`` would dequeue, as far as a glance shows: the shape class and at most how many rows."""
+    def predict_ns(self, max_rows: int) -> float | None:
+        """Predicted time of the run that is due first, of at most ``max_rows`` rows; None if unknown or without one."""
         if self._again:
-            return self._again[0]
-        shape_class = self._queue.first()
-        return None if shape_class is None else RequestGroup(shape_class, (), min(shape_class.rows, max_rows))
+            group = self._again[0]
+            return group.shape_class.run_latency.predict_ns(group.rows)
+        first = self._queue.first()
+        return None if first is None else first.run_latency.predict_ns(min(first.rows, max_rows))
 
-    def put_back(self, group: RequestGroup, max_rows: int) -> None:
+    def put_back(self, group: RequestGroup) -> None:
         """Undo ``next_group`` for a group that cannot run yet."""
-        if group.search is not None:
+        shape_class = group.shape_class
+        is_first_run = group.tries_one_row or shape_class.accepts_one_row or shape_class.runs_alone
+        if group.search is not None or not is_first_run:
             self._again.appendleft(group)
-            return
-        for request in group.requests:
-            self._queue.push(group.shape_class, request, max_rows)
+        else:
+            self._queue.put_back(shape_class, group.requests)
 
     def next_group(self, policy: BatchPolicy, now_ns: int) -> RequestGroup | WaitUntil | None:
         """Dequeue the requests to run now that an instance is free, and evict those that are too late.
@@ -194,6 +202,8 @@ class Scheduler:
         interval_ns = max(_MIN_SWEEP_INTERVAL_NS, looked_at * _SWEEP_INTERVAL_PER_REQUEST_NS)
         self._no_sweep_before_ns = float(now_ns + interval_ns)
         self.sweep_after(next_ns, now_ns)
+        if not self:
+            self._on_emptied()
 
     def _evict(self, shape_class: ShapeClass, evictions: Sequence[Eviction]) -> None:
         """Remove late requests from the queue, and fail them, many of them over several turns of the loop."""

@@ -4,7 +4,7 @@ Each run holds some of the threads. While all are held, models wait, and the mod
 (start-time fair queueing). So a model with long batches gets no more of the threads than one with short batches.
 
 A short run need not wait for much longer ones to end: it overtakes them, and the operating system divides the
-processors between their threads meanwhile.
+processors between their threads meanwhile. Only very short runs are so many that they hold more than twice the threads.
 """
 
 import asyncio
@@ -15,12 +15,16 @@ from typing import Final
 _NO_WORK: Final = 0.0
 _MIN_OVERTAKEN: Final = 4
 """A run may overtake runs that take at least this many times longer. Below, it would gain less than they lose."""
+_VERY_SHORT_NS: Final = 200_000
+"""A run that takes no longer may overtake any run: it would gain at least as much, or nearly, and can use the loop."""
+_UNKNOWN_NS: Final = 20_000_000
+"""The time that a run of unknown time counts as, for runs that may overtake it."""
 
 
 class Share:
     """The share of one model: how many threads its runs hold, and a callback for its turn. Loop thread only."""
 
-    __slots__ = ("_shared", "overtakes", "run_ns", "runs", "threads", "wake", "work_ns")
+    __slots__ = ("_shared", "next_ns", "overtakes", "run_ns", "runs", "threads", "wake", "work_ns")
 
     def __init__(self, shared: "SharedThreads", threads: int, wake: Callable[[], None]) -> None:
         self._shared = shared
@@ -30,20 +34,22 @@ class Share:
         """Work so far, on the virtual clock of all shares."""
         self.runs = 0
         """Runs that hold threads."""
-        self.run_ns = math.inf
-        """Predicted time of the run that began last; infinite if it is unknown."""
+        self.run_ns: float | None = None
+        """Predicted time of the shortest one since there was none; None if the time of one is unknown."""
+        self.next_ns = math.inf
+        """Predicted time of the next run; infinite if it may not overtake others."""
         self.overtakes = False
-        """Whether the next run overtakes those that hold threads, because none are free."""
+        """Whether ``may_start`` allowed the next run to overtake those that hold the threads."""
 
-    def may_start(self, *, overtakes: bool = False) -> bool:
+    def may_start(self, next_ns: float | None = None) -> bool:
         """Whether a run may start now. Otherwise ``wake`` is called when it is this model's turn.
 
-        Args:
-            overtakes: The run is short (``overtaking_ns``), so it needs no free threads while the model has had less
-                time than those that hold them.
+        A run that is short, by its predicted time ``next_ns``, needs no free threads while the model has had less time
+        than those that hold them.
         """
         shared = self._shared
-        self.overtakes = overtakes
+        self.next_ns = math.inf if next_ns is None else next_ns
+        self.overtakes = self.threads > shared.free_threads
         if not shared.waiting and self.has_threads:
             return True
         shared.waiting[self] = None
@@ -52,29 +58,20 @@ class Share:
 
     @property
     def has_threads(self) -> bool:
-        """Whether the threads that the next run needs are free."""
+        """Whether the threads that the next run needs are free, or the run may overtake those that hold them."""
         shared = self._shared
         if self.threads <= shared.free_threads:
             return True
-        return self.overtakes and self._has_least_work
-
-    @property
-    def _has_least_work(self) -> bool:
-        """Whether the model has had less time than each one that runs, as far as the times of its runs are known."""
-        shared = self._shared
+        if self.next_ns > _VERY_SHORT_NS and self.threads > shared.threads + shared.free_threads:
+            return False
         work_ns = max(self.work_ns, shared.clock_ns)
-        return all(work_ns < other.work_ns or math.isinf(other.run_ns) for other in shared.running)
-
-    @property
-    def overtaking_ns(self) -> float:
-        """Maximum predicted time of a run that overtakes on a worker; 0 if none may.
-
-        Runs never hold more than twice the threads.
-        """
-        shared = self._shared
-        if self.threads > shared.threads + shared.free_threads:
-            return 0.0
-        return min((other.run_ns for other in shared.running), default=math.inf) / _MIN_OVERTAKEN
+        for other in shared.running:
+            run_ns = _UNKNOWN_NS if other.run_ns is None else other.run_ns
+            if self.next_ns > max(_VERY_SHORT_NS, run_ns / _MIN_OVERTAKEN):
+                return False
+            if other.run_ns is not None and work_ns >= other.work_ns:
+                return False
+        return True
 
     def withdraw(self) -> None:
         """Pass the turn on, because the model has nothing to run."""
@@ -89,7 +86,10 @@ class Share:
         self._count(predicted_ns)
         shared.waiting.pop(self, None)
         shared.free_threads -= self.threads
-        self.run_ns = predicted_ns or math.inf
+        if not self.runs:
+            self.run_ns = predicted_ns or None
+        elif self.run_ns is not None:
+            self.run_ns = min(self.run_ns, predicted_ns) or None
         self.runs += 1
         shared.running[self] = None
         if shared.waiting:

@@ -27,7 +27,7 @@ class Stage:
         self.began_ns = clock()
         self.queue = RequestQueue()
         self.decisions = Decisions()
-        self.scheduler = Scheduler(self.queue, self.decisions, loop, clock)
+        self.scheduler = Scheduler(self.queue, self.decisions, loop, clock, lambda: None)
         self.evicted_ns: dict[int | None, int] = {}
 
     @property

@@ -52,6 +52,18 @@ def test_requests_of_a_class_are_dequeued_in_order() -> None:
     assert queue.take(shape_class, 3) == waiting[2:]
 
 
+def test_requests_that_are_put_back_keep_their_places() -> None:
+    queue = known_queue()
+    waiting = [request(2, nbytes=3), request(2), request(1, finish_by_ns=10**12), request(1)]
+    shape_class = push(queue, "a", *waiting)
+    taken = queue.take(shape_class, 2)
+    later = request()
+    push(queue, "a", later)
+    queue.put_back(shape_class, taken)
+    assert (queue.rows, queue.nbytes, shape_class.rows, shape_class.has_limits) == (7, 3, 7, True)
+    assert queue.take(shape_class, 5) == [*waiting, later]
+
+
 def test_higher_level_goes_first_and_within_a_level_the_earlier_deadline() -> None:
     queue = known_queue()
     late, early, urgent, same = (

@@ -195,7 +195,7 @@ def test_parts_of_a_failed_batch_that_are_still_to_run_are_separated_as_well() -
         shape_class = stage.queue.shape_class((2,))
         requests = [inflight((rows_of(value),), 1, Timing(stage.clock())) for value in range(3)]
         decisions = Decisions()
-        scheduler = Scheduler(stage.queue, decisions, stage.loop, stage.clock)
+        scheduler = Scheduler(stage.queue, decisions, stage.loop, stage.clock, lambda: None)
         scheduler.run_again([RequestGroup(shape_class, requests, 3)])
         policy = run_requests_alone(BatchPolicy(8))
         for request in requests:

@@ -32,7 +32,7 @@ class Line:
         self.finish_by_ns: int | None = None
         self._queued = queued
         self._queue = RequestQueue()
-        self._scheduler = Scheduler(self._queue, self.decisions, loop, lambda: 0)
+        self._scheduler = Scheduler(self._queue, self.decisions, loop, lambda: 0, lambda: None)
         self._limit = RowLimit(MOST, self.changes.append)
 
     @property

@@ -24,7 +24,7 @@ def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_plann
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         queue = RequestQueue(KNOWN, KNOWN)
         decisions = Decisions()
-        scheduler = Scheduler(queue, decisions, loop, clock)
+        scheduler = Scheduler(queue, decisions, loop, clock, lambda: None)
         shape_class = queue.shape_class(None)
         shape_class.batch_latency.observations = MIN_OBSERVATIONS
         now_ns = clock()
@@ -62,7 +62,7 @@ def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_plann
 def test_class_whose_requests_a_callback_cancels_during_the_choice_is_passed_over() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         queue = RequestQueue(KNOWN, KNOWN)
-        scheduler = Scheduler(queue, Decisions(), loop, clock)
+        scheduler = Scheduler(queue, Decisions(), loop, clock, lambda: None)
         now_ns = clock()
 
         def enqueue(key: str, finish_by_ns: int | None) -> InflightRequest:

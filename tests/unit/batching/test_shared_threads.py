@@ -1,7 +1,6 @@
 """Models that share threads: the order of runs, and the release of threads."""
 
 import asyncio
-import math
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -196,16 +195,16 @@ def test_work_of_unknown_time_does_not_count() -> None:
 def test_short_run_overtakes_long_ones_while_its_model_has_had_less_time() -> None:
     async def main(stage: Stage) -> None:
         long, short, wide = stage.share("long", 2), stage.share("short"), stage.share("wide", 2)
-        run(long, 100)
+        run(long, 100 * MS)
         assert not short.may_start()
-        assert short.overtaking_ns == 25
         for _ in range(8):
-            assert short.may_start(overtakes=True)
-            short.begin(25)
+            assert short.may_start(25 * MS)
+            short.begin(25 * MS)
             assert stage.shared.free_threads == -1
-            assert wide.overtaking_ns == 0, "it would hold more than twice the threads"
+            assert not wide.may_start(MS), "it would hold more than twice the threads"
+            wide.withdraw()
             short.end()
-        assert not short.may_start(overtakes=True), "both have had 200"
+        assert not short.may_start(25 * MS), "both have had 200 ms of threads"
         long.end()
         await asyncio.sleep(0)
         assert stage.woken[-1] == "short"
@@ -218,10 +217,10 @@ def test_run_of_known_time_overtakes_one_of_unknown_time() -> None:
         unknown, known = stage.share("unknown"), stage.share("known")
         run(unknown, 0)
         assert not known.may_start()
+        assert not known.may_start(6 * MS)
         for _ in range(3):
-            assert known.overtaking_ns == math.inf
-            assert known.may_start(overtakes=True)
-            known.begin(100)
+            assert known.may_start(5 * MS)
+            known.begin(5 * MS)
             known.end()
 
     on_stage(main)
@@ -230,17 +229,45 @@ def test_run_of_known_time_overtakes_one_of_unknown_time() -> None:
 def test_no_run_overtakes_one_that_is_not_much_longer() -> None:
     async def main(stage: Stage) -> None:
         short, long, other = stage.share("short"), stage.share("long"), stage.share("other")
-        run(long, 100)
-        run(short, 8)
-        assert other.overtaking_ns == 2
+        run(long, 100 * MS)
+        run(short, 8 * MS)
+        assert not other.may_start(3 * MS)
+        assert other.may_start(2 * MS)
         short.end()
-        assert other.overtaking_ns == 25
+        assert other.may_start(25 * MS)
 
     on_stage(main, threads=2)
 
 
+def test_share_is_woken_when_its_run_may_overtake_the_runs_that_are_left() -> None:
+    async def main(stage: Stage) -> None:
+        long, short, other = stage.share("long"), stage.share("short"), stage.share("other")
+        run(long, 100 * MS)
+        assert short.may_start(10 * MS)
+        short.begin(10 * MS)
+        assert not other.may_start(20 * MS), "twice the threads are held"
+        short.end()
+        await asyncio.sleep(0)
+        assert stage.woken == ["other"]
+        assert other.may_start(20 * MS)
+
+    on_stage(main)
+
+
+def test_very_short_runs_overtake_whatever_runs() -> None:
+    async def main(stage: Stage) -> None:
+        one, other, third = stage.share("one"), stage.share("other"), stage.share("third")
+        run(one, MS)
+        for share in (other, third):
+            assert share.may_start(MS // 10)
+            share.begin(MS // 10)
+        assert stage.shared.free_threads == -2
+
+    on_stage(main)
+
+
 @pytest.mark.parametrize("seed", range(30))
-def test_threads_in_use_never_exceed_the_limit_and_all_are_released(seed: int) -> None:
+def test_threads_in_use_never_exceed_twice_the_limit_and_all_are_released(seed: int) -> None:
     draw = random.Random(seed)
     threads = draw.randint(1, 6)
 
@@ -251,8 +278,8 @@ def test_threads_in_use_never_exceed_the_limit_and_all_are_released(seed: int) -
             share = draw.choice(shares)
             match draw.randrange(4):
                 case 0 | 1:
-                    ns = draw.choice([0, 1, 1000])
-                    if share.may_start() or (0 < ns <= share.overtaking_ns and share.may_start(overtakes=True)):
+                    ns = draw.choice([0, MS, 1000 * MS])
+                    if share.may_start() or share.may_start(ns or None):
                         share.begin(ns)
                         running.append(share)
                 case 2:
