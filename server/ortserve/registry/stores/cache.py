@@ -1,7 +1,7 @@
 """The cache folder of stores: contents by digest, views of them as repositories, and the last listings.
 
 Several server processes may share a folder without waiting for each other. A content is written under another name and
-then renamed. Each process has its own view, whose files are hard links to contents. A content with a second link is in
+then linked. Each process has its own view, whose files are hard links to contents. A content with a second link is in
 use by some process and is never removed. The lock file of a view is locked as long as its process lives.
 """
 
@@ -70,33 +70,27 @@ class StoreCache:
         """A new path in the view, on the file system of the contents."""
         return self._incoming / str(next(self._numbers))
 
-    def has(self, known: StoredObject) -> bool:
-        """Whether the cache has the content of an object."""
-        try:
-            return bool(known.sha256) and (self._contents / known.sha256).stat().st_size == known.size
-        except OSError:
-            return False
-
     def link(self, known: StoredObject, target: Path) -> bool:
         """Link a content to ``target`` in the view. Returns False if the content is missing or damaged.
 
         A damaged content is removed.
         """
+        if not known.sha256:
+            return False
         content = self._contents / known.sha256
         try:
-            if not self.has(known):
-                return False
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(content, target)
-            if known.sha256 not in self._verified:
-                if digest_of(target) != known.sha256:
-                    target.unlink()
-                    content.unlink(missing_ok=True)
-                    return False
-                self._verified.add(known.sha256)
+            status = target.stat()
+            is_whole = status.st_size == known.size
+            if not is_whole or (known.sha256 not in self._verified and digest_of(target) != known.sha256):
+                target.unlink()
+                content.unlink(missing_ok=True)
+                return False
+            self._verified.add(known.sha256)
             # The access time records the last use, by which contents are evicted. The modification time must stay,
             # because it is part of the fingerprint of the model.
-            os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
+            os.utime(target, ns=(time.time_ns(), status.st_mtime_ns))
         except FileNotFoundError:  # another process has removed the content
             return False
         except OSError as error:
@@ -104,19 +98,18 @@ class StoreCache:
         return True
 
     def add(self, file: Path, sha256: str, target: Path) -> None:
-        """Move a complete file to the contents. It is linked to ``target`` first, so that no process removes it.
+        """Add a complete file to the contents, link the content to ``target``, and remove ``file``.
 
-        If another process has added this content meanwhile, its file stays, because the number of links to a file that
-        a model was loaded from must not fall to one: that would look like a change.
+        If the contents already have it undamaged, for example because another process has added it meanwhile, that
+        content stays and is linked, so that it takes the disk only once.
         """
-        content = self._contents / sha256
         try:
             file.chmod(0o444)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.link(file, target)
-            with contextlib.suppress(FileExistsError):
-                os.link(file, content)
-                self._verified.add(sha256)
+            known = StoredObject("", file.stat().st_size, "", sha256)
+            while not self.link(known, target):
+                with contextlib.suppress(FileExistsError):
+                    os.link(file, self._contents / sha256)  # no process removes it: ``file`` is its second link
+                    self._verified.add(sha256)
             file.unlink()
         except OSError as error:
             raise StoreError(f"the cache cannot be used: {error.strerror}") from None

@@ -128,13 +128,40 @@ def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path) ->
 
 def test_process_that_fetches_the_same_content_later_changes_no_file_of_the_first(tmp_path: Path) -> None:
     first, second = (Lab(tmp_path, StoreInMemory(a=b"first")) for _ in range(2))
+    second.store.slow["a/1/model.onnx"] = is_over = threading.Event()
+    fetches = second.poll()
     first.mirror.sync()
     file = first.mirror.folder / "a" / "1" / "model.onnx"
     before = file.stat()
-    second.cache.has = lambda known: False  # type: ignore[method-assign]  # It looked before the first one was done.
-    second.mirror.sync()
+    is_over.set()
+    wait(fetches)
     assert second.content("a") == b"first"
-    assert (file.stat().st_nlink, file.stat().st_ino) == (before.st_nlink, before.st_ino)
+    assert (second.mirror.folder / "a" / "1" / "model.onnx").samefile(file)
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("damaged", [b"fir", b"thief"])
+def test_damaged_content_is_replaced(tmp_path: Path, damaged: bytes) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
+    content = tmp_path / "cache" / "contents" / hashlib.sha256(b"first").hexdigest()
+    content.write_bytes(damaged)
+    lab.mirror.sync()
+    assert lab.content("a") == b"first"
+    assert content.samefile(lab.mirror.folder / "a" / "1" / "model.onnx")
+    lab.mirror.release("a")
+    content.chmod(0o644)
+    content.write_bytes(damaged[:3])
+    lab.mirror.sync(["a"])
+    assert lab.content("a") == content.read_bytes() == b"first"
+    assert lab.cache.size_bytes() == 5
+
+
+def test_content_that_two_models_have_takes_the_disk_once(tmp_path: Path) -> None:
+    """Its digest is known only after both fetches."""
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"first"))
+    lab.mirror.sync()
+    files = [lab.mirror.folder / name / "1" / "model.onnx" for name in ("a", "b")]
+    assert files[0].samefile(files[1])
 
 
 def test_version_that_a_call_named_since_is_fetched_and_nothing_else_again(tmp_path: Path) -> None:
