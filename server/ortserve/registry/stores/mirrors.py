@@ -48,6 +48,7 @@ class Mirrors:
         self._cache = cache
         # Threads of their own, because on asyncio's threads other calls would wait for a slow store.
         self._threads = ThreadPool(len(mirrors) + _LOADS_SIDE_BY_SIDE, "stores")
+        self._sizing_thread = ThreadPool(1, "store cache size")  # its disk may hang, and the others list the stores
         self._sizing_lock = threading.Lock()
         self._sizing: Future[int] | None = None
         """Reads the size of the cache for the metrics."""
@@ -204,15 +205,21 @@ class Mirrors:
 
     def reading(self) -> StoresReading:
         """The values for the metrics. Called on the scraping thread."""
-        with self._sizing_lock:  # a disk that hangs takes one thread, not one for each scrape
-            if self._sizing is None or self._sizing.done():
+        with self._sizing_lock:  # a disk that hangs holds up one read, not one for each scrape
+            if self._sizing is not None and self._sizing.done():
+                self._take_size(self._sizing, 0)  # it ended after the scrape that began it
+                self._sizing = None
+            if self._sizing is None:
                 with suppress(RuntimeError):  # the server ends
-                    self._sizing = self._threads.submit(self._cache.size_bytes)
+                    self._sizing = self._sizing_thread.submit(self._cache.size_bytes)
             sizing = self._sizing
         if sizing is not None:
-            with suppress(TimeoutError, OSError, CancelledError):
-                self._size_bytes = sizing.result(_SIZE_WAIT_S)
+            self._take_size(sizing, _SIZE_WAIT_S)
         return StoresReading([mirror.reading() for mirror in self._mirrors], self._size_bytes)
+
+    def _take_size(self, sizing: Future[int], wait_s: float) -> None:
+        with suppress(TimeoutError, OSError, CancelledError):
+            self._size_bytes = sizing.result(wait_s)
 
     async def close(self) -> None:
         """Remove the folders. Call it when no model is loaded any more."""
@@ -220,7 +227,8 @@ class Mirrors:
             poll.cancel()
         for mirror in self._mirrors:
             mirror.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._sizing_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._cache.close)
 
     async def _run(self, call: Callable[[], _Result]) -> _Result:

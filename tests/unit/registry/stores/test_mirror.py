@@ -9,6 +9,7 @@ import pytest
 
 from fakes.store import StoreInMemory
 from ortserve.config.model import LoadOptions
+from ortserve.registry.stores import mirrors
 from ortserve.registry.stores.cache import StoreCache
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import StoreError
@@ -287,3 +288,27 @@ def test_files_with_listed_digests_are_taken_from_the_cache(tmp_path: Path) -> N
     lab.mirror.sync()
     assert lab.store.reads == ["b/SHA256SUMS"]
     assert (lab.mirror.folder / "b" / "7" / "model.onnx").read_bytes() == b"first"
+
+
+async def test_size_that_is_read_slowly_is_shown_by_the_next_scrape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_SIZE_WAIT_S", 0.01)
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
+    lab.mirror.sync()
+    may_read = threading.Semaphore(0)
+    read = lab.cache.size_bytes
+
+    def read_slowly() -> int:
+        may_read.acquire()
+        return read()
+
+    monkeypatch.setattr(lab.cache, "size_bytes", read_slowly)
+    stores = mirrors.Mirrors([lab.mirror], lab.cache)
+    assert stores.reading().cache_bytes == 0
+    may_read.release()
+    assert stores._sizing is not None
+    wait([stores._sizing])
+    assert stores.reading().cache_bytes == 5
+    may_read.release()
+    await stores.close()
