@@ -4,7 +4,7 @@ Labels and rollouts are set in ``model.yaml`` and by calls. Those of calls take 
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from ortserve.config.model import ModelOptions
@@ -59,18 +59,27 @@ class Labels:
         self._missing.pop(name, None)
         self._show(name)
 
-    async def change(self, name: str, state: ModelState) -> None:
+    async def change(self, name: str, state: ModelState, on_change: Callable[[], object]) -> None:
         """Store a change that a call made to a model, and put its labels into effect in one step.
 
+        Args:
+            name: Name of the model.
+            state: The new state.
+            on_change: Called once the labels are in effect, as by ``StateFile.put``.
+
         Raises:
-            ServeError: conflict, if the change cannot be stored. Then nothing has changed.
+            ServeError: conflict, as ``StateFile.put``.
         """
+
+        def show() -> None:
+            self._show(name)
+            on_change()
+
         self._coming[name] = state
         try:
-            await self._state.put(name, state)
+            await self._state.put(name, state, show)
         finally:
             del self._coming[name]
-        self._show(name)
 
     def rollout(self, name: str) -> RolloutOptions | None:
         """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""

@@ -358,11 +358,15 @@ class Registry:
         Versions that are no longer needed drain afterwards, and ensembles are reconnected.
 
         Raises:
-            ServeError: conflict, if the change cannot be stored. Then nothing has changed.
+            ServeError: conflict, if the change cannot be stored. Nothing has changed then, unless the error says that
+                the change may take effect later.
         """
-        await self._labels.change(name, state)
-        self.on_versions(name)
-        self._start(self._reconciler.settle_labels(name))
+
+        def settle() -> None:
+            self.on_versions(name)
+            self._start(self._reconciler.settle_labels(name))
+
+        await self._labels.change(name, state, settle)
 
     def _must_stay(self, name: str) -> bool:
         """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""

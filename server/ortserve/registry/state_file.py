@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -103,34 +103,48 @@ class StateFile:
         """The models that calls changed, including models that the server does not know."""
         return self._states.keys()
 
-    async def put(self, model: str, state: ModelState) -> None:
+    async def put(self, model: str, state: ModelState, on_change: Callable[[], object] = lambda: None) -> None:
         """Replace the state of a model. The state is on the disk when this returns.
 
+        Args:
+            model: Name of the model.
+            state: The new state.
+            on_change: Called on the loop thread when the state is on the disk. If the folder does not answer in time,
+                that may be after this has raised an error, which then says so.
+
         Raises:
-            ServeError: conflict, naming the option, if the file cannot be written. Then nothing has changed.
+            ServeError: conflict, naming the option, if the file cannot be written, or not in time.
         """
         if self._folder is None:
-            raise _not_kept("the server has no repository in a folder")
+            raise _not_kept("a folder to store the change in: the server has no repository in a folder")
         async with self._writing:
             if self._late is not None and not self._late.done():
-                raise _not_kept(f"{FILE_NAME}: an earlier write to the folder has not ended")
-            given_up = threading.Event()
-            writing = asyncio.ensure_future(asyncio.to_thread(_change, self._folder, model, state, given_up))
-            try:
-                await asyncio.wait_for(asyncio.shield(writing), _WRITE_S)
-            except TimeoutError:
-                given_up.set()
-                writing.add_done_callback(lambda late: late.cancelled() or late.exception())  # asyncio would log it
+                raise _not_kept(f"a folder that answers: an earlier write of {FILE_NAME} has not ended")
+            timed_out = threading.Event()
+            writing = asyncio.ensure_future(asyncio.to_thread(_change, self._folder, model, state, timed_out))
+
+            def apply(ended: asyncio.Future[None]) -> None:
+                if not ended.cancelled() and ended.exception() is None:
+                    self._states[model] = state
+                    on_change()
+
+            writing.add_done_callback(apply)  # also if the caller is cancelled
+            # A TimeoutError may also be what the file system answers, so that exceptions say nothing about the wait.
+            if not (await asyncio.wait({writing}, timeout=_WRITE_S))[0]:
+                timed_out.set()
                 self._late = writing
-                raise _not_kept(f"{FILE_NAME}: the folder has not answered for {_WRITE_S:g} s") from None
+                raise _not_kept(
+                    f"a folder that answers within {_WRITE_S:g} s: {FILE_NAME} is still being written, "
+                    "and the change may take effect later"
+                )
+            try:
+                writing.result()
             except OSError as error:
-                raise _not_kept(f"{FILE_NAME}: {error.strerror or error}") from None
-            self._states[model] = state
+                raise _not_kept(f"a folder to store the change in: {FILE_NAME}: {error.strerror or error}") from None
 
 
-def _not_kept(reason: str) -> ServeError:
-    message = f"state_dir: expected a folder to store the change in: {reason}"
-    return ServeError(ErrorKind.CONFLICT, message)
+def _not_kept(expected: str) -> ServeError:
+    return ServeError(ErrorKind.CONFLICT, f"state_dir: expected {expected}")
 
 
 def _read(path: Path) -> dict[str, ModelState]:
@@ -191,11 +205,12 @@ def _document(state: ModelState) -> dict[str, Any]:
     return {"labels": dict(state.labels), "previous": state.previous, "rollout": rollout, "ended": ended}
 
 
-def _change(folder: Path, model: str, state: ModelState, given_up: threading.Event) -> None:
+def _change(folder: Path, model: str, state: ModelState, timed_out: threading.Event) -> None:
     """Replace the state of one model in the file. The states of other models stay as they are in the file.
 
     Raises:
-        OSError: The file could not be written, or the caller has given up. Then nothing has changed.
+        OSError: The file could not be written, or its caller has timed out before that. The file is as before, unless
+            only the last step failed, which makes the change survive a loss of power.
     """
     folder.mkdir(mode=0o755, exist_ok=True)
     with _locked(folder / f".{FILE_NAME}.lock"):
@@ -215,8 +230,8 @@ def _change(folder: Path, model: str, state: ModelState, given_up: threading.Eve
             json.dump(document, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if given_up.is_set():
-            raise OSError("the caller has given up")
+        if timed_out.is_set():
+            raise OSError("the caller has timed out")
         beside.replace(path)
         descriptor = os.open(folder, os.O_RDONLY)
         try:

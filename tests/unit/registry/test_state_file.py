@@ -1,8 +1,12 @@
 """The file of the changes that calls made: what remains after a failure, and its limits."""
 
 import asyncio
+import errno
 import fcntl
 import json
+import os
+import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -57,8 +61,8 @@ async def test_change_is_refused_while_the_folder_hangs_and_not_made_later(
     await state.put("m", LABELLED)
     try:
         with hung(folder):
-            assert "state.json: the folder has not answered for 0.1 s" in await refusal(state, "m")
-            assert "state.json: an earlier write to the folder has not ended" in await refusal(state, "m")
+            assert "expected a folder that answers within 0.1 s: state.json is still" in await refusal(state, "m")
+            assert "an earlier write of state.json has not ended" in await refusal(state, "m")
     except UnavailableError as error:
         pytest.skip(str(error))
     late = state._late
@@ -66,6 +70,45 @@ async def test_change_is_refused_while_the_folder_hangs_and_not_made_later(
     await asyncio.wait({late})
     assert StateFile(folder).of("m") == LABELLED
     await state.put("m", NOTHING_CHANGED)
+
+
+async def test_write_that_ends_after_its_caller_timed_out_takes_effect_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "_WRITE_S", 0.1)
+    state, changed = StateFile(tmp_path), ModelState({"stable": 2})
+    await state.put("m", LABELLED)
+    sync, may_sync = os.fsync, threading.Event()
+
+    def sync_slowly(descriptor: int) -> None:
+        sync(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # the file has its name by then
+            may_sync.wait()
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    told: list[ModelState] = []
+    with pytest.raises(ServeError, match="the change may take effect later"):
+        await state.put("m", changed, lambda: told.append(state.of("m")))
+    assert state.of("m") == LABELLED
+    may_sync.set()
+    late = state._late
+    assert late is not None
+    await asyncio.wait({late})
+    assert told == [changed]
+    assert state.of("m") == StateFile(tmp_path).of("m") == changed
+
+
+async def test_file_system_that_reports_a_timeout_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_out(_: int) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    state = StateFile(tmp_path)
+    monkeypatch.setattr(os, "fsync", time_out)
+    assert (await refusal(state, "m")).endswith("a folder to store the change in: state.json: Connection timed out")
+    monkeypatch.undo()
+    await state.put("m", LABELLED)
 
 
 async def test_model_without_changes_leaves_the_file_which_holds_a_limited_number(
