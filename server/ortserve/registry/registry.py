@@ -332,6 +332,7 @@ class Registry:
 
     async def _follow(self, found: Sequence[ModelSource]) -> None:
         changed = [source for source in found if self._reconciler.is_due(source)]
+        self._renew_fingerprints(found)
         for source in changed:
             self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
         by_name = {source.name: source for source in found}
@@ -351,6 +352,17 @@ class Registry:
                     await self._unload(name)
         finally:
             self._leaving -= gone
+
+    def _renew_fingerprints(self, found: Sequence[ModelSource]) -> None:
+        """Keep the latest fingerprints of unchanged files: those before and after another link would differ."""
+        for source in found:
+            if self._sources.get(source.name) != source:
+                continue
+            self._sources[source.name] = source
+            for record in self._catalog.of(source.name).values():
+                current = source.versions.get(record.version)
+                if current is not None and record.source == current:
+                    record.source = current
 
     async def change_state(self, name: str, state: ModelState) -> None:
         """Store a change that a call made to a model, then put its labels into effect in one step.

@@ -659,6 +659,25 @@ async def test_poll_during_a_load_supersedes_it_once(tmp_path: Path, pipes: Call
     assert state_of(registry, "slow") == {1: (State.READY, "")}
 
 
+async def test_backup_that_links_the_files_of_a_model_reloads_nothing(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m", options="version_policy: {all: true}")
+    registry = await load()
+    serving = registry.find("m", "1")
+    backup, file = tmp_path.with_suffix(".backup"), tmp_path / "m" / "1" / "model.onnx"
+    for _ in range(2):
+        backup.hardlink_to(file)
+        await registry.poll()
+        backup.unlink()
+        await registry.poll()
+    assert registry.find("m", "1") is serving
+    put(tmp_path, builders.identity, "m", 2)
+    await registry.poll()
+    assert registry.find("m", "1") is serving
+    file.chmod(0o600)
+    await registry.poll()
+    assert registry.find("m", "1") is not serving
+
+
 async def test_poll_retries_failed_loads_after_a_change(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.not_onnx, "m")
     put(tmp_path, builders.identity, "other")

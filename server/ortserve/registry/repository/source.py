@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Final, NamedTuple
+from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, says_required
 from ortserve.config.rollout import RolloutOptions
@@ -40,8 +40,11 @@ _CONTEXT_FILE: Final = "ep.context_file_path"
 _BESIDE_CONTEXT: Final = "ep.context_model_external_initializers_file_name"
 
 
-class Fingerprint(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Fingerprint:
     """Identifies the content of a file: it changes when the file is replaced or rewritten, or its permissions change.
+
+    Two fingerprints of which one has no ``changed_ns`` are equal if the rest is.
 
     Attributes:
         path: Path of the file.
@@ -60,6 +63,17 @@ class Fingerprint(NamedTuple):
     nbytes: int
     modified_ns: int
     changed_ns: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint) or self._without_change() != other._without_change():
+            return False
+        return self.changed_ns == other.changed_ns or not (self.changed_ns and other.changed_ns)
+
+    def __hash__(self) -> int:
+        return hash(self._without_change())
+
+    def _without_change(self) -> tuple[str, int, int, int, int]:
+        return self.path, self.inode, self.mode, self.nbytes, self.modified_ns
 
 
 @dataclass(frozen=True, slots=True)

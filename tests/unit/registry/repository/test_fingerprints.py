@@ -13,7 +13,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.registry.repository import source
 from ortserve.registry.repository.model_files import ModelFiles
-from ortserve.registry.repository.source import Fingerprint, take_fingerprints
+from ortserve.registry.repository.source import Fingerprint, changed_file, take_fingerprints
 
 MEMORY_STATS = "session.collect_node_memory_stats_to_file"
 
@@ -39,6 +39,13 @@ def run_once(folder: Path, options: ModelOptions) -> None:
     session_options = SessionOptions(ProviderChoice("CPUExecutionProvider"), 1, options.session)
     session = open_session(folder / "1" / "model.onnx", "m", session_options)
     session.run(None, {"x": np.zeros((1, 64), np.float32)})
+
+
+def wait_until_times_differ(file: Path, probe: Path) -> None:
+    """Wait until the clock of the file system, which ticks every few milliseconds, has passed a file's last change."""
+    probe.touch()
+    while probe.stat().st_ctime_ns <= file.stat().st_ctime_ns:
+        probe.write_bytes(b".")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +137,7 @@ def test_content_from_an_archive_of_equal_times_and_sizes_is_a_change(folder: Pa
             archive.add(file, "m/1/model.onnx")
     stamps = []
     for path in archives:
+        wait_until_times_differ(file, tmp_path / "probe")
         file.unlink()
         with tarfile.open(path) as archive:
             archive.extractall(tmp_path, filter="data")
@@ -137,13 +145,22 @@ def test_content_from_an_archive_of_equal_times_and_sizes_is_a_change(folder: Pa
     assert stamps[0] != stamps[1]
 
 
-def test_further_link_to_a_file_that_has_several_is_no_change(folder: Path, tmp_path: Path) -> None:
-    """The cache of stores links contents into the folders of all processes."""
+def test_links_to_a_file_are_no_change(folder: Path, tmp_path: Path) -> None:
+    """Backups link files, and the cache of stores links contents into the folders of all processes."""
     file = folder / "1" / "model.onnx"
+    alone = stamp(folder, options_with())
+    assert changed_file(alone) == ""
+    wait_until_times_differ(file, tmp_path / "probe")
     (tmp_path / "first").hardlink_to(file)
-    before = stamp(folder, options_with())
+    linked = stamp(folder, options_with())
+    assert linked == alone
+    assert changed_file(alone) == ""
     (tmp_path / "second").hardlink_to(file)
-    assert stamp(folder, options_with()) == before
+    assert stamp(folder, options_with()) == linked
+    (tmp_path / "first").unlink()
+    (tmp_path / "second").unlink()
+    assert stamp(folder, options_with()) == linked
+    assert changed_file(linked) == ""
 
 
 def test_links_count_as_what_they_lead_to(folder: Path, tmp_path: Path) -> None:
