@@ -118,7 +118,8 @@ class LoadsOnDemand:
     async def _read_again(self, known: ModelSource | None) -> ModelSource | None:
         """The source of a model that is not in memory. Its files may have been replaced since the last poll.
 
-        Ensembles wait for the poll, which checks them together with their members.
+        Ensembles wait for the poll, which checks them together with their members. Without ``follows_changes`` the
+        source stays, and the read only probes whether the folders answer.
 
         Raises:
             ServeError: not_ready, if the folders of the repositories do not answer: a load would wait in a slot.

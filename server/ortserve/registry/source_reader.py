@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext, suppress
@@ -208,17 +209,18 @@ class SourceReader:
                 raise _no_answer(silent_s)
         work = self._threads.submit(partial(read, *arguments))
         reading = asyncio.wrap_future(work)
+        ends_s = math.inf if within_s is None else began_s + within_s
+        now_s = began_s
         try:
-            async with asyncio.timeout(within_s):
-                while not (await asyncio.wait({reading}, timeout=_REPORT_S))[0]:
-                    if (now_s := loop.time()) >= self._report_due_s:
-                        self._report_due_s = now_s + _REPORT_S
-                        message = "the folders of the repositories are still being read"
-                        log_event(logger, logging.WARNING, message, waited_s=round(now_s - began_s))
-                return reading.result()
-        except TimeoutError:
-            self._late[work] = began_s
-            raise _no_answer(loop.time() - began_s) from None
+            while not (await asyncio.wait({reading}, timeout=min(_REPORT_S, ends_s - now_s)))[0]:
+                if (now_s := loop.time()) >= ends_s:
+                    self._late[work] = began_s
+                    raise _no_answer(now_s - began_s)
+                if now_s >= self._report_due_s:
+                    self._report_due_s = now_s + _REPORT_S
+                    message = "the folders of the repositories are still being read"
+                    log_event(logger, logging.WARNING, message, waited_s=round(now_s - began_s))
+            return reading.result()
         finally:
             reading.cancel()
 
@@ -279,7 +281,8 @@ class SourceReader:
 
 
 def _no_answer(silent_s: float) -> ServeError:
-    return ServeError(ErrorKind.NOT_READY, f"the folders of the repositories have not answered for {silent_s:.3g} s")
+    message = f"the folders of the repositories have not been read within {silent_s:.3g} s"
+    return ServeError(ErrorKind.NOT_READY, message)
 
 
 async def _for_load(name: str, reading: Awaitable[Read]) -> Read:

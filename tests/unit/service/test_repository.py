@@ -1,6 +1,7 @@
 """The modes of a repository service, and the requests that are valid in each."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from ortserve.registry import source_reader
 from ortserve.registry.registry import Registry
 from ortserve.service.repository import ControlMode, IndexEntry, RepositoryService
 from ortserve.telemetry.metrics import Metrics
+from servers import LONG_S
 
 
 @pytest_asyncio.fixture
@@ -137,7 +139,8 @@ async def test_folder_that_does_not_answer_delays_only_its_own_calls(
         reports = caplog.messages.count("the folders of the repositories are still being read")
         assert 1 <= reports <= (time.monotonic() - began_s) / 0.05 + 1
         reasons = {record.__dict__["fields"]["reason"] for record in caplog.records if "known" in record.message}
-        assert all(reason.startswith("the folders of the repositories have not answered for 0.") for reason in reasons)
+        late = "the folders of the repositories have not been read within 0."
+        assert all(reason.startswith(late) for reason in reasons)
     finally:
         answers.set()  # the threads that wait would keep the process
         watching.cancel()
@@ -156,7 +159,7 @@ async def test_calls_on_a_folder_that_hangs_fail_and_further_ones_at_once(
         return [entry async for entry in service.index()]
 
     async def load(parameters: Mapping[str, LoadParameter]) -> None:
-        with pytest.raises(ServeError, match=f"{no_answer} answered for 0.") as caught:
+        with pytest.raises(ServeError, match=f"{no_answer} been read within 0.") as caught:
             await service.load("b", parameters)
         assert caught.value.kind is ErrorKind.INTERNAL
 
@@ -173,6 +176,15 @@ async def test_calls_on_a_folder_that_hangs_fail_and_further_ones_at_once(
         pytest.skip(str(error))
     await service.load("b", {})
     assert [entry.name for entry in await list_all()] == ["a", "b", "sent"]
+
+
+async def test_timeout_that_a_file_system_reports_is_no_folder_that_hangs(registry: Registry) -> None:
+    def read() -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        await registry._reader._on_disk(read, within_s=LONG_S)
+    assert not registry._reader._late
 
 
 async def test_load_on_demand_from_a_folder_that_hangs_takes_no_slot(
