@@ -4,6 +4,7 @@ Credentials come from each provider's own chain: environment variables, web iden
 metadata services.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,10 +13,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ortserve.config.repository_url import RepositoryUrl
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, unless_slow
+from ortserve.telemetry.logs import log_event
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
+
+logger: Final = logging.getLogger(__name__)
 
 _LIST_OBJECTS: Final = 1000
 _MAX_RETRIES: Final = 3
@@ -34,8 +39,11 @@ _UNUSABLE: Final = re.compile(r'invalid path: .*?Path "(.*?)"(?: contained|: Enc
 """The client's error about a key that it cannot represent: one with an empty part, a part ``.`` or ``..``, or a control
 character."""
 _AFTER_UNUSABLE: Final = "0"
-"""A path after all paths that begin with an empty part, ``.`` or ``..``. Only names that begin with ``!"#$%&'()*+,-.``
-come before it."""
+"""A path after all paths that begin with an empty part, ``.`` or ``..``."""
+_BEFORE: Final = "!\"#$%&'()*+,-."
+"""The characters before ``_AFTER_UNUSABLE`` with which names of models may begin."""
+_LISTINGS_SIDE_BY_SIDE: Final = 8
+"""Maximum number of models that are listed at a time, if they are listed one by one."""
 _TRUE: Final = ("1", "true", "yes", "on")
 
 
@@ -93,23 +101,41 @@ class ObjectStore:
         except Exception as error:  # noqa: BLE001 - the library has errors of many classes
             raise explain(error) from None
         self._timeout_s = timeout_s
+        self._url = url.text
+        self._said = ""
+        """What was last logged about how the store is listed."""
         self._prefix = f"{url.path}/" if url.path else ""
 
     def list(self, known: Mapping[str, StoredObject]) -> _Objects:
         """List all objects. The client fails a page with a key that it cannot represent, such as ``m//1/x``.
 
-        Models are then listed one by one, and the key stands for all objects of its model. If the name of a model is
+        Models are then listed one by one, several at a time, and the key stands for all objects of its model. If the name of a model is
         such a key, S3 and Google Cloud Storage list what follows it.
         """
         try:
-            return self._list()
-        except _UnusableKeyError:
-            try:
-                return self._list_each_model()
-            except _UnusableKeyError as error:
-                if any(path < _AFTER_UNUSABLE and not path.startswith(".") for path in known):
-                    raise  # these models would look as if they had been removed
-                return [StoredObject(error.path, 0, ""), *self._list(offset=_AFTER_UNUSABLE)]
+            found = self._list()
+        except _UnusableKeyError as error:
+            return self._list_around(error.path, known)
+        self._said = ""
+        return found
+
+    def _list_around(self, key: str, known: Mapping[str, StoredObject]) -> _Objects:
+        try:
+            found = self._list_each_model()
+        except _UnusableKeyError as error:
+            if any(path < _AFTER_UNUSABLE and not path.startswith(".") for path in known):
+                raise  # these models would look as if they had been removed
+            found = [StoredObject(error.path, 0, ""), *self._list(offset=_AFTER_UNUSABLE)]
+            self._warn(f"a key is not the path of a file; models whose names begin with {_BEFORE} are left out", key)
+        else:
+            self._warn("a key is not the path of a file; each listing takes a request for each model", key)
+        return found
+
+    def _warn(self, message: str, key: str) -> None:
+        """Log how the store is listed: once, not at every poll."""
+        if message != self._said:
+            self._said = message
+            log_event(logger, logging.WARNING, message, repository=self._url, key=repr(key[:200]))
 
     def _list(self, folder: str | None = None, offset: str | None = None) -> _Objects:
         found: _Objects = []
@@ -123,13 +149,17 @@ class ObjectStore:
         with self._explained():
             result = self._listings.list_with_delimiter()
         found = [_object(meta) for meta in result["objects"]]
-        for folder in result["common_prefixes"]:
-            try:
-                found += self._list(folder)
-            except _UnusableKeyError as error:
-                found.append(StoredObject(error.path, 0, ""))
-            _check_count(found)
+        with ThreadPool(_LISTINGS_SIDE_BY_SIDE, "store listing") as threads:
+            for objects in threads.map(self._list_model, result["common_prefixes"]):
+                found += objects
+                _check_count(found)
         return found
+
+    def _list_model(self, folder: str) -> _Objects:
+        try:
+            return self._list(folder)
+        except _UnusableKeyError as error:
+            return [StoredObject(error.path, 0, "")]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
