@@ -41,7 +41,7 @@ class InitialLoad:
         """Models that were loaded even if they could be loaded on demand."""
 
     async def load(self, only: Collection[str] | None) -> None:
-        """Load the models of the repositories that ``only`` names, or all. A failed model does not stop the others.
+        """Load the models in ``only``, or all models of the repositories. A failed model does not stop the others.
 
         Raises:
             ServeError: invalid_input, if a repository cannot be read. Models may have been loaded before.

@@ -181,7 +181,7 @@ class Registry:
         return {name: self.records_of(name) for name in self._catalog.names()}
 
     async def load_all(self, only: Collection[str] | None = None) -> None:
-        """Load the models of the repositories that ``only`` names, or all. A failed model does not stop the others.
+        """Load the models in ``only``, or all models of the repositories. A failed model does not stop the others.
 
         Raises:
             ServeError: invalid_input, if a repository cannot be read.

@@ -88,7 +88,7 @@ class Assembly:
         metrics: ModelMetrics,
         run_events: RunEvents = NO_CALLBACKS,
     ) -> ServedModel:
-        """Assemble a served model. ``run_events`` are told of runs over their limits and of lost devices."""
+        """Assemble a served model. ``run_events`` are callbacks for runs over their limits and for lost devices."""
         found = loaded.warm_up
         options = configuration.options
         # Latencies depend on shapes. With several shape classes, each class learns from its own batches.

@@ -69,7 +69,7 @@ class WarmUpResult:
 
 @dataclass(frozen=True, slots=True)
 class WarmUpPlan:
-    """What warm-up of one instance measures and tries.
+    """The measurements and trials of the warm-up of one instance.
 
     Attributes:
         budget_s: A run begins only if it is predicted to end within this time; 0 runs nothing.

@@ -13,7 +13,7 @@ _MAX_SHOWN: Final = 3
 
 
 class ListingLog:
-    """What was last logged about the listings of a store. The caller makes one listing at a time."""
+    """The state of the log about the listings of a store. The caller makes one listing at a time."""
 
     def __init__(self, url: str) -> None:
         self._url = url
