@@ -109,8 +109,8 @@ class ObjectStore:
     def list(self, known: Mapping[str, StoredObject]) -> _Objects:
         """List all objects. The client fails a page with a key that it cannot represent, such as ``m//1/x``.
 
-        Models are then listed one by one, several at a time, and the key stands for all objects of its model. If the name of a model is
-        such a key, S3 and Google Cloud Storage list what follows it.
+        Models are then listed one by one, several at a time, and the key stands for all objects of its model. If the
+        name of a model is such a key, S3 and Google Cloud Storage list what follows it.
         """
         try:
             found = self._list()
