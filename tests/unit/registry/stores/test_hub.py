@@ -47,7 +47,7 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         with suppress(ConnectionError):  # the client gives up a body that trickles
-            step = 1 if body == TRICKLES else len(body)
+            step = 1 if body == TRICKLES else max(1, len(body))
             for place in range(0, len(body), step):
                 self.wfile.write(body[place : place + step])
                 time.sleep(0.05 if body == TRICKLES else 0)
