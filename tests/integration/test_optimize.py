@@ -213,7 +213,8 @@ def test_an_interruption_leaves_nothing_incomplete(tmp_path: Path) -> None:
     """The killed process, which opens the model, must not leave temporary files either."""
     (tmp_path / "temporary").mkdir()
     source = shutil.copy(CORPUS / "torch_cnn.onnx", tmp_path)
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    # The interpreter reads the last variable, so that this process is not forked from a preloaded one.
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONFAULTHANDLER": "1"}
     arguments = command(source, "-o", tmp_path / "out.onnx")
     start = partial(subprocess.Popen, arguments, stderr=subprocess.PIPE, text=True, env=environment)
     with ExitStack() as stack:

@@ -4,7 +4,12 @@
 ``subprocess.Popen`` for the commands of ``ortserve`` and for the processes that they start, which saves 0.6 to 1.2 s.
 
 Both are ordinary processes: they read their own arguments and environment, and are children of the test run, which
-waits for them. Starts that need ``sitecustomize``, or limits set by another program, use ``subprocess``.
+waits for them. Starts that need ``sitecustomize``, or limits set by another program, use ``subprocess``; so do all
+starts for which the template cannot fork.
+
+Two things differ from a start by the interpreter. All processes of one template share the seed of the hashes of texts.
+And commands are called as ``main(arguments)``, so they neither run ``__main__.py`` nor restart with huge pages: at
+least one test of each such command starts it by ``subprocess``.
 """
 
 import ctypes
@@ -24,10 +29,9 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal, TextIO
+from typing import Any, Final, Literal, Self, TextIO
 from unittest.mock import Mock
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -37,8 +41,17 @@ _FREE_FILE: Final = 512
 """Files of the template and received files are above this descriptor, before each received one gets the number that it
 had in the test run."""
 
-_READ_EARLY: Final = ("PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_", "CUDA_", "HOST_CUDA", "LC_", "LANG")
+_ANSWER_LIMIT_S: Final = 60.0
+"""The template imports for some seconds before its first answer."""
+
+_READ_EARLY: Final = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_TUNABLES", "LC_", "LANG", "TZ", "HOME"),
+    *("OMP_", "OPENBLAS_", "MKL_", "CUDA_", "HOST_CUDA", "GRPC_", "MPL"),
+)
 """Beginnings of variables that the interpreter or a library reads at its start."""
+_PLAIN: Final = (True, True, None, None, None, -1, -1)
+"""Defaults of ``close_fds``, ``restore_signals``, ``group``, ``extra_groups``, ``user``, ``umask`` and
+``process_group``, as the constructor of ``subprocess.Popen`` passes them on."""
 
 _LIMITS: Final = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _TOOLS: Final = (
@@ -62,13 +75,27 @@ class PreloadedProcess:
         stdout: Its standard output and standard error.
     """
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        reading, writing = os.pipe()
+    @classmethod
+    def start(cls, arguments: Sequence[str], env: Mapping[str, str]) -> Self | None:
+        """Fork a server. Returns None if it has to be started by ``subprocess``."""
+        if _is_read_early(env):
+            return None
         order = {"module": "ortserve", "arguments": list(arguments), "env": dict(env), "cwd": str(Path.cwd())}
-        self.pid: Final = _template("servers").fork(order, {1: writing, 2: writing})
-        os.close(writing)
-        self.stdout: Final[TextIO] = os.fdopen(reading)
-        self._ended = os.pidfd_open(self.pid)
+        reading, writing = os.pipe()
+        output = os.fdopen(reading)
+        try:
+            pid = _fork("servers", order, {1: writing, 2: writing})
+        finally:
+            os.close(writing)
+        if pid is None:
+            output.close()
+            return None
+        return cls(pid, output)
+
+    def __init__(self, pid: int, stdout: TextIO) -> None:
+        self.pid: Final = pid
+        self.stdout: Final = stdout
+        self._ended = os.pidfd_open(pid)
         self._status: int | None = None
         self._lock = threading.Lock()
 
@@ -102,35 +129,34 @@ class PreloadedPopen(subprocess.Popen[Any]):
     def _execute_child(self, *arguments: Any) -> None:
         """Called by the constructor with all that describes the process, in this order since Python 3.11."""
         command, executable, preexec_fn, _, pass_fds, cwd, env, *_, shell, p2c, _, _, c2p, _, err = arguments[:16]
-        start_new_session = arguments[21]
+        others, start_new_session = (arguments[3], *arguments[16:21], arguments[22]), arguments[21]
         env = dict(os.environ if env is None else env)
         order = _order_of(command, env)
-        if order is None or executable or preexec_fn or shell:
-            super()._execute_child(*arguments)  # type: ignore[misc]  # of CPython, unknown to its stubs
-            return
-        files = {number: file for number, file in ((0, p2c), (1, c2p), (2, err)) if file != -1}
-        for number in range(3):
-            files.setdefault(number, number)
-        self.pid = _template("tools").fork(
-            order
-            | {
+        pid = None
+        if order is not None and others == _PLAIN and not (executable or preexec_fn or shell):
+            files = {number: file for number, file in ((0, p2c), (1, c2p), (2, err)) if file != -1}
+            for number in range(3):
+                files.setdefault(number, number)
+            order |= {
                 "env": env,
                 "cwd": str(cwd or Path.cwd()),
                 "session": start_new_session,
                 "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
                 "limits": [resource.getrlimit(limit)[0] for limit in _LIMITS],
                 "processors": list(os.sched_getaffinity(0)),
-            },
-            files | {file: file for file in pass_fds},
-        )
+            }
+            pid = _fork("tools", order, files | {file: file for file in pass_fds})
+        if pid is None:
+            super()._execute_child(*arguments)  # type: ignore[misc]  # of CPython, unknown to its stubs
+            return
+        self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*arguments[10:16])  # type: ignore[attr-defined]  # as above
 
 
 def _order_of(command: Any, env: Mapping[str, str]) -> dict[str, Any] | None:
     """The module or program that a command of this interpreter runs; None for other commands and environments."""
-    changed = {name for name in {*env, *_ENVIRONMENT} if env.get(name) != _ENVIRONMENT.get(name)}
-    if isinstance(command, str | bytes | Path) or any(name.startswith(_READ_EARLY) for name in changed):
+    if isinstance(command, str | bytes | Path) or _is_read_early(env):
         return None
     match list(map(str, command)):
         case [sys.executable, "-m", str(module), *arguments] if module.partition(".")[0] == "ortserve":
@@ -138,6 +164,12 @@ def _order_of(command: Any, env: Mapping[str, str]) -> dict[str, Any] | None:
         case [sys.executable, "-c", str(program), *arguments] if program.startswith("from ortserve."):
             return {"program": program, "arguments": arguments}
     return None
+
+
+def _is_read_early(env: Mapping[str, str]) -> bool:
+    """Whether a variable differs from the template's that is read before the template forks."""
+    changed = {name for name in {*env, *_ENVIRONMENT} if env.get(name) != _ENVIRONMENT.get(name)}
+    return any(name.startswith(_READ_EARLY) for name in changed)
 
 
 class _Template:
@@ -151,30 +183,63 @@ class _Template:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._orders, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
+        self._orders.settimeout(_ANSWER_LIMIT_S)
         command = [sys.executable, __file__, str(theirs.fileno()), kind]
         self._process = _Popen(command, pass_fds=[theirs.fileno()], env=_ENVIRONMENT)
         theirs.close()
-        self._lock = threading.Lock()
 
-    def fork(self, order: Mapping[str, Any], files: Mapping[int, int]) -> int:
-        """Fork a process with these open files, by the descriptor that each has there. Returns its process id."""
+    def fork(self, order: Mapping[str, Any], files: Mapping[int, int]) -> int | None:
+        """Fork a process with these open files, by the descriptor that each has there.
+
+        Returns:
+            Its process id; None if the system starts no process.
+
+        Raises:
+            _FailedStartError: The process has started and could not become what the order says.
+            OSError: The template has ended, or does not answer in time.
+        """
         message = json.dumps({**order, "files": list(files)}).encode()
-        with self._lock:
-            socket.send_fds(self._orders, [message], list(files.values()))
-            answer = self._orders.recv(4096)
-        assert answer.isdigit(), f"the template of the {order} has ended or failed: {answer.decode()}"
-        return int(answer)
+        socket.send_fds(self._orders, [message], list(files.values()))
+        answer = self._orders.recv(4096)
+        if not answer:
+            raise BrokenPipeError("the template has ended")
+        pid, _, problem = answer.decode(errors="replace").partition(" ")
+        if problem and pid:
+            os.waitpid(int(pid), 0)
+            what = order.get("module", order.get("program"))
+            raise _FailedStartError(f"{what} {order['arguments']}: {problem}")
+        return None if problem else int(pid)
+
+    def end(self) -> None:
+        self._orders.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class _FailedStartError(Exception):
+    """A forked process could not become what its order says."""
 
 
 _ENVIRONMENT: Final = dict(os.environ)
 """The environment of the templates: that of the test run, without the changes of tests."""
 _Popen: Final = subprocess.Popen
 """The class itself: tests replace the name by ``PreloadedPopen``."""
+_TEMPLATES: Final[dict[Kind, _Template]] = {}
+_LOCK: Final = threading.Lock()
+"""For the templates, each of which answers one order at a time."""
 
 
-@cache
-def _template(kind: Kind) -> _Template:
-    return _Template(kind)
+def _fork(kind: Kind, order: Mapping[str, Any], files: Mapping[int, int]) -> int | None:
+    """Fork a process. Returns None if the template cannot: a template that fails is replaced with the next order."""
+    with _LOCK:
+        try:
+            if kind not in _TEMPLATES:
+                _TEMPLATES[kind] = _Template(kind)
+            return _TEMPLATES[kind].fork(order, files)
+        except OSError:
+            if failed := _TEMPLATES.pop(kind, None):
+                failed.end()
+            return None
 
 
 def _import_for(kind: str) -> None:
@@ -211,25 +276,40 @@ def _serve_orders(orders: socket.socket, kind: str) -> None:
         message, files, _, _ = socket.recv_fds(orders, _MAX_BYTES, 64)
         if not message:
             return
-        between = os.fork()
+        between = _fork_or_answer(orders)
         if between == 0:
             intermediate = os.getpid()
-            if os.fork():
+            if _fork_or_answer(orders) != 0:
                 os._exit(0)
+            problem = ""
             try:
                 order = json.loads(message)
                 _become(order, files)
-                while os.getppid() == intermediate:  # the test run adopts this process when the other has ended
-                    time.sleep(0.0005)
             except BaseException as error:
-                orders.send(repr(error).encode()[:4096])
+                problem = f" {error!r}"
+            while os.getppid() == intermediate:  # the test run adopts this process when the other has ended
+                time.sleep(0.0005)
+            try:
+                orders.send(f"{os.getpid()}{problem}".encode()[:4096])
+            except OSError:  # the test run has given up waiting, and starts the command itself
                 os._exit(1)
-            orders.send(str(os.getpid()).encode())
             orders.close()
+            if problem:
+                os._exit(1)
             _run(order)
         for file in files:
             os.close(file)
-        os.waitpid(between, 0)
+        if between is not None:
+            os.waitpid(between, 0)
+
+
+def _fork_or_answer(orders: socket.socket) -> int | None:
+    """As ``os.fork``. If the system starts no process, sends that as the answer, without a process id."""
+    try:
+        return os.fork()
+    except OSError as error:
+        orders.send(f" {error!r}".encode())
+        return None
 
 
 def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
@@ -254,6 +334,8 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     if processors := order.get("processors"):
         os.sched_setaffinity(0, processors)
     signal.pthread_sigmask(signal.SIG_SETMASK, order.get("mask", ()))
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
 
 
 def _run(order: Mapping[str, Any]) -> None:

@@ -51,17 +51,15 @@ class ServerProcess:
         self.client = client
         words = ["serve", *map(str, arguments)]
         environment = _clean_environment() | dict(env or {})
-        self._process: subprocess.Popen[str] | PreloadedProcess
-        if through or not all(name.startswith(("ORTSERVE_", "AWS_", "OTEL_")) for name in env or ()):
-            self._process = subprocess.Popen(
-                [*through, sys.executable, "-m", "ortserve", *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-            )
-        else:
-            self._process = PreloadedProcess(words, environment)
+        is_plain = not through and all(name.startswith(("ORTSERVE_", "AWS_", "OTEL_")) for name in env or ())
+        forked = PreloadedProcess.start(words, environment) if is_plain else None
+        self._process: Final = forked or subprocess.Popen(
+            [*through, sys.executable, "-m", "ortserve", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
         self.lines: list[str] = []
         self._is_closed = False
         self._news = threading.Condition()

@@ -1,0 +1,80 @@
+"""Preloaded processes: what they share with others, and starts that the template cannot serve."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import preloaded
+from ortserve.example import repository_path
+from servers import SHORT_WARMUP, serving
+
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
+
+def run(program: str, **options: Any) -> str:
+    command = [sys.executable, "-c", f"from ortserve.core import dtypes; {program}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60, **options)
+    return bytes(done.stdout).decode()
+
+
+IS_PRELOADED = "import sys; print('forked' if 'onnxslim' in sys.modules else 'alone')"
+
+
+def test_starts_after_the_end_of_the_template_succeed() -> None:
+    assert run(IS_PRELOADED) == "forked\n"
+    preloaded._TEMPLATES["tools"]._process.kill()
+    preloaded._TEMPLATES["tools"]._process.wait()
+    assert run(IS_PRELOADED) == "alone\n"
+    assert run(IS_PRELOADED) == "forked\n"
+
+
+def test_server_starts_after_the_end_of_the_template() -> None:
+    with serving(repository_path(), *SHORT_WARMUP):
+        preloaded._TEMPLATES["servers"]._process.kill()
+        preloaded._TEMPLATES["servers"]._process.wait()
+    with serving(repository_path(), *SHORT_WARMUP) as server:
+        assert isinstance(server._process, subprocess.Popen)
+
+
+@pytest.mark.parametrize("options", [{"umask": 0o77}, {"process_group": 0}, {"close_fds": False}])
+def test_options_that_no_forked_process_follows_start_the_interpreter(options: dict[str, Any]) -> None:
+    assert run(IS_PRELOADED, **options) == "alone\n"
+
+
+@pytest.mark.parametrize("name", ["TZ", "HOME", "MPLCONFIGDIR", "GRPC_VERBOSITY", "MKL_NUM_THREADS"])
+def test_variables_that_libraries_read_early_start_the_interpreter(name: str) -> None:
+    assert run(IS_PRELOADED, env={**os.environ, name: ""}) == "alone\n"
+
+
+def test_processes_do_not_share_random_numbers() -> None:
+    program = "import numpy; print(numpy.random.random())"
+    assert run(program) != run(program)
+
+
+def test_failed_start_names_the_command_and_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="FileNotFoundError") as caught:
+        run("print()", cwd=tmp_path / "missing")
+    assert len(str(caught.value)) < 500
+    assert not [child for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
+    assert run(IS_PRELOADED) == "forked\n"
+
+
+def test_system_without_processes_gets_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(preloaded, "_import_for", lambda kind: None)
+    monkeypatch.setattr(os, "fork", refuse)
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with mine, theirs:
+        mine.send(json.dumps({}).encode())
+        mine.shutdown(socket.SHUT_WR)
+        preloaded._serve_orders(theirs, "tools")
+        assert mine.recv(4096).startswith(b" BlockingIOError")
