@@ -241,6 +241,7 @@ def test_requests_past_the_drain_timeout_are_aborted(tmp_path: Path) -> None:
                 came = b""
             assert came == b"" or came.startswith(b"HTTP/1.1 500 ")
         assert server.wait() == 1
+        assert "connections with unanswered requests are closed protocol=http connections=1 " in server.output
 
 
 @pytest.fixture(scope="module")

@@ -296,6 +296,11 @@ def test_request_of_one_protocol_that_is_cut_off_shows_in_the_exit_status(
         server.send(signal.SIGTERM)
         assert server.wait() == 1
         assert cut_off.exception() is not None
+        protocol = "http" if call is rest_json else "grpc"
+        line = server.wait_for_line("connections with unanswered requests are closed")
+        assert f" protocol={protocol} connections=1 " in line
+        assert server.output.count("connections with unanswered requests are closed") == 1
+        assert "runs are abandoned" not in server.output
 
 
 def _json_body(request_id: str, row: np.ndarray) -> bytes:

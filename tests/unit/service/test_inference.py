@@ -342,7 +342,7 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
     release = threading.Event()
 
     def read() -> InferRequest:
-        release.wait()
+        release.wait(60)
         return request()
 
     call, outcomes = stage.service.receive("http"), list[object]()
@@ -352,9 +352,11 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
     call.cancel()
     await asyncio.sleep(0)
     with stage.service.gate.hold(0) as hold:
-        with pytest.raises(ServeError, match="max_inflight_bytes"):
-            hold.grow(200)
-        release.set()
+        try:
+            with pytest.raises(ServeError, match="max_inflight_bytes"):
+                hold.grow(200)
+        finally:
+            release.set()
         while hold.size == 0:
             await asyncio.sleep(0)
             with suppress(ServeError):
@@ -372,7 +374,7 @@ async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and
     release, decoded = threading.Event(), list[str]()
 
     def read(name: str) -> InferRequest:
-        release.wait()
+        release.wait(60)
         decoded.append(name)
         return request()
 
@@ -380,17 +382,19 @@ async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and
         given = Given(partial(read, name), Reading.THREAD)
         return service.serve(service.receive("http", timeout_ns), given, AS_IS)
 
-    first = asyncio.create_task(serve("first"))
-    cancelled = asyncio.create_task(serve("cancelled"))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    raw = InferRequest("text", "", "", (), (), {}, raw_input=b"x" * (INLINE_BYTES + 1))
-    raw_call = service.receive("http", 1_000_000)
-    for late in (serve("late", timeout_ns=1_000_000), service.serve(raw_call, Given(lambda: raw), AS_IS)):
-        with pytest.raises(ServeError, match="it passed before the request was decoded") as caught:
-            await late
-        assert caught.value.kind is ErrorKind.DEADLINE
-    release.set()
+    try:
+        first = asyncio.create_task(serve("first"))
+        cancelled = asyncio.create_task(serve("cancelled"))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        raw = InferRequest("text", "", "", (), (), {}, raw_input=b"x" * (INLINE_BYTES + 1))
+        raw_call = service.receive("http", 1_000_000)
+        for late in (serve("late", timeout_ns=1_000_000), service.serve(raw_call, Given(lambda: raw), AS_IS)):
+            with pytest.raises(ServeError, match="it passed before the request was decoded") as caught:
+                await late
+            assert caught.value.kind is ErrorKind.DEADLINE
+    finally:
+        release.set()
     await first
     await serve("last")
     assert decoded == ["first", "last"]

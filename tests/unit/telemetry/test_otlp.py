@@ -183,16 +183,20 @@ def test_rejected_exports_are_logged_once_until_one_is_accepted(
 
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Rejecting) as server:
-        threading.Thread(target=server.serve_forever).start()
-        tracing = tracing_to(f"http://127.0.0.1:{server.server_port}")
-        for _ in range(6):
-            before = tracing.exported_spans + tracing.dropped_spans
-            trace = tracing.begin(OPERATION, None, ())
-            assert trace is not None
-            trace.end(EndedRequest(timing=ANSWERED, ended_ns=10_000, kind=None, request_id="it"))
-            while tracing.exported_spans + tracing.dropped_spans == before:
-                time.sleep(0.001)
-        tracing.close(60)
-        server.shutdown()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            tracing = tracing_to(f"http://127.0.0.1:{server.server_port}")
+            for _ in range(6):
+                before = tracing.exported_spans + tracing.dropped_spans
+                trace = tracing.begin(OPERATION, None, ())
+                assert trace is not None
+                trace.end(EndedRequest(timing=ANSWERED, ended_ns=10_000, kind=None, request_id="it"))
+                until_s = time.monotonic() + 60
+                while tracing.exported_spans + tracing.dropped_spans == before:
+                    assert time.monotonic() < until_s, "the span was neither exported nor dropped"
+                    time.sleep(0.001)
+            tracing.close(60)
+        finally:
+            server.shutdown()
     assert caplog.text.count("404") == 2
     assert caplog.text.count("the collector accepts traces again") == 1
