@@ -92,12 +92,14 @@ fuzz: .venv/dev.done
 	ORTSERVE_TEST_SCHEDULES=$(CASES) ORTSERVE_TEST_SEED=$$((($(SEED) - 1) * $(CASES))) \
 		$(BIN)/python -m pytest $(PARALLEL) tests/fuzz tests/unit/batching/test_batcher_properties.py $(PYTEST_ARGS)
 
-# mypy takes 40 s on one processor, meanwhile the tests use the others.
+# mypy takes 40 s on one processor, meanwhile the tests use the others. A process in the background ignores Ctrl-C.
 check: .venv/dev.done
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python protos/generate.py --check
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q $(PARALLEL) tests/repo; tests=$$?; wait $$types && exit $$tests
+	$(BIN)/mypy > .venv/types.log 2>&1 & types=$$!; trap "kill $$types 2> /dev/null" INT TERM; \
+	$(BIN)/python -m pytest -q $(PARALLEL) $(PYTEST_ARGS) tests/repo; tests=$$?; \
+	wait $$types; types=$$?; cat .venv/types.log; [ $$types -eq 0 ] && exit $$tests
 
 audit: .venv/dev.done
 	$(BIN)/python tests/support/audit.py
