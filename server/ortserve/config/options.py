@@ -119,7 +119,9 @@ class ServerOptions(
     max_inflight_bytes: int | None = Field(default=None, ge=1, le=2**44)
     """Memory for request bodies and the data decoded from them, until they are answered; further requests are rejected
     as ``overloaded``. In addition, up to 128 MiB, or a quarter of this value if that is less, are kept for the next
-    large bodies. Unset: a quarter of the memory available to the process (cgroup, address space limit, machine)."""
+    large bodies. Messages of gRPC streams that wait for an earlier message may take the sum to twice this value, and
+    64 KiB per stream beyond it. Unset: a quarter of the memory available to the process (cgroup, address space limit,
+    machine)."""
     max_json_bytes: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Maximum size of the JSON of a request to infer or generate, after decompression; larger JSON is rejected as
     ``too_large``. Parsing JSON takes up to 32 times its size in memory; binary tensors take none and may be larger.
@@ -168,7 +170,8 @@ class ServerOptions(
     """Time for which new requests are still accepted after SIGTERM turned readiness off, so that load balancers can
     react."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
-    """Time limit for admitted requests to finish after the listeners have closed."""
+    """Time limit for admitted requests to finish after the listeners have closed. Requests that take longer are cut
+    off, and the exit status is then 1."""
 
     console: bool = True
     """Serve the console, a page at ``/`` of the HTTP port that shows models and server. It shows data only to callers
