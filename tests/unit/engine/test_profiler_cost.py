@@ -9,7 +9,7 @@ from ortserve.engine.profiler_cost import CallOverhead
 
 
 def test_interrupted_calls_and_first_runs_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other four calls of 5 ms in each second run, and 1 ms in each call of the first ones, which have cold caches."""
+    """Calls of first runs take 1 ms, as their caches are cold; of each other run, four different calls take 5 ms."""
     overhead = CallOverhead(1, tmp_path / "trace")
     for _ in range(5):
         overhead.sample()

@@ -640,7 +640,7 @@ def test_required_optional_inputs_are_generated() -> None:
     assert found.latencies
 
 
-def test_device_lost_at_any_run_ends_the_run_plan() -> None:
+def test_device_lost_at_any_run_ends_the_warm_up() -> None:
     free, optional = (
         TensorSpec("x", DataType.FP32, (-1, -1)),
         TensorSpec("z", DataType.FP32, (-1, 4), is_optional=True),
