@@ -9,6 +9,8 @@ from h2.settings import SettingCodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.transport import FakeTransport
 from native_wire import (
     BOOM,
@@ -21,6 +23,7 @@ from native_wire import (
     Answer,
     Client,
     Wire,
+    end,
     framed,
     on_wire,
 )
@@ -191,6 +194,46 @@ def test_messages_are_independent_of_segmentation(path: str) -> None:
             assert client.answers[stream].status == OK
 
     on_wire(test)
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=20))
+@settings(max_examples=30)
+def test_frames_of_every_kind_are_independent_of_segmentation(path: str, cuts: list[int]) -> None:
+    """The reader of frames is tested alone only where it is interpreted, here also where it is compiled."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        wire = Wire(loop, clock)
+        client = Client(wire)
+        preface_and_settings = client.h2.data_to_send()
+        stream = client.open(path)
+        block, message = client.h2.data_to_send()[frames.HEADER_BYTES :], framed(b"hello")
+        padding_and_priority = b"\x02" + b"\0\0\0\0\x0f"
+        head = padding_and_priority + block[:7] + b"__"
+        sent = preface_and_settings + b"".join(
+            (
+                frames.frame(0xEE, 0x7, 9, b"?"),
+                frames.frame(frames.HEADERS, frames.PADDED | frames.HAS_PRIORITY, stream, head),
+                frames.frame(frames.CONTINUATION, 0, stream, b""),
+                frames.frame(frames.CONTINUATION, frames.END_HEADERS, stream, block[7:]),
+                frames.frame(frames.DATA, frames.PADDED, stream, b"\x03" + message[:4] + b"___"),
+                frames.frame(frames.DATA, 0, stream, message[4:]),
+                frames.frame(frames.PING, 0, 0, b"12345678"),
+                frames.frame(frames.DATA, frames.END_STREAM, stream, b""),
+            )
+        )
+        position = number = 0
+        while position < len(sent):
+            size = cuts[number % len(cuts)]
+            wire.feed(sent[position : position + size])
+            position += size
+            number += 1
+        await client.exchange()
+        assert (client.answers[stream].messages, client.answers[stream].status) == ([b"hello"], OK)
+        assert (client.pongs, client.goaways) == ([b"12345678"], [])
+        await end(wire)
+
+    run_virtual(main)
 
 
 def test_padding_is_dropped_and_counts_against_the_windows() -> None:
