@@ -51,6 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"features{suffix}", interfaces.joined_features),
             add_model(repository, f"continued{suffix}", empty_inputs.continued),
             add_model(repository, f"image{suffix}", empty_inputs.normalized_image),
+            add_model(repository, f"cached{suffix}", empty_inputs.normalized_beside_a_cache),
+            add_model(repository, f"continued_cached{suffix}", empty_inputs.continued_beside_a_cache),
             add_model(repository, f"past{suffix}", empty_inputs.attention_to_a_past),
         ]
         for folder in folders:
@@ -199,6 +201,18 @@ def test_normalization_of_an_image_without_pixels_is_rejected(server: ServerProc
     whole = np.full((1, 2, 3, 4), 5, np.float16)
     np.testing.assert_array_equal(rest_json(server, model, {"x": whole})["y"], np.ones_like(whole))
     check_rejected(server, model, {"x": whole[:, :, :0]}, f"'x' is empty for model '{model}'")
+    assert rest_json(server, model, {"x": whole[:0]})["y"].shape == (0, 2, 3, 4)
+
+
+@pytest.mark.parametrize("suffix", ["", "_alone"], ids=["batched", "alone"])
+def test_inputs_that_reach_no_crashing_operator_may_be_empty(server: ServerProcess, suffix: str) -> None:
+    cache, x = np.empty((1, 0, 4), np.float32), np.full((1, 2, 3), 5, np.float32)
+    for empty in (x, x[:, :, :0]):
+        answer = rest_json(server, f"cached{suffix}", {"x": empty, "cache": cache})
+        assert {name: array.shape for name, array in answer.items()} == {"y": empty.shape, "kept": cache.shape}
+    prompt = np.array([[1, 2]], np.int32)
+    answer = rest_json(server, f"continued_cached{suffix}", {"x": prompt, "cache": cache})
+    assert {name: array.shape for name, array in answer.items()} == {"y": (1, 6), "kept": cache.shape}
 
 
 @pytest.mark.parametrize("model", ["past", "past_alone"])
@@ -217,7 +231,7 @@ def test_prompt_of_no_words_is_rejected(server: ServerProcess, model: str) -> No
     """ONNX Runtime would read the word before it, and crash the process."""
     answer = rest_json(server, model, {"x": np.array([[1, 2]], np.int32)})
     np.testing.assert_array_equal(answer["y"], [[1, 2, 0, 1, 2, 0]])
-    check_rejected(server, model, {"x": np.empty((1, 0), np.int32)}, "operators GreedySearch may crash")
+    check_rejected(server, model, {"x": np.empty((1, 0), np.int32)}, f"'x' is empty for model '{model}'")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import onnxruntime as ort
 from ortserve.engine.checked_node import CheckedNode
 from ortserve.engine.provider_options import CPU
 from ortserve.model_file.einsum import is_plain_product
-from ortserve.model_file.graph import INT64, Attribute
+from ortserve.model_file.graph import FLOAT16, INT64, Attribute
 
 _SINCE_1_32: Final = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 """Since 1.32, ONNX Runtime writes all products that it does not quantize, and quantizes blocks of empty tensors."""
@@ -129,6 +129,18 @@ def _check_pixels(roi_align: CheckedNode) -> None:
         _fail_if_none_along(roi_align, 0, 2, 3)
 
 
+def _check_normalized(normalization: CheckedNode) -> None:
+    """InstanceNormalization of FP16 writes to unmapped memory if an image has no pixels."""
+    values = [normalization.around.value(name) for name in normalization.node.inputs[:2]]  # of one type
+    if not normalization.may_be_empty(0) or any(value and value.dtype not in (0, FLOAT16) for value in values):
+        return
+    axes = range(2, len(normalization.sizes(0) or ()))
+    if axes:
+        _fail_if_none_along(normalization, 0, *axes)
+    else:
+        _not_empty(0)(normalization)
+
+
 def _check_heads(attention: CheckedNode) -> None:
     """Attention divides by the number or the size of heads. That of ONNX may join a past by a Concat."""
     axis = -1 if attention.node.domain or attention.node.attributes.get("q_num_heads") else 1
@@ -202,7 +214,7 @@ EMPTY_CHECKS: Final[Mapping[tuple[str, str], Callable[[CheckedNode], None]]] = {
     ("", "DFT"): _not_empty(2),
     ("", "Einsum"): _check_terms,
     ("", "GRU"): _not_empty(0),
-    ("", "InstanceNormalization"): _not_empty(0),
+    ("", "InstanceNormalization"): _check_normalized,
     ("", "LSTM"): _not_empty(0),
     ("", "MatMul"): _check_product,
     ("", "Gemm"): _check_product,

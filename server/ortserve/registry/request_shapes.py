@@ -136,32 +136,26 @@ class EqualSizes:
 
 CRASHING: Final[Mapping[str, bool]] = {
     "AttnLSTM": True,
-    "BeamSearch": True,
     "DynamicQuantizeLSTM": True,
     "Einsum": False,
     "FeatureVectorizer": False,
     "FusedMatMul": False,
     "GRU": True,
-    "GreedySearch": True,
     "GroupQueryAttention": False,
-    "InstanceNormalization": True,
     "LSTM": True,
     "QAttention": False,
     "STFT": True,
-    "Sampling": True,
     "Scan": True,
     "SkipLayerNormalization": False,
     "SkipSimplifiedLayerNormalization": False,
     "Unique": True,
-    "WhisperBeamSearch": True,
 }
 """Operators that end the process on an empty tensor, by their names in the optimized graph.
 
 GRU and LSTM call ``std::terminate`` for 0 rows or 0 steps, and Unique if an axis other than its own is empty. Einsum
 divides by 0 for 0 rows, STFT for an empty window, and Scan for a tensor without elements of which it reads slices along
-another axis than 0. InstanceNormalization of FP16 writes to unmapped memory. The searches, which generate text, read
-the word in front of a prompt of length 0. The value is False for operators that crash only if axis 0 is empty or one of
-the axes that ``load/empty_axes`` excludes: a decoder with an Einsum may begin with a past of length 0."""
+another axis than 0. The value is False for operators that crash only if axis 0 is empty or one of the axes that
+``load/empty_axes`` excludes: a decoder with an Einsum may begin with a past of length 0."""
 
 _MAX_ELEMENTS: Final = 2**23
 """Maximum number of elements of a placeholder row of an input with free dimensions, 32 MiB of FP32. A request that

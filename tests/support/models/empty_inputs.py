@@ -35,6 +35,23 @@ def normalized_image(path: Path) -> Path:
     return _parsed(path, text)
 
 
+def normalized_beside_a_cache(path: Path) -> Path:
+    """A normalized signal beside a cache: x FP32 [batch, 2, length] → y; cache FP32 [batch, before, 4] → kept."""
+    text = """m (float[batch,2,length] x, float[batch,before,4] cache) =>
+        (float[batch,2,length] y, float[batch,before,4] kept) <float[2] one = {1, 1}>
+        { y = InstanceNormalization (x, one, one) kept = Neg (cache) }"""
+    return _parsed(path, text)
+
+
+def continued_beside_a_cache(path: Path) -> Path:
+    """As ``continued``, with a cache: cache FP32 [batch, before, 4] → kept."""
+    text = f"""m (int32[batch,length] x, float[batch,before,4] cache) =>
+        (int32[batch,6] y, float[batch,before,4] kept) <int32[1] most = {{6}}> {{
+        kept = Neg (cache) y = com.microsoft.GreedySearch <
+            model_type = 0, eos_token_id = 9, pad_token_id = 0, decoder = {DECODER}> (x, most) }}"""
+    return _parsed(path, text)
+
+
 def attention_scores(path: Path) -> Path:
     """Products of all pairs: x FP32 [batch, length, size] → y FP32 [batch, length, length]."""
     text = """m (float[batch,length,size] x) => (float[batch,length,others] y)

@@ -44,10 +44,10 @@ EMPTY_INSIDE: Final = {
     ),
     "InstanceNormalization": (
         cut(
-            "float[n,2,h,w] x",
-            "float[n,2,h,w] y",
+            "float16[n,2,h,w] x",
+            "float16[n,2,h,w] y",
             "third) y = InstanceNormalization (t, a, a)",
-            ", float[2] a = {1, 1}",
+            ", float16[2] a = {15360, 15360}",
         ),
         (1, 2, 4, 4),
     ),

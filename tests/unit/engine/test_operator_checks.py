@@ -16,7 +16,7 @@ import pytest
 from onnx import parser
 
 from empty_operands import outcome
-from models.empty_inside import COMPUTED_SINCE_1_32, EMPTY_INSIDE, REJECTED_SINCE_1_32
+from models.empty_inside import COMPUTED_SINCE_1_32, EMPTY_INSIDE, REJECTED_SINCE_1_32, cut
 from ortserve.engine.operator_checks import check_edits
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import CPU
@@ -372,8 +372,9 @@ def test_tensor_that_becomes_empty_inside_the_model_gets_an_error(process: Execu
         boxes_of(ratio=2),
         "m (float[n] z) => (float[n] y) <float[2,2] x = {1, 2, 3, 4}> { v = com.microsoft.Inverse (x) y = Add (z, z) }",
         "m (float[n] x) => (float[n] y) { y = Relu (x) }",
+        cut("float[n,2,w] x", "float[n,2,w] y", "third) y = InstanceNormalization (t, a, a)", ", float[2] a = {1, 1}"),
     ],
-    ids=["a number of samples", "a constant", "another operator"],
+    ids=["a number of samples", "a constant", "another operator", "a normalization of FP32"],
 )
 def test_other_operators_stay_as_they_are(tmp_path: Path, text: str) -> None:
     assert check_edits(read_model(write(tmp_path, text))) == {}

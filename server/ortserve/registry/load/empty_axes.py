@@ -8,7 +8,8 @@ either, if they are quantized, or, before 1.32, of a vector or joined with a Tra
 without pixels.
 Attention without heads, or with heads of size 0, ends the process, and so do a few other operators on some empty axes.
 A Conv with an empty kernel does not return, and a ConvInteger does not write its output. Quantized sums and products of
-elements crash on several threads.
+elements crash on several threads. InstanceNormalization of FP16 writes to unmapped memory for images without pixels.
+The searches, which generate text, read the word in front of a prompt of length 0.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ortserve.model_file.einsum import is_plain_product
-from ortserve.model_file.graph import Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
+from ortserve.model_file.graph import FLOAT16, Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
 from ortserve.rows import Atom, Value, atoms_of, find_sizes, has_atom
 
 _JOINS: Final = frozenset({"Concat", "ConcatFromSequence", "QLinearConcat"})
@@ -38,6 +39,8 @@ _TERMS: Final = frozenset({"Add", "Mul"})
 """Operators on elements that ONNX Runtime quantizes behind DequantizeLinear."""
 _OF_BOXES: Final = frozenset({"MaxRoiPool", "RoiAlign"})
 """Operators whose first input is images, with the height and width on axes 2 and 3."""
+_SEARCHES: Final = frozenset({"BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"})
+"""Operators that generate text by a decoder, which is a graph. Their inputs must not be empty."""
 _IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Slice", "Split"})
 """Operators whose output has the axes of their first input, and is empty if that input is empty."""
 _ENDING_TRANSPOSES: Final = (
@@ -160,7 +163,7 @@ class _Paths:
             ):
                 self.wrong |= read.keys()
                 continue
-            for name, axis in self._crashing_axes(node):
+            for name, axis in self._crashing_axes(node, constants):
                 self.wrong |= {
                     seed
                     for seed, at in self._all_of([name]).items()
@@ -206,7 +209,7 @@ class _Paths:
         places = [at for at, size in enumerate(value.dims) if has_atom(size, atoms.__contains__)]
         return axis in places or not places
 
-    def _crashing_axes(self, node: Node) -> Iterator[tuple[str, int | None]]:
+    def _crashing_axes(self, node: Node, constants: Mapping[str, Tensor]) -> Iterator[tuple[str, int | None]]:
         """Inputs of a node, each with an axis along which it must not be empty, or None if that axis is unknown."""
         equation = node.attributes.get("equation")
         if isinstance(equation, str) and "->" in equation and "." not in equation:
@@ -236,6 +239,9 @@ class _Paths:
                 yield from ((name, axis) for axis in (0, None if rank is None else rank - 1))
         if node.op in _OF_BOXES:
             yield from ((node.inputs[0], axis) for axis in (2, 3))
+        if node.op == "InstanceNormalization" and _may_be_half(node, constants, self._known):
+            rank = self._rank(node.inputs[0])
+            yield from ((node.inputs[0], axis) for axis in ([None] if rank is None else range(2, rank)))
         for name in node.inputs[: _LAST_AXIS.get(node.op, 0)]:
             rank = self._rank(name)
             yield name, None if rank is None else rank - 1
@@ -332,8 +338,16 @@ def _may_fail_on_empty(node: Node, constants: Mapping[str, Tensor], computes_emp
         return kernel not in constants
     if node.op in _COMPUTED_PRODUCTS:
         return not computes_empty and (node.op == "FusedMatMul" or constants.keys().isdisjoint(node.inputs))
-    failing = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
+    if node.op == "InstanceNormalization":
+        return _may_be_half(node, constants, {})
+    failing = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | _SEARCHES | {"Einsum"}
     return node.op in failing or _is_quantized(node) or _crashes_anywhere(node, computes_empty)
+
+
+def _may_be_half(normalization: Node, constants: Mapping[str, Tensor], known: Mapping[str, Value]) -> bool:
+    """Whether an InstanceNormalization may be one of FP16. Its scale has the type of its first input."""
+    scale, value = constants.get(normalization.inputs[1]), known.get(normalization.inputs[0])
+    return (scale.dtype if scale is not None else value.dtype if value is not None else 0) in (0, FLOAT16)
 
 
 def _kernel_of(node: Node) -> str:

@@ -31,7 +31,7 @@ from ortserve.registry.load.golden_samples import (
     read_golden,
 )
 from ortserve.registry.load.loaded_model import LoadedModel
-from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators
+from ortserve.registry.request_shapes import ShapeClasses, check_empty_axes, check_not_empty, crashing_operators
 
 RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
 """Runs samples together, and returns the outputs of each. Raises ServeError."""
@@ -196,6 +196,7 @@ class InstanceRuns:
         self._shapes = ShapeClasses(loaded.signature, self._padding)
         self._workers = cycle([WorkerRuns(instance, bounds) for instance in loaded.instances])
         self._crashing = crashing_operators(loaded.operators)
+        self._empty_axes = loaded.empty_axes if loaded.signature.ragged is None else None
         interface = loaded.interface
         self.signature = loaded.signature
         """Signature of samples: that of the model without the tensors that the server fills."""
@@ -216,6 +217,8 @@ class InstanceRuns:
         inputs = [sample.inputs for sample in samples]
         for sample in samples if self._crashing else ():
             check_not_empty(sample.inputs, self.signature, "golden", self._crashing)
+        for sample in samples if self._empty_axes is not None else ():
+            check_empty_axes(sample.inputs, self.signature, "golden", self._empty_axes or {})
         if sequences is not None:
             inputs = [sequences.first(arrays, 1) for arrays in inputs]
         rows = len(samples)

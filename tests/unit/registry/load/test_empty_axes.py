@@ -248,6 +248,26 @@ def test_attention_that_is_a_function_appends_to_a_past_of_no_steps_only(tmp_pat
     assert (axes["past"], axes["new"]) == ({2}, {2})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "axes"),
+    [("float16", {"x": {0}, "cache": {0, 1}}), ("float", None)],
+)
+def test_images_of_normalizations_of_fp16_have_pixels(
+    tmp_path: Path, dtype: str, axes: dict[str, set[int]] | None
+) -> None:
+    inputs = f"{dtype}[batch,2,height,width] x, float[batch,length] cache"
+    nodes = "u = Neg (x) y = InstanceNormalization (u, one, one)"
+    assert found(tmp_path, inputs, nodes, f"<{dtype}[2] one = {{1, 1}}>") == axes
+
+
+def test_normalization_with_a_computed_scale_has_the_type_of_its_image(tmp_path: Path) -> None:
+    for dtype, axes in (("float16", {0}), ("float", {0, 2})):
+        nodes = "s = Neg (scale) y = InstanceNormalization (x, s, s)"
+        result = found(tmp_path, f"{dtype}[batch,2,width] x, {dtype}[2] scale", nodes)
+        assert result is not None
+        assert result["x"] == axes
+
+
 @pytest.mark.parametrize(("inputs", "heads"), [("float[batch,heads,length,4] q", 1), ("float[batch,length,all] q", 2)])
 def test_attention_has_heads(tmp_path: Path, inputs: str, heads: int) -> None:
     axes = found(tmp_path, inputs, "k = Identity (q) y = Attention <q_num_heads=2, kv_num_heads=2> (q, k, k)")

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from models import builders, interfaces, sequences
+from models import builders, empty_inputs, interfaces, sequences
 from ortserve.config.model import ModelOptions
 from ortserve.core.dtypes import DataType, narrow
 from ortserve.core.signature import ModelSignature, TensorSpec
@@ -154,6 +154,14 @@ def test_an_empty_sample_that_would_end_the_process_fails(tmp_path: Path) -> Non
     arrays = {"input.x": np.zeros((1, 0, 2), np.float32), "output.y": np.zeros((1, 3), np.float32)}
 
     assert "input 'x' is empty" in refused(make(tmp_path, builders.recurrent, arrays))
+
+
+def test_an_empty_sample_along_an_axis_that_would_end_the_process_fails(tmp_path: Path) -> None:
+    image = np.zeros((1, 2, 0, 4), np.float16)
+
+    assert "none along axis 2" in refused(
+        make(tmp_path, empty_inputs.normalized_image, {"input.x": image, "output.y": image})
+    )
 
 
 def test_output_of_another_shape_fails_the_samples(tmp_path: Path) -> None:
