@@ -5,7 +5,7 @@ from typing import Final, TypeVar
 
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.result import Batches, Comparison, Cost, Fusion, OperatorCost, Profile, ProfileResult
-from ortserve.tools.profile.runs import CLOSED_WITHIN, MIN_MS, MIN_PAIRS, Runs
+from ortserve.tools.profile.runs import CLOSED_WITHIN, MIN_MS, MIN_PAIRS, Runs, is_interrupted
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, number_text
 
 _SHOWN: Final = 15
@@ -106,13 +106,20 @@ def _balance(profile: Profile, of: str) -> Table:
         )
     elif balance.runs < MIN_PAIRS:
         note = f"{balance.runs} runs are too few for a verdict on these parts; {MIN_PAIRS} are the least."
-    elif balance.rest_error <= CLOSED_WITHIN:
+    elif balance.rest_error > CLOSED_WITHIN:
+        note = f"The time that the profiler adds is known only within {_percent(balance.rest_error)}."
+    elif is_interrupted(balance):
+        note = (
+            f"The rest is {_percent(balance.rest_share)}. Interruptions took "
+            f"{_percent(balance.interrupted_ms / balance.profiled_ms)} of the time, so they may have caused it."
+        )
+    elif abs(balance.rest_share) - CLOSED_WITHIN <= balance.clock_error:
         note = (
             f"The rest is {_percent(balance.rest_share)}. The profiler's clock counts whole µs, so up to "
             f"{_percent(balance.clock_error)} may belong to operators or to the rest."
         )
     else:
-        note = f"The time that the profiler adds is known only within {_percent(balance.rest_error)}."
+        note = f"A run takes less than {MIN_MS:g} ms without the profiler, too little for a verdict on these parts."
     if balance.is_closed is False and balance.rest_ms < 0:
         within = number_text(-balance.rest_ms)
         note += (

@@ -164,10 +164,15 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
     )
 
 
+def is_interrupted(balance: Balance) -> bool:
+    """Whether other work on the machine took so much of the runs that the rest may belong to it."""
+    return balance.interrupted_ms > _BUSY_SHARE * balance.profiled_ms
+
+
 def doubts_of(balance: Balance) -> list[str]:
     """Notes about figures that other work on the machine makes uncertain."""
     doubts = []
-    if balance.interrupted_ms > _BUSY_SHARE * balance.profiled_ms:
+    if is_interrupted(balance):
         share = 100 * balance.interrupted_ms / balance.profiled_ms
         doubts.append(f"the machine was busy: {share:.0f} % of the time of the runs went to interruptions")
     if balance.rest_error > CLOSED_WITHIN and balance.operators_ms >= MIN_MS:

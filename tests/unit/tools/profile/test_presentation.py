@@ -79,3 +79,21 @@ def test_operators_that_profiling_slows_down_are_named() -> None:
     (found,) = [table for table in tables if table.title == "Where the time goes"]
     assert held.balance.is_closed is False
     assert f"Profiling slows the operators down by at least {-held.balance.rest_ms:.3f} ms" in found.note
+
+
+def test_missing_verdict_is_explained_by_its_own_cause() -> None:
+    interrupted = [[1500 + 3000 * (place == number % 4) for place in range(4)] for number in range(8)]
+    for times_us, plain_us, plain_cpu_us, wall_us, cpu_us, cause in (
+        (interrupted, 7000, 5000, 9000, 6000, "Interruptions took 33.3 % of the time"),
+        ([[10] * 600] * 8, 6600, 6600, 6600, 6600, "The profiler's clock counts whole µs"),
+        ([[4000, 2000]] * 8, 200, 200, 6600, 6600, "A run takes less than 5 ms without the profiler"),
+    ):
+        lines = [line for number, of in enumerate(times_us) for line in flat_run(number * 10_000, *of, gap_us=0)]
+        plain = [RunTime(plain_us * 1000, plain_cpu_us * 1000)] * 8
+        profiled = [RunTime(wall_us * 1000, cpu_us * 1000)] * 8
+        held = profile_of(Runs("m", "p", 1, {}, "", 1, plain, profiled, read_trace(trace_file(*lines))))
+
+        tables = [block for block in present(ProfileResult(profile=held)).blocks if isinstance(block, Table)]
+        (found,) = [table for table in tables if table.title == "Where the time goes"]
+        assert held.balance.is_closed is None
+        assert cause in found.note
