@@ -17,13 +17,14 @@ RANDOM: Final = frozenset(
     {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
     | {"RandomUniformLike", "Sampling"}
 )
-_FLAG_NAMES: Final = """
+_FLAGS: Final = frozenset(
+    """
     allowzero antialias broadcast causal ceil_mode channels_last count_include_pad do_rotary exclude_outside exclusive
     fmod input_forget interleaved inverse is_causal is_inner_broadcast is_packed_batching is_test keepdims layout
     linear_before_reset noop_with_empty_axes onesided past_present_share_buffer reverse rotary_interleaved saturate
     select_last_index sliding_window_cache training_mode transA transB transBatchA transBatchB unidirectional upper
-"""
-_FLAGS: Final = frozenset(_FLAG_NAMES.split())
+    """.split()  # noqa: SIM905
+)
 """Attributes of which only the values 0 and 1 have a meaning."""
 _BUILT_IN: Final = DOMAINS | {"ai.onnx.contrib"}
 """Domains, besides ``com.microsoft`` and its subdomains, whose operators have kernels, which run in place of a function
