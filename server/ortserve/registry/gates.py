@@ -43,28 +43,28 @@ logger: Final = logging.getLogger(__name__)
 
 _MAX_TOGETHER: Final = 16
 """Maximum number of concurrent requests to an ensemble."""
-_MAX_RETRY_S: Final = 0.05
+_MAX_SPEED_RETRY_S: Final = 0.05
 """Maximum wait before another attempt to time a version that rejected a request."""
 
-TimeRun: TypeAlias = Callable[[int], Awaitable[int]]
+SpeedRun: TypeAlias = Callable[[int], Awaitable[int]]
 """Times one run with the given number of rows, in ns. The serving version's returns 0 for one that cannot be compared,
 mostly because it rejected the request. Raises ServeError."""
 
-MAX_ROUNDS: Final = 32
+MAX_SPEED_ROUNDS: Final = 32
 """Maximum rounds of one size."""
-MIN_ROUNDS: Final = 3
+MIN_SPEED_ROUNDS: Final = 3
 """Minimum rounds of one size. With fewer it is not compared."""
-CERTAIN_RUNS: Final = 5
+CERTAIN_SPEED_RUNS: Final = 5
 """A size passes as soon as its shortest runs are within the bound and this many runs of the serving version are about
 as short as its shortest one."""
-_ALIKE: Final = 1.1
+_SAME_SPEED: Final = 1.1
 """Runs up to this multiple of the shortest one are about as short. Times of interrupted runs differ by more."""
-MAX_REJECTED: Final = 32
+MAX_REJECTED_SPEED_RUNS: Final = 32
 """Maximum number of attempts of one size that give no time of the serving version."""
-IGNORED_NS: Final = 100_000
+IGNORED_SLOWDOWN_NS: Final = 100_000
 """Smaller differences do not count as a slowdown, because the wakeup of a thread may cause them."""
-_BUDGET_NS: Final = 10_000_000_000
-"""Time limit for all sizes together. Each size has ``MIN_ROUNDS``, or as many attempts, in any case."""
+_SPEED_BUDGET_NS: Final = 10_000_000_000
+"""Time limit for all sizes together. Each size has ``MIN_SPEED_ROUNDS``, or as many attempts, in any case."""
 
 
 async def check_speed(
@@ -118,16 +118,16 @@ def common_sizes(one: Sequence[SizeLatency], other: Sequence[SizeLatency]) -> li
 
 def is_slower(candidate_ns: int, serving_ns: int, max_slowdown: float) -> bool:
     """Whether the shortest runs show a slowdown beyond the bound. Pure."""
-    return candidate_ns > serving_ns * max_slowdown and candidate_ns - serving_ns > IGNORED_NS
+    return candidate_ns > serving_ns * max_slowdown and candidate_ns - serving_ns > IGNORED_SLOWDOWN_NS
 
 
 def is_certain(times_ns: Sequence[int]) -> bool:
     """Whether enough runs are about as short as the shortest one, which was then not interrupted. Pure."""
-    return sum(one <= min(times_ns) * _ALIKE for one in times_ns) >= CERTAIN_RUNS
+    return sum(one <= min(times_ns) * _SAME_SPEED for one in times_ns) >= CERTAIN_SPEED_RUNS
 
 
 async def find_slowdown(
-    sizes: Sequence[int], candidate: TimeRun, serving: TimeRun, max_slowdown: float, clock: Clock
+    sizes: Sequence[int], candidate: SpeedRun, serving: SpeedRun, max_slowdown: float, clock: Clock
 ) -> str | None:
     """Compare a candidate with the version that serves, size by size.
 
@@ -138,14 +138,14 @@ async def find_slowdown(
     Raises:
         ServeError: A run failed.
     """
-    stop_ns = clock() + _BUDGET_NS
+    stop_ns = clock() + _SPEED_BUDGET_NS
     is_whole = True
     for rows in sizes:
         own: list[int] = []
         others: list[int] = []
         rejected = 0
-        while len(own) < MAX_ROUNDS and rejected < MAX_REJECTED:
-            if len(own) + rejected >= MIN_ROUNDS and clock() >= stop_ns:
+        while len(own) < MAX_SPEED_ROUNDS and rejected < MAX_REJECTED_SPEED_RUNS:
+            if len(own) + rejected >= MIN_SPEED_ROUNDS and clock() >= stop_ns:
                 break
             other_ns = await serving(rows)
             if not other_ns:
@@ -155,7 +155,7 @@ async def find_slowdown(
             own.append(await candidate(rows))
             if is_certain(others) and not is_slower(min(own), min(others), max_slowdown):
                 break
-        if len(own) < MIN_ROUNDS:
+        if len(own) < MIN_SPEED_ROUNDS:
             is_whole = False
         elif is_slower(own_ns := min(own), other_ns := min(others), max_slowdown):
             return (
@@ -179,7 +179,7 @@ async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Cloc
         serving.submit_own(request, terms)
         await request
     except ServeError as error:  # It is overloaded, or is being replaced: do not ask again at once.
-        await asyncio.sleep(min(error.retry_after_s or _MAX_RETRY_S, _MAX_RETRY_S))
+        await asyncio.sleep(min(error.retry_after_s or _MAX_SPEED_RETRY_S, _MAX_SPEED_RETRY_S))
         return 0
     timing = request.timing
     return timing.computed_ns - timing.staged_ns if timing.batch_rows == rows else 0

@@ -8,10 +8,10 @@ from typing import Final
 import pytest
 
 from ortserve.registry.gates import (
-    CERTAIN_RUNS,
-    MAX_REJECTED,
-    MAX_ROUNDS,
-    MIN_ROUNDS,
+    CERTAIN_SPEED_RUNS,
+    MAX_REJECTED_SPEED_RUNS,
+    MAX_SPEED_ROUNDS,
+    MIN_SPEED_ROUNDS,
     common_sizes,
     find_slowdown,
 )
@@ -54,13 +54,17 @@ def slowdown(
 @pytest.mark.parametrize(
     ("candidate", "serving", "runs"),
     [
-        ([1], [1], 2 * CERTAIN_RUNS),
-        ([1.4], [1], 2 * CERTAIN_RUNS),
-        ([9] * CERTAIN_RUNS + [1.5], [1], 2 * CERTAIN_RUNS + 2),  # other work on the machine delayed its first runs
-        ([1], [9, 8, 1], 2 * CERTAIN_RUNS + 4),  # it delayed those of the serving version
-        ([1], range(1, MAX_ROUNDS + 1), 2 * MAX_ROUNDS),  # it delayed all of them
-        ([0.15], [0.06], 2 * CERTAIN_RUNS),  # 2.5 times slower, but only by 0.09 ms
-        ([1], [0, 0, 1], 2 * CERTAIN_RUNS + 2),  # the serving version rejected the first runs
+        ([1], [1], 2 * CERTAIN_SPEED_RUNS),
+        ([1.4], [1], 2 * CERTAIN_SPEED_RUNS),
+        (
+            [9] * CERTAIN_SPEED_RUNS + [1.5],
+            [1],
+            2 * CERTAIN_SPEED_RUNS + 2,
+        ),  # other work on the machine delayed its first runs
+        ([1], [9, 8, 1], 2 * CERTAIN_SPEED_RUNS + 4),  # it delayed those of the serving version
+        ([1], range(1, MAX_SPEED_ROUNDS + 1), 2 * MAX_SPEED_ROUNDS),  # it delayed all of them
+        ([0.15], [0.06], 2 * CERTAIN_SPEED_RUNS),  # 2.5 times slower, but only by 0.09 ms
+        ([1], [0, 0, 1], 2 * CERTAIN_SPEED_RUNS + 2),  # the serving version rejected the first runs
     ],
 )
 def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: Sequence[float], runs: int) -> None:
@@ -72,12 +76,12 @@ def test_few_interrupted_runs_of_the_serving_version_do_not_hide_a_slow_candidat
 
 
 def test_candidate_that_could_not_be_compared_passes_without_a_verdict() -> None:
-    assert slowdown([3], [0]) == (None, MAX_REJECTED)
-    assert slowdown([3], [1, 1, 0]) == (None, 2 * 2 + MAX_REJECTED)
+    assert slowdown([3], [0]) == (None, MAX_REJECTED_SPEED_RUNS)
+    assert slowdown([3], [1, 1, 0]) == (None, 2 * 2 + MAX_REJECTED_SPEED_RUNS)
 
 
 def test_size_that_could_not_be_compared_leaves_no_verdict_but_hides_no_slow_one() -> None:
-    compared, rejected = [1] * CERTAIN_RUNS, [0] * MAX_REJECTED
+    compared, rejected = [1] * CERTAIN_SPEED_RUNS, [0] * MAX_REJECTED_SPEED_RUNS
     assert slowdown([1], [*compared, *rejected], sizes=(1, 4))[0] is None
     assert "a batch of 4 rows takes" in (slowdown([3], [*rejected, 1], sizes=(1, 4))[0] or "")
 
@@ -88,18 +92,18 @@ def test_slow_candidate_is_named_with_its_figures() -> None:
     assert text == (
         "a batch of 8 rows takes 3.000 ms, 3.00 times the 1.000 ms of the serving version; expected at most 1.5 times"
     )
-    assert runs == 2 * MAX_ROUNDS
+    assert runs == 2 * MAX_SPEED_ROUNDS
 
 
 def test_serving_version_that_rejects_most_runs_lets_no_slow_candidate_pass() -> None:
     """One run of the serving version in the first three rounds, delayed by other work, must not decide."""
-    text, _ = slowdown([3], [0, 0, 5, *([0, 1] * MAX_ROUNDS)])
+    text, _ = slowdown([3], [0, 0, 5, *([0, 1] * MAX_SPEED_ROUNDS)])
     assert "3.00 times the 1.000 ms" in (text or "")
 
 
 def test_long_runs_end_early_but_each_size_is_compared() -> None:
-    assert slowdown([40_000], [10_000])[1] == 2 * MIN_ROUNDS
-    assert slowdown([10_000], [10_000], sizes=(1, 4))[1] == 2 * 2 * MIN_ROUNDS
+    assert slowdown([40_000], [10_000])[1] == 2 * MIN_SPEED_ROUNDS
+    assert slowdown([10_000], [10_000], sizes=(1, 4))[1] == 2 * 2 * MIN_SPEED_ROUNDS
 
 
 def test_sizes_are_those_that_both_have() -> None:
