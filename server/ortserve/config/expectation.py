@@ -139,8 +139,15 @@ def describe_problems(
 
 
 def _shown(value: object) -> str:
-    text = "nothing" if value is None else repr(value)
+    text = "nothing" if value is None else _literal(value)
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"
+
+
+def _literal(value: object) -> str:
+    """A value, with items of lists that are null as a file writes them."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "null" if value is None else repr(value)
 
 
 def _suggestion(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:

@@ -18,6 +18,7 @@ _DAY_S: Final = 86_400
 
 _ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://([A-Za-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?")
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
+_MAX_PORT: Final = 65_535
 
 
 class AccessOptions(BaseModel):
@@ -91,7 +92,8 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
         found = _ORIGIN.fullmatch(origin)
         scheme, host, port = found.groups() if found else ("", "", "")
         is_web = scheme in _DEFAULT_PORTS
-        if origin != "*" and (found is None or (is_web and (host.lower() != host or port == _DEFAULT_PORTS[scheme]))):
+        is_alias = is_web and (host.lower() != host or port == _DEFAULT_PORTS[scheme])
+        if origin != "*" and (found is None or is_alias or int((port or ":0")[1:]) > _MAX_PORT):
             expected = "https://app.example.com or http://localhost:3000, in lower case, without a path or default port"
             raise ValueError(f"expected * or origins as browsers send them, such as {expected}, got {origin[:200]!r}")
     return origins

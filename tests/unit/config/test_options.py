@@ -155,7 +155,7 @@ def test_constrained_texts_are_rejected_with_their_expected_form(name: str, valu
     assert problems_of({name: value}) == (f"{flag}: expected {expected}, got '{value}'",)
 
 
-@pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "https://[::1]:8443", "chrome-extension://abC", ""])
+@pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "https://[::1]:65535", "chrome-extension://abC", ""])
 def test_origins_have_the_form_of_browsers(origin: str) -> None:
     assert read_options({"cors_origins": [origin] if origin else []}).cors_origins == ((origin,) if origin else ())
 
@@ -168,6 +168,7 @@ def test_origins_have_the_form_of_browsers(origin: str) -> None:
             "https://app.example.com:443",
             "http://x:80",
             "https://x:0",
+            "http://x:65536",
             "https://*.example.com",
             "https://a@b",
             "file://",
@@ -191,6 +192,7 @@ def test_all_origins_stand_alone(file: Path) -> None:
     ("line", "problem"),
     [
         ("http_prot: 8000", "http_prot: unknown key; did you mean 'http_port'?"),
+        ("cors_origins: ['*', null]", "cors_origins: expected * or list of origins, got ['*', null]"),
         ("http_port: true", "http_port: expected integer, 0 to 65535, got True"),
         ("http_port: '8000'", "http_port: expected integer, 0 to 65535, got '8000'"),
         ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, in seconds, got nan"),
