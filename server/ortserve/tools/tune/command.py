@@ -84,7 +84,7 @@ def run(given: argparse.Namespace) -> Outcome:
             try:
                 written, why = _write(given, subject, changes, comments)
             except OSError as failure:  # the result of a long search is worth more than the file
-                why, error = f"not written: {failure.strerror}; the file would get", failure
+                why, error = f"not written: {failure.strerror or failure}; the file would get", failure
     result = TuneResult(
         version=__version__,
         model=given.model,
