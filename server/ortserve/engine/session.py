@@ -103,7 +103,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         ServeError: invalid_input: ONNX Runtime cannot load the model; a file is damaged or a Git LFS pointer; the
             execution provider does not start, or runs none of the model's nodes. The message has ONNX Runtime's reason
             without paths. unsupported: the model decodes images elsewhere than at its inputs, or Pillow is missing; or
-            ONNX Runtime would not write an output of a Scan.
+            ONNX Runtime would not write an output of a Scan or a GroupQueryAttention.
     """
     _check_settings(options)
     model = read_model(path) if model is None else model
@@ -111,6 +111,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         raise invalid_input(pointer)
     _check_dimensions(model, options.settings)
     _check_scans(model)
+    _check_scores(model)
     try:
         images = find_images(model)
         edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model)}
@@ -273,6 +274,21 @@ def _check_scans(model: Model) -> None:
                         "operator Scan: expected a body whose outputs are not among its inputs and differ from each "
                         f"other, got '{output.name}', which ONNX Runtime would not write; return an Identity of it",
                     )
+
+
+def _check_scores(model: Model) -> None:
+    """Check that each GroupQueryAttention with an output for its scores says which ones.
+
+    ONNX Runtime 1.32.0 does not write this output otherwise. Only with a past it rejects such a model.
+    """
+    for node in all_nodes(model):
+        is_grouped = (node.domain, node.op) == ("com.microsoft", "GroupQueryAttention")
+        if is_grouped and any(node.outputs[3:4]) and not node.attributes.get("qk_output"):
+            raise ServeError(
+                ErrorKind.UNSUPPORTED,
+                f"operator GroupQueryAttention: expected qk_output to be 1 or 2 for output '{node.outputs[3]}', "
+                "got 0, with which ONNX Runtime would not write it",
+            )
 
 
 def _has_varying_shapes(model: Model, settings: SessionSettings) -> bool:

@@ -134,6 +134,28 @@ def test_scan_with_identities_of_its_inputs_writes_its_outputs(tmp_path: Path, l
     np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.parametrize("scores", ["", ", qk_output = 0", ", qk_output = 1", ", qk_output = 2"])
+def test_attention_that_does_not_write_its_scores_is_rejected(tmp_path: Path, scores: str) -> None:
+    """The memory of the scores would contain values of earlier runs."""
+    path = tmp_path / "model.onnx"
+    text = f"""m (float[n,s,32] x, int32[n] lengths, int32 total) =>
+        (float[n,s,16] y, float[n,1,u,8] k, float[n,1,u,8] v, float[n,2,s,u] qk) {{ y, k, v, qk =
+        com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1{scores}> (x, , , , , lengths, total) }}"""
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["": 21, "com.microsoft": 1]> {text}'), path)
+    if scores.endswith(("1", "2")):
+        inputs = {
+            "x": np.ones((2, 3, 32), np.float32),
+            "lengths": np.full(2, 2, np.int32),
+            "total": np.array(3, np.int32),
+        }
+        (found,) = open_session(path, "m/1", OPTIONS).run(["qk"], inputs)
+        np.testing.assert_allclose(found[:, :, -1], 1 / 3 if scores.endswith("2") else 8**0.5, rtol=1e-6)
+        return
+    with pytest.raises(ServeError, match="qk_output to be 1 or 2 for output 'qk', got 0") as caught:
+        open_session(path, "m/1", OPTIONS)
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+
+
 def test_threads_are_set_and_do_not_spin(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "model.onnx")
     for threads in (1, 3):
