@@ -20,7 +20,7 @@ from ortserve.core.request import InferRequest
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.gate import Hold
+from ortserve.service.gate import BodyGate, Hold
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class CodecThreads:
 
         Work of a ``call`` that is settled before a thread is free is skipped: its caller no longer waits.
         """
-        return asyncio.get_running_loop().run_in_executor(self._executor, _do, work, call)
+        return asyncio.get_running_loop().run_in_executor(self._executor, _run_unless_settled, work, call)
 
     def read_json(self, request: JsonRequest, call: InflightRequest | None = None) -> asyncio.Future[InferRequest]:
         """Decode a request in another process; ``call`` as for ``run``.
@@ -71,7 +71,7 @@ class CodecThreads:
         return process
 
 
-def _do(work: Callable[[], T], call: InflightRequest | None) -> T:
+def _run_unless_settled(work: Callable[[], T], call: InflightRequest | None) -> T:
     if call is not None and call.is_settled:
         raise ServeError(ErrorKind.CANCELLED, "the caller no longer waits")
     return work()
@@ -98,10 +98,21 @@ def _note_error(decoding: asyncio.Future[Any]) -> None:
         decoding.exception()
 
 
-def release_when_decoded(decoding: asyncio.Future[InferRequest], hold: Hold, _: object) -> None:
+def release_when_decoded(decoding: asyncio.Future[T], hold: Hold, _: object) -> None:
     """Release memory once no thread uses it: decoding continues on its thread after a call is cancelled."""
     if decoding.done():
         hold.release()
         _note_error(decoding)  # the task of a call that was cancelled at once has not begun to wait
     else:
         decoding.add_done_callback(partial(release_when_decoded, decoding, hold))
+
+
+def hold_until_decoded(decoding: asyncio.Future[Any], gate: BodyGate, size: int) -> None:
+    """Reserve memory for a body of ``size`` bytes while a thread refers to it.
+
+    For a call that no longer waits: its protocol releases the reservation of the body.
+    """
+    if not decoding.done():
+        hold = gate.hold(0)
+        hold.set_unchecked(size)
+        release_when_decoded(decoding, hold, None)

@@ -31,7 +31,7 @@ from ortserve.service.call import (
     submit,
     try_candidate,
 )
-from ortserve.service.codec_threads import CodecThreads, decoded_in, release_when_decoded
+from ortserve.service.codec_threads import CodecThreads, decoded_in, hold_until_decoded, release_when_decoded
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
@@ -247,7 +247,11 @@ class InferenceService:
             served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             read = partial(read_raw_input, request.raw_input, served.signature, served.name)
-            tensor = await decoded_in(self._codecs.run(read, call), self._left_ns(call))
+            decoding = self._codecs.run(read, call)
+            try:
+                tensor = await decoded_in(decoding, self._left_ns(call))
+            finally:
+                hold_until_decoded(decoding, self.gate, len(request.raw_input))
             request = call.request = replace(request, inputs=[tensor], raw_input=None)  # also for a copy of a rollout
             served = call.served = self._registry.find(request.model_name, request.model_version)
         rollout = served.rollout

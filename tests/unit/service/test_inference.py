@@ -393,10 +393,12 @@ async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and
             with pytest.raises(ServeError, match="it passed before the request was decoded") as caught:
                 await late
             assert caught.value.kind is ErrorKind.DEADLINE
+        held_bytes = service.gate.held_bytes
     finally:
         release.set()
     await first
     await serve("last")
+    assert (held_bytes, service.gate.held_bytes) == (INLINE_BYTES + 1, 0)  # the work of a thread refers to the texts
     assert decoded == ["first", "last"]
 
 
