@@ -40,7 +40,7 @@ class Recorder:
     def answered(self, call: Call) -> None:
         """Record a call whose answer is encoded, and set the time of its end."""
         served = call.served
-        assert served is not None, "it has an answer"
+        assert served is not None, "an answered call has run on a version"
         timing = call.timing
         ended_ns = timing.done_ns = self._clock()
         served.metrics.observe_success(call.protocol, timing, call.rows)

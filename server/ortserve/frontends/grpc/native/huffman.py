@@ -1,7 +1,7 @@
 """The Huffman code of header blocks (RFC 7541, appendix B), decoded by whole bytes. Pure.
 
-The decoder of the ``hpack`` library takes half a byte at a time: 17 ms for the largest header block, during which the
-event loop serves nobody. This one takes a byte at a time, and is compiled. Its two tables of 0.5 MB are computed from
+The decoder of the ``hpack`` library takes half a byte at a time: 17 ms for the largest header block, which blocks all
+other calls. This one takes a byte at a time, and is compiled. Its two tables of 0.5 MB are computed from
 the library's table.
 """
 
