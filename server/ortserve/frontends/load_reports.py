@@ -32,23 +32,30 @@ class LoadReports:
         self.default: Final = LoadFormat.BIN if is_always else None
         """Format of reports that callers did not request; None if only requested reports are sent."""
         self._report: LoadReport | None = None
-        self._encoded: dict[LoadFormat, tuple[str, str | bytes]] = {}
+        self._entries: dict[LoadFormat, tuple[str, str | bytes]] = {}
         """The entry with ``_report``, by format."""
+        self._headers: dict[LoadFormat, tuple[bytes, bytes]] = {}
+        """The same entries as headers of HTTP."""
 
     def header(self, chosen: LoadFormat) -> tuple[bytes, bytes]:
         """Return the header with the report for an HTTP response."""
-        name, value = self.metadata(chosen)
-        return name.encode(), base64.b64encode(value) if isinstance(value, bytes) else value.encode()
+        name, value = self.metadata(chosen)  # first, as it forgets the headers of an earlier report
+        header = self._headers.get(chosen)
+        if header is None:
+            text = base64.b64encode(value) if isinstance(value, bytes) else value.encode()
+            header = self._headers[chosen] = name.encode(), text
+        return header
 
     def metadata(self, chosen: LoadFormat) -> tuple[str, str | bytes]:
         """Return the report as an entry of the trailing metadata of a gRPC call."""
         report = self._meter.report()
         if report is not self._report:
             self._report = report
-            self._encoded.clear()
-        entry = self._encoded.get(chosen)
+            self._entries.clear()
+            self._headers.clear()
+        entry = self._entries.get(chosen)
         if entry is None:
-            entry = self._encoded[chosen] = _encode(report, chosen)
+            entry = self._entries[chosen] = _encode(report, chosen)
         return entry
 
 
