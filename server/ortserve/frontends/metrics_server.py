@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from ortserve.core.thread_pool import ThreadPool
+from ortserve.errors import ServeError
 from ortserve.frontends.http.responses import HttpResponse, wrong_method
 from ortserve.listening import open_listener
 from ortserve.telemetry.families import CONTENT_TYPE
@@ -49,7 +50,8 @@ class MetricsServer(ThreadingHTTPServer):
         max_connections: Maximum number of open connections; further ones are closed at once.
 
     Raises:
-        ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option.
+        ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option. ``OVERLOADED``, if
+            the system permits no thread.
     """
 
     def __init__(
@@ -69,12 +71,16 @@ class MetricsServer(ThreadingHTTPServer):
         self._handshake_timeout_s = handshake_timeout_s
         self._max_s = max_s
         self._max_connections = max_connections
-        # Without a further thread, a probe of health waits for another connection instead of failing.
-        self._threads_of_connections = ThreadPool(max_connections, "metrics-connection")
         self._ends_s: dict[Any, float] = {}
         """Monotonic time at which each open connection, by its socket, reaches its time limit."""
         # Use our own socket: the base class supports one address family and looks up the host name.
         listener = open_listener("metrics_port", host, port)
+        try:
+            # Without a further thread, a probe of health waits for another connection instead of failing.
+            self._threads_of_connections = ThreadPool(max_connections, "metrics-connection")
+        except ServeError:
+            listener.close()
+            raise
         self.address_family = listener.family
         super().__init__(("", 0), partial(_Handler, write, health, refuse), bind_and_activate=False)
         self.socket.close()
@@ -85,7 +91,10 @@ class MetricsServer(ThreadingHTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and end the thread. Returns within half a second, without waiting for current scrapes."""
+        """Stop listening and end the thread. Returns within half a second, without waiting for current scrapes.
+
+        Their threads delay no exit of the server, which ends with ``os._exit``; a normal exit of Python joins them.
+        """
         self.shutdown()
         self.server_close()
         self._thread.join()
