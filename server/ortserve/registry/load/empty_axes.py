@@ -241,7 +241,7 @@ class _Paths:
             yield from ((node.inputs[0], axis) for axis in (2, 3))
         if node.op == "InstanceNormalization" and _may_be_half(node, constants, self._known):
             rank = self._rank(node.inputs[0])
-            yield from ((node.inputs[0], side) for side in ([None] if rank is None else range(2, rank)))
+            yield from ((node.inputs[0], axis) for axis in ([None] if rank is None else range(2, rank)))
         for name in node.inputs[: _LAST_AXIS.get(node.op, 0)]:
             rank = self._rank(name)
             yield name, None if rank is None else rank - 1
