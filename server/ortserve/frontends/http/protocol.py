@@ -100,6 +100,12 @@ class HttpProtocol(asyncio.Protocol):
         """As ``timeouts.Reader.received_bytes``."""
         return self._unfinished.received_bytes
 
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether a request with a complete head has no complete response."""
+        newest = self.connection.newest
+        return newest is not None and not newest.response_complete and not self.connection.is_lingering
+
     # Events of the transport and of uvicorn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # always one for streams

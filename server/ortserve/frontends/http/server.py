@@ -175,14 +175,16 @@ class _Server(uvicorn.Server):
 
     def _cut_off(self) -> None:
         connections, tasks = list(self.server_state.connections), list(self.server_state.tasks)
-        self.has_cut_off = bool(connections)
-        if connections:
+        # Others linger after their responses, or have sent no complete head.
+        unanswered = sum([isinstance(each, HttpProtocol) and each.has_unanswered for each in connections])
+        self.has_cut_off = unanswered > 0
+        if unanswered:
             log_event(
                 logger,
                 logging.WARNING,
                 "drain timed out; connections with unanswered requests are closed",
                 protocol="http",
-                connections=len(connections),
+                connections=unanswered,
                 waited_s=round(self.grace_s, 1),
             )
         for connection in connections:

@@ -79,3 +79,21 @@ async def test_unused_connection_closes_after_a_moment(server: HttpServer, monke
 
     assert await reader.read() == b""
     writer.close()
+
+
+@pytest.mark.parametrize(("ends", "is_whole"), [(b"invalid\r\n", True), (b"", False)], ids=["answered", "unanswered"])
+async def test_connection_that_only_lingers_is_not_cut_off(server: HttpServer, ends: bytes, is_whole: bool) -> None:
+    port = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    inner = server._server
+    assert inner is not None
+    await wait_until(lambda: any(one.has_unanswered for one in inner.server_state.connections))  # type: ignore[union-attr]
+    stopping = asyncio.create_task(server.stop(1))
+    await wait_until(lambda: not any(one.is_serving() for one in inner.servers))
+    writer.write(ends)
+    if is_whole:
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+    assert await stopping is is_whole
+    writer.close()
