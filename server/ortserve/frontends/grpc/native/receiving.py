@@ -36,6 +36,10 @@ _KEPT_GAPS: Final = 64
 """Maximum number of stored gaps between the ids of consecutive streams. Clients leave at most one, at the beginning."""
 
 
+_SMALL_BYTES: Final = 256
+"""Maximum size of a message that is received beyond the memory limit. A stream itself takes more memory."""
+
+
 class Receiving:
     """Handles the HEADERS and DATA of one connection. Loop thread only.
 
@@ -167,6 +171,7 @@ class Receiving:
         A stream of many requests does not end for one of them: the handler that reads the message rejects this request.
         Until then, the message is counted, and only ends the stream if it is large and the sum of all reservations
         exceeds twice the limit. Otherwise a thousand streams could each hold the bytes of their window.
+        Small messages are only counted: a health check is answered at the limit, in however many frames it arrives.
         """
         hold = stream.hold
         if hold is None:
@@ -180,6 +185,8 @@ class Receiving:
                     hold.set_unchecked(kept)
                 else:
                     hold.set_up_to_twice(kept)
+            elif max(stream.reader.length, kept) <= _SMALL_BYTES:
+                hold.set_unchecked(kept)
             else:
                 if announced > 0:
                     hold.resize(kept - stream.reader.kept_bytes + announced)

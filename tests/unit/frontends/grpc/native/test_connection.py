@@ -643,6 +643,23 @@ def test_messages_of_streams_take_at_most_twice_the_memory_limit() -> None:
     on_wire(test, max_inflight_bytes=1_000_000)
 
 
+def test_small_message_in_two_frames_is_answered_at_the_memory_limit() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        with wire.gate.hold(1000):
+            call, message = client.open(SLOW), framed(b"name")
+            client.send(call, message[:7])
+            await client.exchange()
+            client.send(call, message[7:], is_end=True)
+            await client.exchange()
+            wire.release()
+            await client.exchange()
+            assert client.answers[call].messages == [b"name"]
+        wire.lose()
+        assert wire.gate.held_bytes == 0
+
+    on_wire(test, max_inflight_bytes=1000)
+
+
 @pytest.mark.parametrize("path", [HOLD, SLOW])
 def test_second_message_ends_a_unary_call(path: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
