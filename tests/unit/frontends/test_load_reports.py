@@ -39,3 +39,13 @@ def test_report_has_the_requested_format(asked: LoadFormat, begins: str, is_alwa
     assert header[1].startswith(begins.encode())
     assert entry[0] == "endpoint-load-metrics"
     assert str(entry[1]).startswith(begins)
+
+
+def test_report_is_encoded_once_until_the_next_one() -> None:
+    now_ns = [0]
+    meter = LoadMeter(Metrics(CollectorRegistry()), processors=1, clock=lambda: now_ns[0])
+    encoder = LoadReports(meter, is_always=True)
+    first = encoder.header(LoadFormat.BIN)
+    assert encoder.header(LoadFormat.BIN) is first
+    now_ns[0] = 100_000_000_000
+    assert encoder.header(LoadFormat.BIN) is not first

@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+import threading
 from http.client import HTTPResponse
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -31,6 +32,13 @@ def test_metrics_are_served_until_the_port_is_closed() -> None:
 
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def test_taken_port_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ServeError, match="metrics_port"):
+        MetricsServer(bytes, "127.0.0.1", taken.getsockname()[1])
+    assert set(threading.enumerate()) <= before
 
 
 def test_text_is_compressed_when_accepted() -> None:
