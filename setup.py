@@ -32,6 +32,7 @@ COMPILED: Final = (
     "engine/staging.py",
     "frontends/grpc/infer_calls.py",
     "frontends/grpc/native/*.py",
+    "frontends/grpc/quick_calls.py",
     "frontends/http/asgi_exchange.py",
     "frontends/http/connection.py",
     "frontends/http/context.py",

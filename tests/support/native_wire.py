@@ -28,10 +28,10 @@ from ortserve.frontends.grpc.calls import (
     write,
 )
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
-from ortserve.frontends.grpc.native.dispatcher import CallDispatcher, OnAnswer, OnFailure, QuickCall
+from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
-from ortserve.frontends.grpc.native.request_head import RequestHead
+from ortserve.frontends.grpc.quick_calls import OnAnswer, OnFailure, QuickCall, RequestHead
 from ortserve.service.gate import BodyGate
 
 ECHO: Final = "/test/Echo"

@@ -21,8 +21,7 @@ from ortserve.frontends.grpc.calls import (
     unary,
     visible_error,
 )
-from ortserve.frontends.grpc.native.dispatcher import OnAnswer, OnFailure
-from ortserve.frontends.grpc.native.request_head import RequestHead
+from ortserve.frontends.grpc.quick_calls import OnAnswer, OnFailure, RequestHead
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -21,26 +21,13 @@ from ortserve.frontends.grpc.calls import (
 )
 from ortserve.frontends.grpc.native.header_blocks import literal, metadata_block
 from ortserve.frontends.grpc.native.messages import RejectedMessageError, compress, inflate
-from ortserve.frontends.grpc.native.request_head import RequestHead
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.frontends.grpc.quick_calls import QuickCall
 from ortserve.service.access import Guard
 from ortserve.service.gate import BodyGate
 
 logger: Final = logging.getLogger(__name__)
-
-OnAnswer: TypeAlias = Callable[[bytes | memoryview, bytes, MetadataEntry | None], None]
-"""Receives the answer, the value of ``server-timing``, and another entry of trailing metadata or None."""
-
-OnFailure: TypeAlias = Callable[[ServeError], None]
-"""Receives the error of a call that failed."""
-
-QuickCall: TypeAlias = Callable[
-    [bytes | memoryview, int | None, RequestHead, OnAnswer, OnFailure], Callable[[], object] | None
-]
-"""Starts a unary call that needs no task. The arguments are the message, the time until the deadline (ns), the headers,
-and two callbacks: one of them is called, once, on the loop, unless the call is cancelled. Returns the function that
-cancels the call, or None if the call has ended."""
 
 
 class CallDispatcher:

@@ -10,8 +10,9 @@ import grpc
 
 from ortserve.codecs.load_report import LoadFormat, read_load_format
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import Metadata, MetadataEntry, status_of
+from ortserve.frontends.grpc.calls import MetadataEntry, status_of
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES, Headers
+from ortserve.frontends.grpc.quick_calls import RequestHead
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
 
 _PSEUDO: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
@@ -53,44 +54,6 @@ _LENGTH: Final = 3
 
 class MalformedRequestError(Exception):
     """The headers violate RFC 9113, so the stream is reset."""
-
-
-class RequestHead:
-    """Parsed headers of a call.
-
-    Attributes:
-        path: ``/service/method``.
-        timeout_ns: Time until the deadline; None without a deadline.
-        encoding: Value of ``grpc-encoding``, the encoding of messages with the compressed flag.
-        accepts: The encodings in ``grpc-accept-encoding``.
-        content_length: Announced bytes of DATA; None without ``content-length``.
-        metadata: All headers but pseudo-headers, in order; values of ``-bin`` names are bytes.
-        load_format: Format of the requested load report; None without a request for one.
-        http_status: 200, or the status that answers a request that is not gRPC.
-        rejection: The status that ends a call whose headers gRPC forbids; None for a valid call.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        timeout_ns: int | None = None,
-        encoding: bytes = b"identity",
-        accepts: frozenset[bytes] = frozenset(),
-        content_length: int | None = None,
-        metadata: Metadata = (),
-        load_format: LoadFormat | None = None,
-        http_status: int = 200,
-        rejection: tuple[grpc.StatusCode, str] | None = None,
-    ) -> None:
-        self.path: Final = path
-        self.timeout_ns: Final = timeout_ns
-        self.encoding: Final = encoding
-        self.accepts: Final = accepts
-        self.content_length: Final = content_length
-        self.metadata: Final = metadata
-        self.load_format: Final = load_format
-        self.http_status: Final = http_status
-        self.rejection: Final = rejection
 
 
 TOO_LARGE: Final = RequestHead(

@@ -11,7 +11,7 @@ from typing import Final
 from ortserve.core.large_memory import LargeMemory
 from ortserve.frontends.grpc.native.flow_control import STREAM_WINDOW, ReceiveWindow
 from ortserve.frontends.grpc.native.messages import Message, MessageReader
-from ortserve.frontends.grpc.native.request_head import RequestHead
+from ortserve.frontends.grpc.quick_calls import RequestHead
 from ortserve.service.gate import Hold
 
 _MESSAGE_OVERHEAD: Final = 128
