@@ -24,8 +24,9 @@ from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, LoadSlot
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import TrialLoad, try_load
+from ortserve.registry.repository.fingerprints import changed_file, watch_files
 from ortserve.registry.repository.model_files import read_labels
-from ortserve.registry.repository.source import VersionSource, changed_file, watch_files
+from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import NoRoomError
 from ortserve.registry.serving import ServedVersion

@@ -3,6 +3,7 @@
 __all__ = [
     "client_model",
     "configuration",
+    "fingerprints",
     "model_files",
     "provenance",
     "source",

@@ -7,9 +7,10 @@ from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.core.version_names import version_of
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.configuration import read_configuration
+from ortserve.registry.repository.fingerprints import take_fingerprints
 from ortserve.registry.repository.model_files import NO_VERSIONS, ModelFiles, read_repositories
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
-from ortserve.registry.repository.source import choose_versions, take_fingerprints
+from ortserve.registry.repository.source import choose_versions
 from ortserve.tools.provenance import external_files
 from ortserve.tools.subject import Subject
 

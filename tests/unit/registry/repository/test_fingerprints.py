@@ -11,9 +11,9 @@ from models import builders
 from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.registry.repository import source
+from ortserve.registry.repository import fingerprints
+from ortserve.registry.repository.fingerprints import Fingerprint, changed_file, take_fingerprints
 from ortserve.registry.repository.model_files import ModelFiles
-from ortserve.registry.repository.source import Fingerprint, changed_file, take_fingerprints
 
 MEMORY_STATS = "session.collect_node_memory_stats_to_file"
 
@@ -184,7 +184,7 @@ def test_links_to_themselves_to_nothing_and_to_folders_above_do_no_harm(folder: 
 def test_links_to_large_trees_are_followed_to_a_bound_and_the_nearest_files_count(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "MAX_ENTRIES", 50)
+    monkeypatch.setattr(fingerprints, "MAX_ENTRIES", 50)
     (folder / "1" / "weights").mkdir()
     weights = folder / "1" / "weights" / "w.bin"
     weights.write_bytes(b"first")

@@ -6,7 +6,8 @@ import pytest
 
 from ortserve.config.model import ModelOptions
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.repository.source import Fingerprint, VersionChanges, VersionSource, plan_changes
+from ortserve.registry.repository.fingerprints import Fingerprint
+from ortserve.registry.repository.source import VersionChanges, VersionSource, plan_changes
 
 
 def source(changed_at: int = 0, **options: object) -> VersionSource:
