@@ -45,7 +45,7 @@ def test_report_is_encoded_once_until_the_next_one() -> None:
     now_ns = [0]
     meter = LoadMeter(Metrics(CollectorRegistry()), processors=1, clock=lambda: now_ns[0])
     encoder = LoadReports(meter, is_always=True)
-    first = encoder.header(LoadFormat.BIN)
-    assert encoder.header(LoadFormat.BIN) is first
+    _, first = encoder.header(LoadFormat.BIN)
+    assert encoder.header(LoadFormat.BIN)[1] is first
     now_ns[0] = 100_000_000_000
-    assert encoder.header(LoadFormat.BIN) is not first
+    assert encoder.header(LoadFormat.BIN)[1] is not first
