@@ -1,8 +1,8 @@
 """Do the requests of one model wait for the long runs of another?
 
 Level: server. Expected: beside a model whose runs of some 50 ms take all processors, the median of a model whose runs
-take about 2 ms on a worker is below 10 ms. When both are always busy, the short one loses no more to the other than
-about half of the processors.
+take 2 to 4 ms on a worker is below a third of that. When both are always busy, the short one loses no more to the other
+than about half of the processors.
 
     python loadtests/long_model.py [--rounds 5] [--seconds 5] [--base DIR]
 
