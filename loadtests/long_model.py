@@ -4,11 +4,11 @@ Level: server. Expected: beside a model whose runs of some 50 ms take all proces
 take 2 to 4 ms on a worker is below a third of that. When both are always busy, the short one loses no more to the other
 than about half of the processors.
 
-    python loadtests/long_model.py [--rounds 5] [--seconds 5] [--base DIR]
+    python loadtests/long_model.py [--rounds 5] [--seconds 5] [--base DIR --base-name NAME]
 
 A separate process keeps two requests to the long model under way. Meanwhile the short model gets 20 requests a second
 (Poisson), then two callers in a closed loop. ``--base`` measures the server of another source tree in turns with this
-one. Answers are compared with ONNX Runtime's. Writes ``loadtests/results/long_model.md``, but not with ``--base``.
+one. Answers are compared with ONNX Runtime's. Writes ``loadtests/results/long_model.md``.
 """
 
 import argparse
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--base", type=Path, help="a source tree to compare with")
+    parser.add_argument("--base-name", default="not measured", help="its name in the report")
     options = parser.parse_args()
     trees = {"this": HERE.parent} | ({"base": options.base} if options.base else {})
     measured: dict[str, list[Sequence[float]]] = {name: [] for name in trees}
@@ -110,11 +111,9 @@ def main() -> None:
                 measured[name].append(measure(pipe, short, ports[name], options.seconds, number))
                 print(name, [round(value, 1) for value in measured[name][-1]], flush=True)
     rows = [[name, *(spread(values) for values in zip(*measured[name], strict=True))] for name in trees]
-    text = table(("server", *FIGURES), rows)
-    if options.base:
-        print(text)
-    else:
-        write_report(HERE / "results" / "long_model.md", "A short model beside a long one", text)
+    what = f"Base is another version of the server, {options.base_name}. Medians (lowest to highest)."
+    page = HERE / "results" / "long_model.md"
+    write_report(page, "A short model beside a long one", what, table(("server", *FIGURES), rows))
 
 
 if __name__ == "__main__":
