@@ -4,7 +4,7 @@ Each run holds some of the threads. While all are held, models wait, and the mod
 (start-time fair queueing). So a model with long batches gets no more of the threads than one with short batches.
 
 A short run need not wait for much longer ones to end: it overtakes them, and the operating system divides the
-processors between their threads meanwhile. Only very short runs are so many that they hold more than twice the threads.
+processors between their threads meanwhile. Runs that are too long for the event loop hold at most twice the threads.
 """
 
 import asyncio
@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+from ortserve.batching.inline_runs import MAX_RUN_NS
+
 _NO_WORK: Final = 0.0
 _MIN_OVERTAKEN: Final = 4
-"""A run may overtake runs that take at least this many times longer. Below, it would gain less than they lose."""
-_VERY_SHORT_NS: Final = 200_000
-"""A run that takes no longer may overtake any run: it would gain at least as much, or nearly, and can use the loop."""
+"""A run may overtake runs that take at least this many times longer. Below, it would gain less than they lose. A run
+that is short enough for the event loop may overtake any."""
 _UNKNOWN_NS: Final = 20_000_000
 """The time that a run of unknown time counts as, for runs that may overtake it."""
 
@@ -62,12 +63,12 @@ class Share:
         shared = self._shared
         if self.threads <= shared.free_threads:
             return True
-        if self.next_ns > _VERY_SHORT_NS and self.threads > shared.threads + shared.free_threads:
+        if self.next_ns > MAX_RUN_NS and self.threads > shared.threads + shared.free_threads:
             return False
         work_ns = max(self.work_ns, shared.clock_ns)
         for other in shared.running:
             run_ns = _UNKNOWN_NS if other.run_ns is None else other.run_ns
-            if self.next_ns > max(_VERY_SHORT_NS, run_ns / _MIN_OVERTAKEN):
+            if self.next_ns > max(MAX_RUN_NS, run_ns / _MIN_OVERTAKEN):
                 return False
             if other.run_ns is not None and work_ns >= other.work_ns:
                 return False

@@ -86,15 +86,15 @@ async def test_write_that_ends_after_its_caller_timed_out_takes_effect_at_once(
             may_sync.wait()
 
     monkeypatch.setattr(os, "fsync", sync_slowly)
-    told: list[ModelState] = []
+    changes: list[ModelState] = []
     with pytest.raises(ServeError, match="the change may take effect later"):
-        await state.put("m", changed, lambda: told.append(state.of("m")))
+        await state.put("m", changed, lambda: changes.append(state.of("m")))
     assert state.of("m") == LABELLED
     may_sync.set()
     late = state._late
     assert late is not None
     await asyncio.wait({late})
-    assert told == [changed]
+    assert changes == [changed]
     assert state.of("m") == StateFile(tmp_path).of("m") == changed
 
 

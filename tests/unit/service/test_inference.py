@@ -363,14 +363,13 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
                 hold.grow(200)
 
 
+def service_with(stage: Stage, threads: CodecThreads) -> InferenceService:
+    recorder = Recorder(Metrics(CollectorRegistry()), time.monotonic_ns)
+    return InferenceService(stage.registry, recorder, time.monotonic_ns, max_inflight_bytes=1000, codec_threads=threads)
+
+
 async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and_never_decoded(stage: Stage) -> None:
-    service = InferenceService(
-        stage.registry,
-        Recorder(Metrics(CollectorRegistry()), time.monotonic_ns),
-        time.monotonic_ns,
-        max_inflight_bytes=1000,
-        codec_threads=CodecThreads(1),
-    )
+    service = service_with(stage, CodecThreads(1))
     release, decoded = threading.Event(), list[str]()
 
     def read(name: str) -> InferRequest:
@@ -410,13 +409,7 @@ class NoThreads(CodecThreads):
 
 
 async def test_memory_of_a_request_that_no_thread_can_decode_is_released(stage: Stage) -> None:
-    service = InferenceService(
-        stage.registry,
-        Recorder(Metrics(CollectorRegistry()), time.monotonic_ns),
-        time.monotonic_ns,
-        max_inflight_bytes=1000,
-        codec_threads=NoThreads(1),
-    )
+    service = service_with(stage, NoThreads(1))
     with pytest.raises(ServeError, match="internal error"):
         await service.serve(service.receive("http"), Given(request, Reading.THREAD, growth_bytes=900), AS_IS)
     assert service.gate.hold(1000).size == 1000  # no bytes are held any more

@@ -1,8 +1,8 @@
 """The Huffman code of header blocks (RFC 7541, appendix B), decoded by whole bytes. Pure.
 
 The decoder of the ``hpack`` library takes half a byte at a time: 17 ms for the largest header block, which blocks all
-other calls. This one takes a byte at a time, and is compiled. Its two tables of 0.5 MB are computed from
-the library's table.
+other calls. This one takes a byte at a time, and is compiled. Its two tables of 0.5 MB are computed from the library's
+table.
 """
 
 from typing import Final
@@ -10,6 +10,8 @@ from typing import Final
 import numpy as np
 from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_FAIL, HUFFMAN_TABLE
 
+_NO_SYMBOL: Final = 256
+"""In place of the symbol of a half that completes none."""
 _FAILED: Final = 256
 """The state after a code that does not exist. The other states, 0 to 255, are the inner nodes of the code's tree."""
 
@@ -24,15 +26,13 @@ def _byte_steps() -> tuple[list[int], list[bytes], frozenset[int]]:
     half = np.array([*HUFFMAN_TABLE, *[(_FAILED, HUFFMAN_FAIL, 0)] * 16], np.int64).reshape(-1, 16, 3)
     target, flags, symbol = half[..., 0], half[..., 1], half[..., 2]
     target = np.where(flags & HUFFMAN_FAIL, _FAILED, target)
-    symbols = np.array([b"", *(bytes((code,)) for code in range(256))], dtype=object)
-    symbol = symbols[np.where(flags & HUFFMAN_EMIT_SYMBOL, symbol + 1, 0)]
+    symbol = np.where(flags & HUFFMAN_EMIT_SYMBOL, symbol, _NO_SYMBOL)
     middle = np.repeat(target, 16, axis=1)  # after the first half of each byte
     second = np.tile(np.arange(16), 16)
     ends = frozenset(target[(flags & HUFFMAN_COMPLETE) != 0].tolist())
-    texts: dict[bytes, bytes] = {}
-    completed: np.ndarray = np.repeat(symbol, 16, axis=1) + symbol[middle, second]
-    shared = [texts.setdefault(text, text) for text in completed.ravel().tolist()]
-    return target[middle, second].ravel().tolist(), shared, ends
+    pairs: list[int] = (np.repeat(symbol, 16, axis=1) << 9 | symbol[middle, second]).ravel().tolist()
+    texts = {pair: bytes([code for code in (pair >> 9, pair & 511) if code != _NO_SYMBOL]) for pair in set(pairs)}
+    return target[middle, second].ravel().tolist(), [texts[pair] for pair in pairs], ends
 
 
 _STEPS: Final = _byte_steps()

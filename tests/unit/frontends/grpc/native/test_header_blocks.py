@@ -105,7 +105,7 @@ def test_huffman_code_is_read_as_in_the_library(coded: bytes) -> None:
 
 @pytest.mark.skipif(IS_COMPILED, reason="tests compile without optimization, which is slower than the interpreter")
 def test_largest_huffman_string_takes_less_time_than_in_the_library() -> None:
-    """The library takes 9 to 17 ms, during which the event loop serves nobody."""
+    """The library takes 9 to 17 ms, during which the event loop runs nothing else."""
     coded = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(b"0" * 100_000)
     times_s: list[float] = []
     for decode in (decode_huffman, library_huffman):
