@@ -357,6 +357,7 @@ GRPC: Final[dict[str, Case]] = {
 OTHER_REST: Final = (
     "/v2/models/text_stats/generate",
     "/v2/models/text_stats/generate_stream",
+    "/v1/embeddings",
     "/v2/models/text_stats/trace/setting",
     "/v2/repository/index",
     "/v2/repository/models/largest/load",

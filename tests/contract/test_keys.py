@@ -54,7 +54,9 @@ def keys_in(folder: Path) -> list[str | Path]:
 def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("keys-models")
     add_model(repository, "identity", builders.identity)
-    more = ("--model-control-mode", "explicit", "--load-model", "identity", "--allow-client-shm")
+    add_model(repository, "words", builders.word_counts)
+    loads = ("--load-model", "identity", "--load-model", "words")
+    more = ("--model-control-mode", "explicit", *loads, "--allow-client-shm")
     logs = ("--log-level", "debug", "--access-log")
     flags = keys_in(tmp_path_factory.mktemp("keys"))
     with serving(repository, *SHORT_WARMUP, *ways, *more, *logs, *flags) as server:
@@ -79,6 +81,7 @@ HTTP_CALLS: Final[dict[str, list[tuple[str, str, bytes]]]] = {
         ("POST", "/v2/models/identity/versions/1/infer", infer_body()),
         ("POST", "/v2/models/identity/infer?" + "x" * 600, infer_body()),  # longer than the URLs that are cached
         ("POST", "/v2/models/identity/generate", b'{"x": [0, 0, 0, 0]}'),
+        ("POST", "/v1/embeddings", b'{"model": "words", "input": "red"}'),
     ],
     "metadata": [
         ("GET", "/v2", b""),

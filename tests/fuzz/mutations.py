@@ -25,6 +25,7 @@ INTERNAL_BY_PROTOCOL: Final = ("failed to load", "failed to unload", "Unable to 
 MODELS: Final = ("digits", "simple", "text_stats", "nowhere")
 ROUTES: Final = (
     ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"), ("GET", "/v2/models/stats"),
+    ("POST", "/v1/embeddings"),
     *(
         (method, f"/v2/models/{model}{page}")
         for model in ("{model}", "{model}/versions/{version}")

@@ -25,8 +25,10 @@ from ortserve.frontends.http.console_routes import console_routes
 from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.control_app import build_routes, make_control_app
 from ortserve.frontends.http.cross_origin import CrossOrigin
+from ortserve.frontends.http.embeddings_routes import Embeddings, embeddings_routes
 from ortserve.frontends.http.generate_routes import Generation, generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
+from ortserve.frontends.http.json_calls import JsonCalls
 from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
@@ -85,7 +87,7 @@ class Frontends:
             version=__version__,
             guarded=self.guards,
         )
-        generation = Generation(
+        calls = JsonCalls(
             self.inference,
             self.models,
             infer.admission,
@@ -93,7 +95,8 @@ class Frontends:
             traces=self.http_traces,
             load_reports=self.load_reports,
         )
-        control.include_router(generate_routes(generation))
+        control.include_router(generate_routes(Generation(calls)))
+        control.include_router(embeddings_routes(Embeddings(calls, self.codec_threads.read_json)))
         if (console := self.console) is not None:
             control.include_router(console_routes(console.observation, console.models, console.server))
         build_routes(control)

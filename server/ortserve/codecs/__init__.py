@@ -4,6 +4,7 @@ __all__ = [
     "binary_tensor",
     "bounds",
     "compression",
+    "embeddings",
     "generate",
     "grpc_answer",
     "grpc_infer",

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
+from ortserve.codecs.embeddings import decode_embeddings_request
 from ortserve.codecs.generate import decode_generate_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.codecs.rest import RestRequest
@@ -22,6 +23,7 @@ from ortserve.core.tensor import Tensor
 _READERS: Final[dict[str, Callable[..., Parts]]] = {
     "infer": lambda *arguments: pack_request(RestRequest(*arguments).read()),
     "generate": lambda *arguments: pack_request(decode_generate_request(*arguments)),
+    "embeddings": lambda body: pack_request(decode_embeddings_request(body)),
     "load": lambda body: _pack_load(decode_load_body(body)),
 }
 

@@ -76,6 +76,8 @@ def http_group(method: str, path: str) -> Group | None:
             "infer" | "generate" | "generate_stream",
         ]:
             return Group.INFER
+        case ["v1", "embeddings"]:
+            return Group.INFER
         case ["v2", "repository", "index"] | ["v2", "repository", _, "index"]:
             return Group.METADATA
         case ["v2", "repository" | "systemsharedmemory" | "cudasharedmemory" | "logging" | "trace", *_] | [

@@ -36,12 +36,13 @@ class HttpTraces:
             for call in _HTTP_CALLS
             for has_version in (False, True)
         }
+        self._operations["embeddings", False] = http_operation("/v1/embeddings", scheme, _HTTP_STATUSES)
 
     def begin(self, call: str, version: str, path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Trace | None:
         """Begin the trace of a request.
 
         Args:
-            call: ``infer``, ``generate`` or ``generate_stream``.
+            call: ``infer``, ``generate``, ``generate_stream`` or ``embeddings``.
             version: Version in the path; ``""`` without one.
             path: Path as the client sent it, without its query.
             headers: Headers of the request; names are in lower case.

@@ -71,6 +71,11 @@ def body_too_large(size: int, max_body_bytes: int) -> ServeError:
     )
 
 
+def json_too_large(size: int, max_json_bytes: int) -> ServeError:
+    text = f"max_json_bytes: expected at most {max_json_bytes} bytes of JSON, got {size}; binary tensors may be larger"
+    return ServeError(ErrorKind.TOO_LARGE, text)
+
+
 class BodyGate:
     """Limits the bytes of request bodies that the server holds at one time. Loop thread only.
 

@@ -32,7 +32,7 @@ from ortserve.service.call import (
     try_candidate,
 )
 from ortserve.service.codec_threads import CodecThreads, decoded_in, hold_until_decoded, release_when_decoded
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyGate, Hold, json_too_large
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
@@ -191,11 +191,7 @@ class InferenceService:
             ServeError: too_large, for too much JSON; overloaded, if too little memory is left to decode it.
         """
         if body.json_bytes > self.max_json_bytes:
-            raise ServeError(
-                ErrorKind.TOO_LARGE,
-                f"max_json_bytes: expected at most {self.max_json_bytes} bytes of JSON, got {body.json_bytes}; "
-                "binary tensors may be larger",
-            )
+            raise json_too_large(body.json_bytes, self.max_json_bytes)
         hold, is_json = self.gate.hold(body.growth_bytes), reading is Reading.PROCESS
         try:
             codecs = self._codecs

@@ -170,6 +170,24 @@ def lower_case(path: Path, locale: str = "") -> Path:
     return write(path, [node], [x], [y])
 
 
+def word_counts(path: Path, words: Sequence[str] = ("red", "green", "blue"), output: str = "counts") -> Path:
+    """A TfIdfVectorizer: text BYTES [batch, 1] → counts FP32 [batch, words], 1 for the word that is the text."""
+    size = len(words)
+    node = helper.make_node(
+        "TfIdfVectorizer",
+        ["text"],
+        [output],
+        mode="TF",
+        min_gram_length=1,
+        max_gram_length=1,
+        max_skip_count=0,
+        ngram_counts=[0],
+        ngram_indexes=range(size),
+        pool_strings=list(words),
+    )
+    return write(path, [node], [tensor("text", DataType.BYTES, "batch", 1)], [_fp32(output, "batch", size)])
+
+
 def fixed_batch(path: Path) -> Path:
     """No free axis, so nothing to batch along: x FP32 [1, 4] → y FP32 [1, 4], y = 2x."""
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]

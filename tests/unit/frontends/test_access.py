@@ -18,6 +18,7 @@ from ortserve.frontends.grpc.calls import answering
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.http.console_routes import console_routes
 from ortserve.frontends.http.control_app import make_control_app
+from ortserve.frontends.http.embeddings_routes import embeddings_routes
 from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.service.access import Group
 
@@ -37,7 +38,7 @@ CONTROL: Final = (
 READ_OR_CONTROL: Final = ("/v2/models/{model}/labels", "/v2/models/{model}/rollout")
 """Reading and changing need keys of different groups."""
 PAGE: Final = ("/", "/console/{path}")
-GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
+INFER: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream", "/v1/embeddings")
 
 
 def expected_group(template: str, method: str) -> Group | None:
@@ -45,7 +46,7 @@ def expected_group(template: str, method: str) -> Group | None:
     plain = template.replace("/versions/{version}", "")
     if plain in HEALTH or plain in PAGE:
         return None
-    if plain in GENERATE:
+    if plain in INFER:
         return Group.INFER
     if plain in CONTROL or "sharedmemory" in plain:
         return Group.CONTROL
@@ -69,6 +70,7 @@ def all_routes() -> list[Route]:
     services: Any = Nothing()
     app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1")
     app.include_router(generate_routes(nothing))
+    app.include_router(embeddings_routes(nothing))
     app.include_router(console_routes(nothing, nothing, nothing))
     known = iter_route_contexts(app.routes)
     plain = ((route.path or "", route.methods) for route in known)
@@ -92,9 +94,9 @@ def test_every_route_is_in_the_group_of_its_path() -> None:
 
 
 WORDS: Final = """
-v2 health live ready models m 1 versions infer generate generate_stream config stats batching repository index load
-unload logging trace setting systemsharedmemory cudasharedmemory region r register unregister status docs openapi.json
-redoc .. %2e%2e Load console js main.js stream server
+v1 embeddings v2 health live ready models m 1 versions infer generate generate_stream config stats batching repository
+index load unload logging trace setting systemsharedmemory cudasharedmemory region r register unregister status docs
+openapi.json redoc .. %2e%2e Load console js main.js stream server
 """
 SEGMENTS: Final = st.builds(
     str.__add__, st.sampled_from(["", " ", *WORDS.split()]), st.sampled_from(["", "", "\n", "\r", "\x85", "\u2028"])

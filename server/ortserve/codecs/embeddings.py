@@ -1,0 +1,202 @@
+"""The embeddings call of OpenAI's API: a text or a list of texts in, one vector for each text out."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import orjson
+
+from ortserve.codecs.binary_tensor import object_array
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH, too_many
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
+from ortserve.core.dtypes import DataType, widen
+from ortserve.core.encoded import Reading
+from ortserve.core.large_memory import LargeMemory
+from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import Tensor, format_shape
+from ortserve.errors import invalid_input
+
+MAX_TEXTS: Final = 2048
+"""Maximum number of texts of one call, as in OpenAI's API."""
+
+INPUT: Final = "input"
+FORMAT: Final = "encoding_format"
+DIMENSIONS: Final = "dimensions"
+_KEYS: Final = ("model", INPUT, FORMAT, DIMENSIONS, "user")
+
+_USUAL_OUTPUT: Final = "sentence_embedding"
+"""The name that exporters of sentence-transformers give to the vector of a text."""
+_FLOATS: Final = (DataType.FP16, DataType.BF16, DataType.FP32, DataType.FP64)
+
+
+def decode_embeddings_request(body: bytes | memoryview) -> InferRequest:
+    """Decode a call.
+
+    Returns:
+        The name of the model; the texts as the tensor ``INPUT``, BYTES of shape ``(texts,)``; and the parameters
+        ``FORMAT``, ``float`` or ``base64``, and ``DIMENSIONS`` if the call has it. ``user`` has no effect.
+
+    Raises:
+        ServeError: invalid_input for a malformed call.
+    """
+    document = parse_json(body or b"{}")
+    if type(document) is not dict:
+        raise invalid_input("failed to parse the request JSON buffer: expected an object")
+    given = {key: value for key, value in document.items() if value is not None}
+    for key in given:
+        if key not in _KEYS:
+            raise invalid_input(f"unexpected key '{key}': expected {', '.join(_KEYS)}")
+    model = given.get("model")
+    if type(model) is not str:
+        raise invalid_input(f"Unable to parse 'model': expected the name of a model, got {_kind(model)}")
+    texts = given.get(INPUT)
+    if type(texts) is str:
+        texts = [texts]
+    if type(texts) is not list or any(type(text) is not str for text in texts[:1]):
+        got = "an array of others" if type(texts) is list else _kind(texts)
+        raise invalid_input(f"Unable to parse '{INPUT}': expected a text or an array of texts, got {got}")
+    if not texts:
+        raise invalid_input(f"Unable to parse '{INPUT}': expected at least one text, got none")
+    if len(texts) > MAX_TEXTS:
+        raise too_many("texts", MAX_TEXTS, len(texts))
+    encoding = given.get(FORMAT, "float")
+    if encoding not in ("float", "base64"):
+        raise invalid_input(f"Unable to parse '{FORMAT}': expected 'float' or 'base64', got {_kind(encoding)}")
+    parameters: dict[str, Parameter] = {FORMAT: encoding}
+    if DIMENSIONS in given:
+        size = given[DIMENSIONS]
+        if type(size) is not int or size < 1:
+            raise invalid_input(f"Unable to parse '{DIMENSIONS}': expected a positive integer, got {_kind(size)}")
+        parameters[DIMENSIONS] = size
+    array = decode_json_data(texts, DataType.BYTES, (len(texts),), INPUT)
+    return InferRequest(model, "", "", (Tensor(INPUT, DataType.BYTES, array),), (), parameters)
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "an array", type(None): "nothing"}
+    return names.get(type(value)) or repr(value)[:100]
+
+
+class EmbeddingsRequest:
+    """A call of several texts. A ``JsonRequest``."""
+
+    def __init__(self, body: bytes | memoryview) -> None:
+        self._body = body
+        self.model_name = ""
+        self.is_short = len(body) <= INLINE_BYTES
+
+    def reading(self) -> Reading:
+        """Choose the place to decode: another process for more than ``INLINE_BYTES``."""
+        return Reading.INLINE if self.is_short else Reading.PROCESS
+
+    @property
+    def json_bytes(self) -> int:
+        return len(self._body)
+
+    @property
+    def growth_bytes(self) -> int:
+        return JSON_GROWTH * len(self._body)
+
+    def read(self) -> InferRequest:
+        """Decode the call, as ``decode_embeddings_request``."""
+        return decode_embeddings_request(self._body)
+
+    def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
+        return "embeddings", self._body, ()
+
+
+class TextRequest:
+    """The request of one text to a model with one input. An ``EncodedRequest``."""
+
+    json_bytes: Final = 0
+    growth_bytes: Final = 0
+
+    def __init__(self, model_name: str, text_input: TensorSpec, output: str, text: str) -> None:
+        self.model_name = model_name
+        self.is_short = True
+        self._input = text_input
+        self._output = output
+        self._text = text
+
+    def reading(self) -> Reading:
+        return Reading.INLINE
+
+    def read(self) -> InferRequest:
+        array = object_array([self._text], (1,) * len(self._input.shape))
+        tensor = Tensor(self._input.name, DataType.BYTES, array)
+        return InferRequest(self.model_name, "", "", (tensor,), (RequestedOutput(self._output),), {})
+
+
+def find_text_input(model: str, inputs: Sequence[TensorSpec]) -> TensorSpec:
+    """Return the input of a model that takes the text. Raises ServeError: invalid_input if it takes others, too."""
+    required = [spec for spec in inputs if not spec.is_optional]
+    if len(required) != 1 or required[0].datatype is not DataType.BYTES:
+        raise invalid_input(
+            f"model '{model}' takes no texts: expected one input of datatype BYTES, got {_show(required)}"
+        )
+    return required[0]
+
+
+def find_vector_output(model: str, outputs: Sequence[TensorSpec]) -> str:
+    """Return the name of the output of a model that is the vector. Raises ServeError: invalid_input."""
+    floats = [spec for spec in outputs if spec.datatype in _FLOATS]
+    for spec in floats:
+        if len(floats) == 1 or spec.name == _USUAL_OUTPUT:
+            return spec.name
+    raise invalid_input(
+        f"model '{model}' returns no embeddings: expected one output of floating-point numbers, or one with the name "
+        f"'{_USUAL_OUTPUT}', got {_show(outputs)}"
+    )
+
+
+def _show(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(f"'{spec.name}' {spec.datatype.value}{format_shape(spec.shape)}" for spec in specs) or "none"
+
+
+class VectorEncoder:
+    """Encodes the vector of one text as an entry of the answer's ``data``. An ``AnswerEncoder``."""
+
+    def __init__(self, index: int, parameters: Mapping[str, Parameter]) -> None:
+        """``index`` is the position of the text; ``parameters`` are those of ``decode_embeddings_request``."""
+        self._index = index
+        self._is_base64 = parameters[FORMAT] == "base64"
+        self._size = parameters.get(DIMENSIONS)
+
+    def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
+        return response.outputs[0].array.size > INLINE_ELEMENTS
+
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> bytes | memoryview:
+        """Encode the vector as an array, or as base64 of FP32 in little-endian order.
+
+        Raises:
+            ServeError: invalid_input, if the output is no vector, or has another size than the call expects.
+        """
+        tensor = response.outputs[0]
+        array, model = tensor.array, response.model_name
+        if array.size != max(array.shape, default=1):
+            raise invalid_input(
+                f"model '{model}' returns no embeddings: expected a vector for each text, got output '{tensor.name}' "
+                f"of shape {format_shape(array.shape)}"
+            )
+        if self._size is not None and self._size != array.size:
+            raise invalid_input(f"{DIMENSIONS}: the vectors of model '{model}' have {array.size}, got {self._size}")
+        vector: Any
+        if self._is_base64:
+            numbers = widen(array) if tensor.datatype is DataType.BF16 else array
+            vector = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+        else:
+            vector = encode_json_data(array, tensor.datatype)
+        entry = {"object": "embedding", "index": self._index, "embedding": vector}
+        return write_json(entry, response.outputs, memory)
+
+
+def embeddings_answer(model: str, entries: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Return the parts of the answer with the encoded ``entries``. Its ``usage`` is 0: the server counts no tokens."""
+    parts: list[bytes | memoryview] = [b'{"object":"list","model":%b,"data":[' % orjson.dumps(model)]
+    for entry in entries:
+        parts += (entry, b",")
+    parts[-1] = b'],"usage":{"prompt_tokens":0,"total_tokens":0}}'
+    return parts

@@ -1,0 +1,139 @@
+"""Inference calls whose body is a JSON object of their own, through FastAPI: receiving a body, and answering it."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+from fastapi import Request
+
+from ortserve.clock import Clock
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.frontends.http.asgi_exchange import exchange_of
+from ortserve.frontends.http.request_body import read_body
+from ortserve.frontends.http.request_head import Header, InferHeaders, UnknownEncodingError, read_infer_headers
+from ortserve.frontends.load_reports import LoadReports
+from ortserve.frontends.trace_headers import HttpTraces
+from ortserve.service.call import Call
+from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.inference import InferenceService
+from ortserve.service.models import ModelService
+from ortserve.telemetry.tracing import Trace
+
+
+class JsonCalls:
+    """What all such calls of a server share. Loop thread only."""
+
+    def __init__(
+        self,
+        inference: InferenceService,
+        models: ModelService,
+        admission: BodyAdmission,
+        *,
+        clock: Clock,
+        traces: HttpTraces | None = None,
+        load_reports: LoadReports | None = None,
+    ) -> None:
+        self.inference: Final = inference
+        self.models: Final = models
+        self.admission: Final = admission
+        self.clock: Final = clock
+        self.traces: Final = traces
+        self.load_reports: Final = load_reports
+
+    @asynccontextmanager
+    async def receive(self, request: Request, route: str, version: str = "") -> AsyncIterator["JsonCall"]:
+        """Receive the body of a request. Its memory is reserved until the end of the block.
+
+        The current task is cancelled if the caller leaves.
+
+        Args:
+            request: The request, whose body was not read.
+            route: Name of the call for ``HttpTraces.begin``.
+            version: Version in the path; ``""`` without one.
+
+        Raises:
+            ServeError: The headers or the body are rejected.
+        """
+        exchange_of(request.scope).cancel_with_caller()
+        call = JsonCall(self, request, route, version)
+        with call.counting():
+            call.given = _read_headers(request.scope["headers"])
+            call.hold = self.admission.reserve(call.given.body_bytes)
+        with call.hold:
+            with call.counting():
+                call.body = await read_body(request.receive, call.hold, max_bytes=self.admission.max_body_bytes)
+            call.complete_ns = self.clock()
+            yield call
+
+
+class JsonCall:
+    """One request, once its body is complete.
+
+    Attributes:
+        body: The bytes of the body.
+        hold: The memory that is reserved for the body.
+        given: What the headers say about the body and the expected response.
+        complete_ns: When the body was complete (monotonic).
+    """
+
+    body: bytes | memoryview
+    hold: Hold
+    given: InferHeaders
+    complete_ns: int
+
+    def __init__(self, calls: JsonCalls, request: Request, route: str, version: str) -> None:
+        self._calls = calls
+        self._scope = request.scope
+        self._route = route
+        self._version = version
+        self._received_ns = calls.clock()
+
+    @property
+    def left_ns(self) -> int | None:
+        """The time until the deadline, at least 1 ns; None without a deadline."""
+        timeout_ns = self.given.timeout_ns
+        return None if timeout_ns is None else max(1, timeout_ns - (self._calls.clock() - self.complete_ns))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the request as rejected if the block raises ServeError, unless the caller left."""
+        try:
+            yield
+        except ServeError as error:
+            if error.kind is not ErrorKind.CANCELLED:
+                self._calls.admission.count(error, self._received_ns, self._begin_trace())
+            raise
+
+    def begin(self) -> Call:
+        """Begin a call of the service, which counts the request from now on. One request may begin several."""
+        return self._calls.inference.receive(
+            "http", self.left_ns, self._begin_trace(), self._received_ns, self._scope["headers"]
+        )
+
+    def headers(self, timing: Timing) -> dict[str, str]:
+        """Return the headers of the response about the time of a call, and about the load of the server."""
+        headers = {"server-timing": timing.server_timing().decode()}
+        reports = self._calls.load_reports
+        if reports is not None and (chosen := self.given.load_format or reports.default) is not None:
+            name, value = reports.header(chosen)
+            headers[name.decode()] = value.decode()
+        return headers
+
+    def _begin_trace(self) -> Trace | None:
+        traces, scope = self._calls.traces, self._scope
+        if traces is None:
+            return None
+        return traces.begin(self._route, self._version, scope["raw_path"], scope["headers"])
+
+
+def _read_headers(headers: list[Header]) -> InferHeaders:
+    """Parse the headers of a request. Raises ServeError: invalid_input, also for a compressed body."""
+    try:
+        read = read_infer_headers(headers)
+    except UnknownEncodingError as error:
+        raise invalid_input(error.message) from None
+    if read.encoding is not None:
+        text = f"Content-Encoding '{read.encoding.value}' is not supported for this call: expected identity"
+        raise invalid_input(text)
+    return read

@@ -1,0 +1,133 @@
+"""``/v1/embeddings`` with the unmodified client of OpenAI, against a real server."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from models import builders
+from models.members import add_ensemble
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.embeddings import MAX_TEXTS
+from ortserve.core.dtypes import DataType
+from servers import LONG_S, ServerProcess, add_model, read_metrics, serving
+
+WORDS = ("red", "green", "blue")
+"""The vector of each word is the row of an identity matrix."""
+WIDE = INLINE_ELEMENTS + 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("embeddings")
+    add_model(folder, "words", builders.word_counts)
+    add_model(folder, "wide", builders.word_counts, words=[f"w{number}" for number in range(WIDE)])
+    add_model(folder, "one_text", builders.identity, datatype=DataType.BYTES, shape=(1,))
+    add_model(folder, "mlp", builders.mlp)
+    add_model(folder, "long_texts", builders.word_counts, words=["x" * INLINE_BYTES])
+    steps = [("one_text", {"x": "text"}, {"y": "token"}), ("words", {"text": "token"}, {"counts": "vector"})]
+    add_ensemble(folder, "sentences", ["text"], ["vector"], steps)
+    with serving(folder) as served:
+        yield served
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LONG_S)
+
+
+def post(server: ServerProcess, document: Any, **headers: str) -> httpx.Response:
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return httpx.post(f"{server.url}/v1/embeddings", content=body, headers=headers, timeout=LONG_S)
+
+
+@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])
+@pytest.mark.parametrize("model", ["words", "sentences"])
+def test_one_vector_for_each_text_in_their_order(client: openai.OpenAI, model: str, encoding: Any) -> None:
+    answer = client.embeddings.create(model=model, input=["blue", "other", "red"], **encoding)
+    assert (answer.object, answer.model) == ("list", model)
+    assert [entry.index for entry in answer.data] == [0, 1, 2]
+    vectors = [entry.embedding for entry in answer.data]
+    if encoding.get("encoding_format") == "base64":
+        vectors = [np.frombuffer(base64.b64decode(str(vector)), "<f4").tolist() for vector in vectors]
+    assert vectors == [[0, 0, 1], [0, 0, 0], [1, 0, 0]]
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (0, 0)
+
+
+def test_single_text_and_options_without_effect(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="words", input="green", dimensions=3, user="someone")
+    assert [entry.embedding for entry in answer.data] == [[0, 1, 0]]
+
+
+def test_texts_of_one_call_share_batches(server: ServerProcess) -> None:
+    texts = [WORDS[number % 3] for number in range(MAX_TEXTS)]
+
+    async def call() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LONG_S) as client:
+            return await asyncio.gather(*[client.embeddings.create(model="words", input=texts) for _ in range(2)])
+
+    before = read_metrics(server)
+    for answer in asyncio.run(call()):
+        found = np.array([entry.embedding for entry in answer.data])
+        np.testing.assert_array_equal(found, np.eye(3)[np.arange(MAX_TEXTS) % 3])
+    after = read_metrics(server)
+    grown = {
+        name: after.by_labels(name, "model")["words"] - before.by_labels(name, "model").get("words", 0)
+        for name in ("nv_inference_request_success", "nv_inference_exec_count")
+    }
+    assert grown["nv_inference_request_success"] == 2 * MAX_TEXTS
+    assert grown["nv_inference_exec_count"] < MAX_TEXTS
+
+
+def test_long_vectors_are_encoded_beside_the_loop_and_streamed(client: openai.OpenAI) -> None:
+    texts = [f"w{number}" for number in range(0, WIDE, 500)]
+    answer = client.embeddings.create(model="wide", input=texts, encoding_format="float")
+    assert [np.flatnonzero(entry.embedding).tolist() for entry in answer.data] == [[n] for n in range(0, WIDE, 500)]
+
+
+def test_long_body_is_decoded_in_another_process(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="long_texts", input=["x" * INLINE_BYTES, "y" * INLINE_BYTES, "é"])
+    assert [entry.embedding for entry in answer.data] == [[1], [0], [0]]
+
+
+@pytest.mark.parametrize(
+    ("document", "status", "text"),
+    [
+        (b"{", 400, "failed to parse the request JSON buffer"),
+        (b"[]", 400, "expected an object"),
+        ({"input": "a"}, 400, "Unable to parse 'model': expected the name of a model, got nothing"),
+        ({"model": "words"}, 400, "Unable to parse 'input': expected a text or an array of texts, got nothing"),
+        ({"model": "words", "input": []}, 400, "expected at least one text, got none"),
+        ({"model": "words", "input": [[1, 2]]}, 400, "expected a text or an array of texts, got an array of others"),
+        ({"model": "words", "input": ["a", 1]}, 400, "expected strings for BYTES, got 1"),
+        ({"model": "words", "input": ["a"] * (MAX_TEXTS + 1)}, 400, f"at most {MAX_TEXTS} texts, got {MAX_TEXTS + 1}"),
+        ({"model": "words", "input": "a", "encoding_format": "hex"}, 400, "expected 'float' or 'base64', got 'hex'"),
+        ({"model": "words", "input": "a", "dimensions": 0}, 400, "expected a positive integer, got 0"),
+        ({"model": "words", "input": "a", "dimensions": 2}, 400, "the vectors of model 'words' have 3, got 2"),
+        ({"model": "words", "input": "a", "truncate": True}, 400, "unexpected key 'truncate': expected model, input"),
+        ({"model": "absent", "input": "a"}, 404, "'absent'"),
+        ({"model": "mlp", "input": "a"}, 400, "model 'mlp' takes no texts: expected one input of datatype BYTES"),
+        ({"model": "one_text", "input": "a"}, 400, "model 'one_text' returns no embeddings"),
+    ],
+)
+def test_error_names_what_was_expected(server: ServerProcess, document: Any, status: int, text: str) -> None:
+    answer = post(server, document)
+    assert answer.status_code == status, answer.text
+    assert text in answer.json()["error"]
+
+
+def test_error_of_one_text_names_it(server: ServerProcess) -> None:
+    answer = post(server, {"model": "words", "input": ["red", "green"], "dimensions": 7})
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("text 0: "), answer.text
+
+
+def test_deadline_counts_for_the_whole_call(server: ServerProcess) -> None:
+    answer = post(server, {"model": "words", "input": ["red"] * MAX_TEXTS}, **{"X-Request-Timeout-Ms": "1"})
+    assert answer.status_code == 504, answer.text[:200]
