@@ -21,10 +21,11 @@ from pages import DOCS, Command, blocks, commands, spans
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 
 OF_SECURITY: Final = [command.text for command in commands(DOCS / "security.md")]
+OF_ENSEMBLES: Final = [command.text for command in commands(DOCS / "ensembles.md")]
 REQUESTS: Final = [
     command
     for command in commands(ROOT / "README.md", *sorted(DOCS.glob("*.md")))
-    if command.text.startswith("curl") and command.text not in OF_SECURITY
+    if command.text.startswith("curl") and command.text not in (*OF_SECURITY, *OF_ENSEMBLES)
 ]
 
 
@@ -92,6 +93,14 @@ def test_models_are_loaded_and_unloaded_as_the_page_describes(tmp_path: Path) ->
         assert client.is_model_ready("fresh")
         assert not client.is_model_ready("digits")
         client.close()
+
+
+def test_embeddings_are_answered_as_the_page_describes(tmp_path: Path) -> None:
+    (ask,) = OF_ENSEMBLES
+    add_model(tmp_path, "sentences", builders.word_counts, words=["two words"])
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        answer = json.loads(bash(on_ports_of(server, ask), tmp_path))
+    assert [entry["embedding"] for entry in answer["data"]] == [[1], [0]]
 
 
 def test_trace_settings_are_accepted_as_the_page_describes(tmp_path: Path) -> None:
