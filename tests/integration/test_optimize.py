@@ -89,6 +89,18 @@ def test_attentions_of_a_real_exporter_are_fused_and_equal(run: Run, tmp_path: P
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_a_fusion_is_kept_that_adds_nodes_to_the_file_and_leaves_fewer_to_run(run: Run, tmp_path: Path) -> None:
+    done = run(CORPUS / "dynamo_windows.onnx", "-o", tmp_path / "out.onnx", "--json", *FAST)
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    (fusions,) = result["steps"]
+    assert fusions["is_kept"], fusions
+    assert result["after"]["nodes"] > result["before"]["nodes"]
+    assert result["after"]["nodes_run"] < result["before"]["nodes_run"]
+    assert result["fused"]["MultiHeadAttention"] == 1
+
+
 def test_a_half_precision_model_saved_for_this_machine_becomes_a_version(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "cnn" / "1"
     folder.mkdir(parents=True)

@@ -15,12 +15,13 @@ from ortserve.core.agreement import ErrorBound
 from ortserve.engine.child_process import call_apart
 from ortserve.engine.ort_errors import without_paths
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.model_file.graph import all_nodes
 from ortserve.model_file.reading import read_model
 from ortserve.registry.recording import write_arrays
 from ortserve.tools.console import Step as Progress
+from ortserve.tools.inspect.content import count_operators
 from ortserve.tools.optimize.checking import Checked, Kind, Look, check
 from ortserve.tools.optimize.files import nbytes_of
+from ortserve.tools.optimize.recognition import fused_operators
 from ortserve.tools.optimize.result import StepResult
 from ortserve.tools.provenance import LIBRARIES
 from ortserve.tools.report import number_text
@@ -182,7 +183,7 @@ def _try(step: Step, make: Make, work: Work, target: Path) -> _Tried:
     notes: tuple[str, ...] = ()
     try:
         notes = make(work.model, target, *([work.inputs] if step.takes_inputs else []))
-        if not step.is_requested and not _is_leaner(work.model, target):
+        if not step.is_requested and not _may_gain(work.model, target):
             return _Tried(Verdict(False, _NOTHING_GAINED), notes)
         checked = check(work.reference, target, step.kind, work.inputs)
     except Exception as error:  # noqa: BLE001 - libraries raise errors of any class
@@ -221,10 +222,15 @@ def judge(step: Step, before: Look, checked: Checked) -> Verdict:
     return Verdict(False, _NOTHING_GAINED)
 
 
-def _is_leaner(model: Path, target: Path) -> bool:
-    """Whether a step removed nodes or bytes. Other steps are dropped without a check, which takes much longer."""
-    counts = [sum(1 for _ in all_nodes(read_model(path))) for path in (model, target)]
-    return counts[1] < counts[0] or nbytes_of(target) < nbytes_of(model) - _MIN_SAVED_BYTES
+def _may_gain(model: Path, target: Path) -> bool:
+    """Whether a step fused operators, or removed nodes or bytes. Others are dropped without a check, which takes long.
+
+    Fusions may add nodes to the file, such as reshapes for an attention, and still leave fewer nodes to run.
+    """
+    before, after = (count_operators(read_model(path)) for path in (model, target))
+    if fused_operators(before, after) or sum(after.values()) < sum(before.values()):
+        return True
+    return nbytes_of(target) < nbytes_of(model) - _MIN_SAVED_BYTES
 
 
 def keep_arrays(inputs: Path, names: Collection[str], folder: Path) -> Path:
