@@ -25,6 +25,8 @@ from onnx import parser
 from models import builders
 from ortserve.cli.main import main
 from ortserve.core.dtypes import DataType
+from ortserve.tools.optimize import command as optimize
+from scarcity import files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("preloaded_commands")
 
@@ -213,6 +215,16 @@ def test_rejected_models_leave_no_files(
     assert ".ortserve-" not in done.stderr  # the name of the hidden folder
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_the_steps_are_shown_although_the_disk_is_full(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimize, "_deliver", files_of_at_most(100)(optimize._deliver))
+    done = run(CORPUS / "torch_mlp.onnx", "-o", tmp_path / "out.onnx", *FAST)
+    assert (done.returncode, done.stderr) == (1, f"ortserve optimize: {tmp_path / 'out.onnx'}: File too large\n")
+    assert "nodes that run" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_opset_that_onnx_lacks_is_refused(run: Run, tmp_path: Path) -> None:

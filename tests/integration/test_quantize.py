@@ -20,7 +20,9 @@ from sklearn.datasets import load_digits
 
 from models import builders
 from ortserve.cli.main import main
+from ortserve.tools.quantize import command
 from pages import DOCS, Command, blocks, commands
+from scarcity import files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("preloaded_commands")
 
@@ -263,6 +265,19 @@ def test_a_full_disk_fails_and_leaves_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("File too large")
+    assert names(tmp_path) == set()
+
+
+def test_the_result_is_shown_although_the_disk_is_full_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_deliver", files_of_at_most(100)(command._deliver))
+    out = tmp_path / "out.onnx"
+    assert main(["quantize", str(DIGITS), "-o", str(out), "--mode", "dynamic", "--seconds", "0"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"ortserve quantize: {out}: File too large\n"
+    assert "errors within" in printed.out
+    assert "written" not in printed.out
     assert names(tmp_path) == set()
 
 

@@ -12,7 +12,7 @@ from ortserve.registry.repository.provenance import provenance_beside
 from ortserve.tools.provenance import Provenance, external_files, write_provenance
 from ortserve.tools.publish.folder import Published, publish_version
 from ortserve.tools.publish.place import find_place
-from ortserve.tools.staging import install_files, staging_folder
+from ortserve.tools.staging import install_files, naming, staging_folder
 from ortserve.tools.subject import Subject
 
 
@@ -98,7 +98,13 @@ def deliver(staged: Path, source: Subject, provenance: Provenance, arguments: ar
         keeps = arguments.golden == "keep"
         published = publish_version(staged, target, provenance, allow_changed_interface=changed, keeps_golden=keeps)
     if arguments.output is not None:
-        install_files(staged.parent, arguments.output)
+        try:
+            with naming(arguments.output, instead_of=staged.parent):
+                install_files(staged.parent, arguments.output)
+        except OSError as error:
+            if published is not None:
+                error.strerror = f"{error.strerror}; version {published.version} of {published.name} is published"
+            raise
     output = None if arguments.output is None else str(arguments.output)
     if published is None:
         return Delivered(output)

@@ -1,15 +1,18 @@
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from models import builders
 from ortserve.errors import ServeError, invalid_input
+from ortserve.tools import destination
 from ortserve.tools.command import ToolParser, add_destination
 from ortserve.tools.destination import Delivered, check_destination, deliver, staged_model
 from ortserve.tools.provenance import make_provenance, read_provenance
 from ortserve.tools.publish import folder as folder_module
+from ortserve.tools.publish.folder import Published, publish_version
 from ortserve.tools.subject import Subject, find_model
 
 
@@ -109,3 +112,15 @@ def test_nothing_is_written_if_the_version_is_refused(source: Subject, tmp_path:
     with pytest.raises(ServeError, match="allow-changed-interface"):
         make(source, parsed("-o", tmp_path / "better.onnx", "--publish"))
     assert files(tmp_path) == before
+
+
+def test_an_error_names_the_version_that_was_published_before(
+    source: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish_and_replace_the_folder(*arguments: Any, **more: Any) -> Published:
+        (tmp_path / "better.onnx").mkdir()  # while the command runs
+        return publish_version(*arguments, **more)
+
+    monkeypatch.setattr(destination, "publish_version", publish_and_replace_the_folder)
+    with pytest.raises(IsADirectoryError, match="; version 2 of m is published"):
+        make(source, parsed("-o", tmp_path / "better.onnx", "--publish"))

@@ -49,32 +49,43 @@ def run(given: argparse.Namespace) -> Outcome:
         raise invalid_input(f"--opset: expected an integer from 1 to {newest}, got '{given.opset}'")
     source = find_model(given.model)
     check_destination(given, source)
-    with (
-        progress("reading the model") as step,
-        staged_model(given, source) as staged,
-        staging_folder(staged.parent) as folder,
-    ):
-        result = optimize(given, source, folder, staged, step)
-    return Outcome(result, present(result))
+    result: OptimizeResult | None = None
+    error: OSError | None = None
+    try:
+        with (
+            progress("reading the model") as step,
+            staged_model(given, source) as staged,
+            staging_folder(staged.parent) as folder,
+        ):
+            result, work = optimize(given, source, folder, staged.name, step)
+            result = _deliver(given, source, staged, result, work)
+    except OSError as failure:
+        if result is None:
+            raise
+        error = failure  # what the steps found is worth more than the file
+    return Outcome(result, present(result), error=error)
 
 
 def optimize(
-    given: argparse.Namespace, source: Subject, folder: Path, staged: Path, progress: Progress
-) -> OptimizeResult:
-    """Optimize a model and deliver it.
+    given: argparse.Namespace, source: Subject, folder: Path, name: str, progress: Progress
+) -> tuple[OptimizeResult, Work]:
+    """Run the steps, and compare the resulting model with the source.
 
     Args:
         given: The arguments.
         source: The model.
         folder: Folder for the files of the steps.
-        staged: As in ``deliver``.
+        name: Name of these files.
         progress: Called before each step, with its number and name.
+
+    Returns:
+        The result, and the model that it describes.
 
     Raises:
         ServeError: The model or an argument is wrong, or a requested step fails or exceeds its bound.
     """
     opening = Timed(source, given.provider, given.threads)
-    base, files = folder / "source" / staged.name, folder / "steps"
+    base, files = folder / "source" / name, folder / "steps"
     base.parent.mkdir()
     files.mkdir()
     call_apart(LIMIT_S, prepare, source.path, base)
@@ -98,17 +109,13 @@ def optimize(
             dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in work.steps)
             work = Work(base, before, start, given.inputs, dropped)
             compared = _compare(given, work)
-    if given.external_data or data_file(work.model).exists():
-        call_apart(LIMIT_S, pack, work.model, staged)
-    else:
-        shutil.copyfile(work.model, staged)
     result = OptimizeResult(
         model=source.name,
         path=str(source.path),
         provider=before.provider,
         runtime=ort.__version__,
         before=before.shape,
-        after=replace(work.look.shape, nbytes=nbytes_of(staged)),
+        after=work.look.shape,
         steps=work.steps,
         fused=fused_operators(before.operators, work.look.operators),
         run_fused=work.look.fused,
@@ -121,7 +128,7 @@ def optimize(
         domains=work.look.domains,
         findings=tuple(find(before, work, compared, given.level, given.precision)),
     )
-    return replace(result, delivered=_deliver(given, source, staged, result, work))
+    return result, work
 
 
 def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[Step]:
@@ -168,7 +175,15 @@ def _compare(given: argparse.Namespace, work: Work) -> CompareResult:
     return compare_models(work.reference, work.reference.at(work.model), work.inputs, seconds=seconds)
 
 
-def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, work: Work) -> Delivered:
+def _deliver(
+    given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, work: Work
+) -> OptimizeResult:
+    """Write the model to its destination. Returns the result with its size there, and the destination."""
+    if given.external_data or data_file(work.model).exists():
+        call_apart(LIMIT_S, pack, work.model, staged)
+    else:
+        shutil.copyfile(work.model, staged)
+    result = replace(result, after=replace(result.after, nbytes=nbytes_of(staged)))
     kept = [step.name for step in work.steps if step.is_kept]
     notes: list[str] = []
     if not kept:
@@ -178,7 +193,7 @@ def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: O
             given.publish = None
             notes.append("nothing is published, because no step improved the model")
         if given.output is None:
-            return Delivered(notes=tuple(notes))
+            return replace(result, delivered=Delivered(notes=tuple(notes)))
     provenance = make_provenance(
         source,
         staged,
@@ -191,4 +206,4 @@ def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: O
         libraries=work.libraries,
     )
     delivered = deliver(staged, source, provenance, given)
-    return replace(delivered, notes=(*notes, *delivered.notes))
+    return replace(result, delivered=replace(delivered, notes=(*notes, *delivered.notes)))

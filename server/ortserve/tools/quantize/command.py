@@ -17,7 +17,7 @@ from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.command import FAILED, OK, Outcome
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE
 from ortserve.tools.console import progress
-from ortserve.tools.destination import check_destination, deliver, staged_model
+from ortserve.tools.destination import Delivered, check_destination, deliver, staged_model
 from ortserve.tools.doctor.machine import Files as MachineFiles
 from ortserve.tools.doctor.machine import read_memory, read_processors
 from ortserve.tools.opening import read_graph
@@ -55,21 +55,32 @@ def run(given: argparse.Namespace) -> Outcome:
     wish = Wish(**{field.name: getattr(given, field.name) for field in fields(Wish)})
     settings = choose_settings(wish, model, read_processors(MachineFiles()).instruction_sets)
     check_source(model, str(source.path))
-    with staged_model(given, source) as target:
-        result = _quantize(given, source, model, settings, bounds, target)
-        if not result.missed:
-            provenance = make_provenance(
-                source,
-                target,
-                arguments=given.command_line,
-                notes=[note for note in result.notes if note != SYNTHETIC_NOTE],
-                agreement=result.agreement,
-                inputs=result.inputs,
-                speed=result.speed,
-                figures={"mode": settings.mode, "floating_nodes": float(len(result.floating))},
-            )
-            result = replace(result, delivered=deliver(target, source, provenance, given))
-    return Outcome(result, present(result), FAILED if result.missed else OK)
+    result: QuantizeResult | None = None
+    error: OSError | None = None
+    try:
+        with staged_model(given, source) as target:
+            result = _quantize(given, source, model, settings, bounds, target)
+            if not result.missed:
+                result = replace(result, delivered=_deliver(given, source, target, result))
+    except OSError as failure:
+        if result is None:
+            raise
+        error = failure  # what the search found is worth more than the file
+    return Outcome(result, present(result), FAILED if result.missed else OK, error)
+
+
+def _deliver(given: argparse.Namespace, source: Subject, target: Path, result: QuantizeResult) -> Delivered:
+    provenance = make_provenance(
+        source,
+        target,
+        arguments=given.command_line,
+        notes=[note for note in result.notes if note != SYNTHETIC_NOTE],
+        agreement=result.agreement,
+        inputs=result.inputs,
+        speed=result.speed,
+        figures={"mode": result.settings.mode, "floating_nodes": float(len(result.floating))},
+    )
+    return deliver(target, source, provenance, given)
 
 
 def _bounds(given: argparse.Namespace) -> list[ErrorBound]:
