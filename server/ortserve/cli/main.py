@@ -105,7 +105,7 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
         sys.stderr.write(f"ortserve {command}: expected arguments in the encoding of the locale, got {strange[0]!r}\n")
         return 2
     # The arguments are read first, because the libraries of most commands take a second to import.
-    given = import_module(f"ortserve.tools.{command}.arguments").read(arguments)
+    given = import_module(f"ortserve.tools.{command}.arguments").build_parser().read(arguments)
     run = import_module(f"ortserve.tools.{command}.command").run
     return int(import_module("ortserve.tools.command").run_tool(command, run, given))
 

@@ -54,9 +54,18 @@ class ToolParser(argparse.ArgumentParser):
     """The arguments of a tool. Adds ``--json`` and a flag for the page."""
 
     def __init__(
-        self, name: str, description: str, *, page_flags: Sequence[str] = ("-o", "--output"), **more: Any
+        self,
+        name: str,
+        description: str,
+        *,
+        page_flags: Sequence[str] = ("-o", "--output"),
+        check: Callable[["ToolParser", argparse.Namespace], object] = lambda parser, given: None,
+        **more: Any,
     ) -> None:
-        """``page_flags`` name the flag of the page, for tools whose ``-o`` is a model."""
+        """``page_flags`` name the flag of the page, for tools whose ``-o`` is a model.
+
+        ``check`` calls ``error`` for arguments that do not fit together.
+        """
         width = min(110, get_terminal_size((110, 0)).columns)
         super().__init__(
             prog=f"ortserve {name}",
@@ -65,10 +74,18 @@ class ToolParser(argparse.ArgumentParser):
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
             **more,
         )
+        self._name, self._check = name, check
         output = self.add_argument_group("output")
         output.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
         text = "Also write a page for browsers."
         output.add_argument(*page_flags, dest="page", type=Path, metavar="PAGE.html", help=text)
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Read and check the arguments, and add them as ``command_line``. Exits with status 2 if they are wrong."""
+        given = self.parse_intermixed_args(arguments)  # positional ones may come before and after flags
+        self._check(self, given)
+        given.command_line = (self._name, *arguments)
+        return given
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message, and with suggestions for unknown flags."""

@@ -1,7 +1,6 @@
 """The arguments of ``ortserve bench``."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,29 +20,9 @@ _OF_SERVERS: Final = ("--model", "--protocol", "--sequences", "--processes", "--
 _count, _share, _seconds, _period = number(int, 1), number(float, 0, 1), number(float, 0), number(float, 0.001)
 
 
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    parser = build_parser()
-    given = parser.parse_args(arguments)
-    if bool(given.targets) == bool(given.compare):
-        parser.error("expected a target, or two results with --compare")
-    if given.compare:
-        parser.refuse(given, parser.flags_besides("--compare", "--json", "--output"), "a target, got --compare")
-    kinds = {is_url(target) for target in given.targets}
-    if kinds == {True}:
-        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
-    if kinds == {False}:
-        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
-    if given.inputs:
-        parser.refuse(given, ("--free-dim",), "synthetic inputs, got --inputs")
-    if given.find_capacity:
-        parser.refuse(given, ("--rounds", "--precision"), "--concurrency, --rate or --arrivals, got --find-capacity")
-    return given
-
-
 def build_parser() -> ToolParser:
     """The arguments. Tests of the documents use them, too."""
-    parser = ToolParser("bench", _DESCRIPTION)
+    parser = ToolParser("bench", _DESCRIPTION, check=_check)
     add = parser.add_argument
     add("targets", nargs="*", metavar="TARGET", help="URL of a server, or a model.")
     add = parser.add_argument_group("what to run").add_argument
@@ -126,3 +105,19 @@ def build_parser() -> ToolParser:
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")
     add_access(parser)
     return parser
+
+
+def _check(parser: ToolParser, given: argparse.Namespace) -> None:
+    if bool(given.targets) == bool(given.compare):
+        parser.error("expected a target, or two results with --compare")
+    if given.compare:
+        parser.refuse(given, parser.flags_besides("--compare", "--json", "--output"), "a target, got --compare")
+    kinds = {is_url(target) for target in given.targets}
+    if kinds == {True}:
+        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
+    if kinds == {False}:
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
+    if given.inputs:
+        parser.refuse(given, ("--free-dim",), "synthetic inputs, got --inputs")
+    if given.find_capacity:
+        parser.refuse(given, ("--rounds", "--precision"), "--concurrency, --rate or --arrivals, got --find-capacity")

@@ -1,7 +1,5 @@
 """The arguments of ``ortserve compare``."""
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,11 +9,6 @@ BATCH: Final = 8
 """Default number of rows of a run."""
 SECONDS: Final = 4.0
 """Default time for the measurement of speed."""
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    return build_parser().parse_args(arguments)
 
 
 def build_parser() -> ToolParser:

@@ -1,16 +1,9 @@
 """The arguments of ``ortserve doctor``."""
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from ortserve.tools.address import add_access
 from ortserve.tools.command import ToolParser, add_fail_on, number
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    return build_parser().parse_args(arguments)
 
 
 def build_parser() -> ToolParser:

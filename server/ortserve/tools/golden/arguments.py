@@ -1,7 +1,5 @@
 """The arguments of ``ortserve golden``."""
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -9,11 +7,6 @@ from ortserve.tools.address import add_access
 from ortserve.tools.command import ToolParser, number
 
 _SAMPLES: Final = 16
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    return build_parser().parse_args(arguments)
 
 
 def build_parser() -> ToolParser:

@@ -1,15 +1,8 @@
 """The arguments of ``ortserve inspect``."""
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from ortserve.tools.command import ToolParser, add_fail_on, number, several
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    return build_parser().parse_args(arguments)
 
 
 def build_parser() -> ToolParser:

@@ -1,7 +1,5 @@
 """The arguments of ``ortserve models``."""
 
-import argparse
-from collections.abc import Sequence
 from typing import Final
 
 from ortserve.tools.address import add_access
@@ -17,11 +15,6 @@ _ACTIONS: Final = {
     "promote": "make the candidate of the rollout, or the given version, stable in one step",
     "rollback": "end the rollout, or make the version stable that was stable before the last promotion",
 }
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    return build_parser().parse_intermixed_args(arguments)
 
 
 def build_parser() -> ToolParser:

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,13 +24,6 @@ FP32_BOUND, HALF_BOUND = ErrorBound("relative", 1e-4), ErrorBound("relative", 0.
 """Largest errors without ``--max-error``: of fp32 models, and of models with 16 bits."""
 _MAX: Final = (1 << 31) - 1
 _LEVELS: Final = ("basic", "extended", "layout", "all")
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    given = build_parser().parse_args(arguments)
-    given.command_line = ("optimize", *arguments)
-    return given
 
 
 def build_parser() -> ToolParser:

@@ -1,7 +1,6 @@
 """The arguments of ``ortserve profile``."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,26 +18,9 @@ UNCHANGED: Final = "default"
 """The word of ``--compare`` for the settings as they are."""
 
 
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    parser = build_parser()
-    given = parser.parse_args(arguments)
-    if given.target is None and given.compare is None:
-        parser.error("expected a TARGET, or --compare with two models")
-    if given.target is not None and is_url(given.target) is (given.model is None):
-        parser.error("expected the name of a MODEL after a URL, and none after a model")
-    if given.model is None:
-        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
-    else:
-        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
-    if given.trace is not None and given.trace == given.page:
-        parser.error(f"--trace: expected another file than that of -o, got '{given.trace}'")
-    return given
-
-
 def build_parser() -> ToolParser:
     """The arguments."""
-    parser = ToolParser("profile", _DESCRIPTION)
+    parser = ToolParser("profile", _DESCRIPTION, check=_check)
     parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
     count, seconds = number(int, 1), number(float, 1e-3)
@@ -73,3 +55,16 @@ def build_parser() -> ToolParser:
         "--trace", type=Path, metavar="FILE.json", help="Write ONNX Runtime's trace to this file, for Perfetto."
     )
     return parser
+
+
+def _check(parser: ToolParser, given: argparse.Namespace) -> None:
+    if given.target is None and given.compare is None:
+        parser.error("expected a TARGET, or --compare with two models")
+    if given.target is not None and is_url(given.target) is (given.model is None):
+        parser.error("expected the name of a MODEL after a URL, and none after a model")
+    if given.model is None:
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
+    else:
+        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
+    if given.trace is not None and given.trace == given.page:
+        parser.error(f"--trace: expected another file than that of -o, got '{given.trace}'")

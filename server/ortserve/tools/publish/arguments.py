@@ -1,17 +1,8 @@
 """The arguments of ``ortserve publish``."""
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from ortserve.tools.command import ToolParser, add_golden
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    given = build_parser().parse_args(arguments)
-    given.command_line = ("publish", *arguments)
-    return given
 
 
 def build_parser() -> ToolParser:

@@ -1,7 +1,6 @@
 """The arguments of ``ortserve quantize``."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,13 +11,6 @@ _DESCRIPTION: Final = """
 Make a quantized model, and prove what it costs and gains: its outputs are compared with those of MODEL, and nodes that
 cost too much stay in floating point. Nothing is written if the errors exceed --max-error.
 """
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    given = build_parser().parse_args(arguments)
-    given.command_line = ("quantize", *arguments)
-    return given
 
 
 def build_parser() -> ToolParser:

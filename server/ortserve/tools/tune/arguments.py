@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,18 +23,9 @@ OBJECTIVES: Final = {
 """The figure that each objective improves, in words."""
 
 
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments. Exits with status 2 if they are wrong."""
-    parser = build_parser()
-    given = parser.parse_args(arguments)
-    if given.slo is None and given.objective != "latency":
-        parser.error(f"expected --slo with the bound of the latency for the objective {given.objective}")
-    return given
-
-
 def build_parser() -> ToolParser:
     """The arguments. Tests of the documentation use them, too."""
-    parser = ToolParser("tune", _DESCRIPTION, page_flags=("--page", "-o", "--output"))
+    parser = ToolParser("tune", _DESCRIPTION, page_flags=("--page", "-o", "--output"), check=_check)
     parser.add_argument("model", metavar="MODEL", help="REPOSITORY/name[/version], or a file, which is only measured.")
     add = parser.add_argument_group("what is better").add_argument
     add("--slo", type=_duration, metavar="TIME", help="Bound of the latency: 20ms, 0.5s, or a number of ms.")
@@ -85,3 +75,8 @@ def _duration(text: str) -> float:
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(f"expected a time such as 20ms or 0.5s, got '{text}'")
     return float(found[1]) / (1 if found[2] == "s" else 1e3)
+
+
+def _check(parser: ToolParser, given: argparse.Namespace) -> None:
+    if given.slo is None and given.objective != "latency":
+        parser.error(f"expected --slo with the bound of the latency for the objective {given.objective}")

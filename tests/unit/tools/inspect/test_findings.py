@@ -13,14 +13,14 @@ import pytest
 from onnxruntime.tools.onnx_model_utils import make_dim_param_fixed
 
 from models import builders, patterns
-from ortserve.tools.inspect.arguments import read
+from ortserve.tools.inspect.arguments import build_parser
 from ortserve.tools.inspect.command import run
 from ortserve.tools.inspect.result import InspectResult
 from ortserve.tools.report import Finding
 
 
 def inspected(path: Path, *flags: str) -> InspectResult:
-    result = run(read([str(path), "--no-run", *flags])).result
+    result = run(build_parser().read([str(path), "--no-run", *flags])).result
     assert isinstance(result, InspectResult)
     return result
 
@@ -177,4 +177,4 @@ def test_worst_findings_come_first_and_decide_the_status(tmp_path: Path) -> None
 
     assert levels == ["warning", "advice"]
     for flags, status in (([], 0), (["--fail-on", "problem"], 0), (["--fail-on", "warning"], 1)):
-        assert run(read([str(path), "--no-run", *flags])).status == status
+        assert run(build_parser().read([str(path), "--no-run", *flags])).status == status

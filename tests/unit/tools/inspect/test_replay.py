@@ -8,7 +8,7 @@ import gpu_models
 from models import builders, patterns
 from ortserve.config.session import SessionSettings
 from ortserve.core.dtypes import DataType
-from ortserve.tools.inspect.arguments import read
+from ortserve.tools.inspect.arguments import build_parser
 from ortserve.tools.inspect.command import run
 from ortserve.tools.inspect.replay import predict_replay
 from ortserve.tools.inspect.result import Replay
@@ -19,7 +19,7 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 
 
 def replay(model: Path) -> Replay:
-    found = run(read([str(model), "--no-run"])).result.replay
+    found = run(build_parser().read([str(model), "--no-run"])).result.replay
     assert isinstance(found, Replay)
     return found
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortserve.tools.inspect.arguments import read
+from ortserve.tools.inspect.arguments import build_parser
 from ortserve.tools.inspect.command import run
 
 
@@ -29,7 +29,7 @@ def large_sine(file: Path) -> Path:
 
 
 def test_rounding_of_proven_rows_is_shown_with_its_size(tmp_path: Path) -> None:
-    rows = run(read([str(large_sine(tmp_path / "m.onnx")), "--batch", "1"])).result.rows
+    rows = run(build_parser().read([str(large_sine(tmp_path / "m.onnx")), "--batch", "1"])).result.rows
 
     assert rows.verdict == "proven"
     assert rows.drift > 0.01

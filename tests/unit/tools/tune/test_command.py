@@ -165,7 +165,7 @@ def test_other_versions_are_measured_within_the_time(
 
 def test_a_journal_is_of_the_weights_too(tmp_path: Path) -> None:
     file = builders.external_weights(tmp_path / "m.onnx", "weights.bin")
-    given = tune_arguments.read([str(file), "--slo", "20ms"])
+    given = tune_arguments.build_parser().read([str(file), "--slo", "20ms"])
     keys = []
     for last in (b"x", b"y"):
         (tmp_path / "weights.bin").write_bytes(bytes(15) + last)
@@ -227,7 +227,7 @@ def test_models_that_are_not_there_and_files_without_a_folder(model: Path, capsy
 
 
 def test_objectives_are_parsed_with_and_without_units() -> None:
-    given = [tune_arguments.read(["m", "--slo", text]).slo for text in ("20ms", "0.5s", "20")]
+    given = [tune_arguments.build_parser().read(["m", "--slo", text]).slo for text in ("20ms", "0.5s", "20")]
     assert given == [0.02, 0.5, 0.02]
 
 
