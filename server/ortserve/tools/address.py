@@ -65,13 +65,8 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``address_of`` reads."""
     add = parser.add_argument_group("access to a server").add_argument
     add("--key-file", type=Path, metavar="FILE", help="File with the key for the server in its first line.")
-    add(
-        "--header",
-        action="append",
-        default=[],
-        metavar="NAME:VALUE",
-        help="Header to send with each request; may be repeated.",
-    )
+    text = "Header to send with each request; may be repeated."
+    add("--header", action="append", default=[], metavar="NAME:VALUE", help=text)
     add("--ca", type=Path, metavar="FILE", help="Certificates to trust instead of the system's.")
 
 

@@ -17,17 +17,11 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("repository", metavar="REPOSITORY", help="folder of models, or an .onnx file")
     add("--model", metavar="NAME", help="Check only this model, and the members of an ensemble.")
-    add(
-        "--jobs",
-        type=number(int, 1, 64),
-        default=1,
-        metavar="N",
-        help="Number of versions that are loaded at the same time. Default: 1.",
-    )
+    text = "Number of versions that are loaded at the same time. Default: 1."
+    add("--jobs", type=number(int, 1, 64), default=1, metavar="N", help=text)
     text = "Time limit to load one version. Default: 600."
     add("--seconds-per-model", type=number(float, 0.1, 86400), default=600.0, metavar="SECONDS", help=text)
-    add(
-        "--config", type=Path, metavar="FILE", help="Options file of the server, which sets the defaults of the models."
-    )
+    text = "Options file of the server, which sets the defaults of the models."
+    add("--config", type=Path, metavar="FILE", help=text)
     add_fail_on(parser, "problem")
     return parser

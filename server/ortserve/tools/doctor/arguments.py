@@ -20,19 +20,11 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("machine and repository").add_argument
     add("--config", type=Path, metavar="FILE", help="options file of the server")
     add("--seconds", type=seconds, default=2.0, help="duration of the test of steadiness; 0 for none; default: 2")
-    add(
-        "--seconds-per-model",
-        type=seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time limit to load one model; default: 60",
-    )
+    text = "time limit to load one model; default: 60"
+    add("--seconds-per-model", type=seconds, default=60.0, metavar="SECONDS", help=text)
     add = parser.add_argument_group("server").add_argument
-    add(
-        "--model",
-        metavar="MODEL",
-        help="model whose requests are followed: its name, or REPOSITORY/name to compare it with",
-    )
+    text = "model whose requests are followed: its name, or REPOSITORY/name to compare it with"
+    add("--model", metavar="MODEL", help=text)
     add("--requests", type=count, default=200, metavar="N", help="number of requests to follow; default: 200")
     add("--metrics", metavar="URL", help="URL of the metrics; default: port 8002 of the same host")
     add_access(parser)

@@ -20,12 +20,8 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("action", choices=("record", "check"), metavar="record|check", help="what to do")
     add("target", metavar="REPOSITORY/name[/version]", help="version whose samples are recorded or checked")
-    add(
-        "--inputs",
-        type=Path,
-        metavar="DATA.npz",
-        help="Inputs of the samples, .npz or a folder. Default: synthetic inputs.",
-    )
+    text = "Inputs of the samples, .npz or a folder. Default: synthetic inputs."
+    add("--inputs", type=Path, metavar="DATA.npz", help=text)
     text = f"Maximum number of samples, spread over the inputs. Default: {_SAMPLES}."
     add("--samples", type=number(int, 1), default=_SAMPLES, metavar="N", help=text)
     text = (
@@ -34,12 +30,8 @@ def build_parser() -> ToolParser:
     )
     add("--from", dest="source", metavar="URL|MODEL", help=text)
     add("--model", metavar="NAME", help="Name of the model on the server. Default: that of the target.")
-    add(
-        "--version",
-        metavar="N",
-        default="",
-        help="Version on the server. Default: the version that answers requests without one.",
-    )
+    text = "Version on the server. Default: the version that answers requests without one."
+    add("--version", metavar="N", default="", help=text)
     text = (
         "Bound of an output's error, such as y:cosine=0.01; without a measure, of the largest difference (max); may be "
         "repeated."

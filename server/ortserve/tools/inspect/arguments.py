@@ -10,12 +10,8 @@ def build_parser() -> ToolParser:
     parser = ToolParser("inspect", "Show what a model contains, how it would run here, and what limits it.")
     add = parser.add_argument
     add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
-    add(
-        "--inputs",
-        type=Path,
-        metavar="DATA",
-        help="Samples (.npz or a folder) for the measurement of memory. Default: synthetic inputs.",
-    )
+    text = "Samples (.npz or a folder) for the measurement of memory. Default: synthetic inputs."
+    add("--inputs", type=Path, metavar="DATA", help=text)
     text = "Batch sizes whose memory is shown."
     add("--batch", type=several(number(int, 1, 1 << 20)), default=[1, 8, 32], metavar="1,8,32", help=text)
     text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."

@@ -28,19 +28,11 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
     add("model", nargs="?", default="", metavar="MODEL", help="name of the model, for all actions except list")
-    add(
-        "changes",
-        nargs="*",
-        default=[],  # without it, argparse calls CHANGE required
-        metavar="CHANGE",
-        help="labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version",
-    )
+    text = "labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version"
+    add("changes", nargs="*", default=[], metavar="CHANGE", help=text)  # without a default, it is required
     add("--url", default="http://127.0.0.1:8000", help="HTTP port of the server. Default: %(default)s.")
-    add(
-        "--watch",
-        action="store_true",
-        help="With list, status or rollout: print again after each change, until interrupted.",
-    )
+    text = "With list, status or rollout: print again after each change, until interrupted."
+    add("--watch", action="store_true", help=text)
     seconds = number(float, 1, 86_400)
     text = "Time limit of a load, an unload or a change of labels. Default: %(default)g."
     add("--timeout-s", type=seconds, default=600.0, metavar="SECONDS", help=text)

@@ -48,11 +48,8 @@ def build_parser() -> ToolParser:
     add("--precision", choices=PRECISIONS, help=text)
     text = "Save the graph as ONNX Runtime optimizes it on this machine; only for machines of the same kind."
     add("--level", choices=_LEVELS, help=text)
-    add(
-        "--external-data",
-        action="store_true",
-        help="Write the weights to a file beside the model, as is always done over 2 GB.",
-    )
+    text = "Write the weights to a file beside the model, as is always done over 2 GB."
+    add("--external-data", action="store_true", help=text)
     add = parser.add_argument_group("checks").add_argument
     text = (
         f"Largest accepted error against the source; MEASURE is max, relative, cosine or top1 ({FP32_BOUND}; 16 bits: "

@@ -38,23 +38,16 @@ def build_parser() -> ToolParser:
     channel = parser.add_mutually_exclusive_group()
     text = "Use one scale per channel of a weight (default)."
     channel.add_argument("--per-channel", action="store_true", default=None, help=text)
-    channel.add_argument(
-        "--per-tensor", dest="per_channel", action="store_false", default=None, help="Use one scale per weight."
-    )
+    text = "Use one scale per weight."
+    channel.add_argument("--per-tensor", dest="per_channel", action="store_false", default=None, help=text)
     add("--activations", choices=("uint8", "int8", "uint16", "int16"), help="Type of activations in mode static.")
     add("--weights", choices=("int8", "uint8"), help="Type of weights.")
     text = "Use weights of 7 bits, which processors without VNNI need (auto)."
     add("--reduce-range", choices=("auto", "on", "off"), default="auto", help=text)
     text = "Quantize only these operators."
     add("--ops", dest="operators", type=_names, default=(), metavar="MatMul,Conv", help=text)
-    add(
-        "--exclude",
-        type=_names,
-        action="extend",
-        default=[],
-        metavar="NODE,…",
-        help="Keep these nodes in floating point.",
-    )
+    text = "Keep these nodes in floating point."
+    add("--exclude", type=_names, action="extend", default=[], metavar="NODE,…", help=text)
     add = parser.add_argument_group("comparison with MODEL").add_argument
     text = (
         "Largest accepted error, by measure: max, relative, cosine, top1 or, with --labels, accuracy; may be repeated, "
@@ -68,13 +61,8 @@ def build_parser() -> ToolParser:
     text = "Maximum number of samples for calibration and for the comparison, each (256)."
     add("--samples", type=number(int, 1), default=256, metavar="N", help=text)
     add("--rank", action="store_true", help="Rank the nodes by their cost even if all can be quantized.")
-    add(
-        "--trials",
-        type=number(int, 1),
-        default=60,
-        metavar="N",
-        help="Maximum number of models that the ranking tries (60).",
-    )
+    text = "Maximum number of models that the ranking tries (60)."
+    add("--trials", type=number(int, 1), default=60, metavar="N", help=text)
     text = "Time limit of calibration and search, in minutes (10)."
     add("--minutes", type=number(float, 0), default=10.0, metavar="N", help=text)
     text = "Time for the measurement of speed; 0 for no measurement (4)."

@@ -29,13 +29,8 @@ def build_parser() -> ToolParser:
     parser.add_argument("model", metavar="MODEL", help="REPOSITORY/name[/version], or a file, which is only measured.")
     add = parser.add_argument_group("what is better").add_argument
     add("--slo", type=_duration, metavar="TIME", help="Bound of the latency: 20ms, 0.5s, or a number of ms.")
-    add(
-        "--percentile",
-        type=number(float, 50, 99.99),
-        default=99.0,
-        metavar="P",
-        help="Percentile of the latency that --slo bounds. Default: 99.",
-    )
+    text = "Percentile of the latency that --slo bounds. Default: 99."
+    add("--percentile", type=number(float, 50, 99.99), default=99.0, metavar="P", help=text)
     add("--objective", choices=OBJECTIVES, default="throughput", help="What to improve. Default: throughput.")
     rate = (
         "Requests per second for objectives other than throughput. Default: half of what the current configuration "
@@ -50,13 +45,8 @@ def build_parser() -> ToolParser:
     )
     add("--max-error", metavar="BOUND", help=bound)
     add = parser.add_argument_group("search").add_argument
-    add(
-        "--max-minutes",
-        type=number(float, 0.001),
-        default=10.0,
-        metavar="M",
-        help="Time limit, including the confirmation. Default: 10.",
-    )
+    text = "Time limit, including the confirmation. Default: 10."
+    add("--max-minutes", type=number(float, 0.001), default=10.0, metavar="M", help=text)
     text = "Maximum number of trials, including those of a resumed search."
     add("--max-trials", type=number(int, 1), default=10_000, metavar="N", help=text)
     add("--variants", action="store_true", help="Also measure the versions that other tools made of this model.")
