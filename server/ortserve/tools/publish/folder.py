@@ -80,64 +80,46 @@ def publish_version(
             or the target cannot get a version.
         OSError: The repository cannot be written. Nothing has changed then but the highest version number.
     """
-    published: Published | None = None
-    while published is None:
+    while True:
         place = find_place(target)
         try:
-            published = _publish(
-                model,
-                place,
-                provenance,
-                options_text,
-                allow_changed_interface=allow_changed_interface,
-                keeps_golden=keeps_golden,
-            )
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(place.folder)) from error
-    return published
-
-
-def _publish(
-    model: Path,
-    place: Place,
-    provenance: Provenance,
-    options_text: str | None,
-    *,
-    allow_changed_interface: bool,
-    keeps_golden: bool,
-) -> Published | None:
-    """Publish once. Returns None if another process created the same new model meanwhile; the caller then retries."""
-    with staging_folder(place.beside) as staging, progress("publishing") as step:
-        options = _stage_options(staging, options_text, place)
-        place = replace(place, options=options) if options_text is not None else place
-        version = staging / "version"
-        path = _stage_version(model, version, place, provenance, step, keeps_golden=keeps_golden)
-        step(0, "opening the model in another process")
-        subject = Subject(place.name, path, place.folder, trial_options(place.options))
-        try:
-            differences, notes = call_apart(_LIMIT_S, _check, subject, place.newest())
-        except ServeError as error:
-            raise invalid_input(error.message.replace(str(path), str(model))) from None
-        if differences and not allow_changed_interface:
-            raise invalid_input(
-                f"{model}: its interface is not that of {place.name}, which clients use: {'; '.join(differences)}; "
-                "--allow-changed-interface publishes it nevertheless"
-            )
-        notes += [f"changed interface: {difference}" for difference in differences]
-        if (version / GOLDEN_FOLDER).is_dir():
-            step(0, "checking golden samples in another process")
-            notes.append(f"golden samples: {_check_golden(model, subject)}")
-        elif place.options.golden_required:
-            raise invalid_input(f"{model}: {GOLDEN_MISSING}")
-        step(0, "writing to the disk")
-        _sync_all(version)
-        try:
-            number = _install_new(staging, place) if place.files is None else _install(staging, place)
+            with staging_folder(place.beside) as staging, progress("publishing") as step:
+                place = replace(place, options=_stage_options(staging, options_text, place))
+                path = _stage_version(model, staging / "version", place, provenance, step, keeps_golden=keeps_golden)
+                subject = Subject(place.name, path, place.folder, trial_options(place.options))
+                notes = _check_interface(model, subject, place, step, allows_changes=allow_changed_interface)
+                if (staging / "version" / GOLDEN_FOLDER).is_dir():
+                    step(0, "checking golden samples in another process")
+                    notes.append(f"golden samples: {_check_golden(model, subject)}")
+                elif place.options.golden_required:
+                    raise invalid_input(f"{model}: {GOLDEN_MISSING}")
+                step(0, "writing to the disk")
+                _sync_all(staging / "version")
+                number = _install(staging, place)
         except OSError as error:
             if place.files is None and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                return None
-            raise
-    return Published(place.name, number, (*notes, *_policy_notes(place, number)))
+                continue  # another process has created the model meanwhile
+            raise OSError(error.errno, error.strerror, str(place.folder)) from error
+        return Published(place.name, number, (*notes, *_policy_notes(place, number)))
+
+
+def _check_interface(model: Path, subject: Subject, place: Place, step: Step, *, allows_changes: bool) -> list[str]:
+    """Open a staged copy of ``model``, and compare its interface with that of the served version. Returns notes.
+
+    Raises:
+        ServeError: invalid_input: the model does not open, or its interface differs and ``allows_changes`` is False.
+    """
+    step(0, "opening the model in another process")
+    try:
+        differences, notes = call_apart(_LIMIT_S, _compare_interfaces, subject, place.newest())
+    except ServeError as error:
+        raise invalid_input(error.message.replace(str(subject.path), str(model))) from None
+    if differences and not allows_changes:
+        raise invalid_input(
+            f"{model}: its interface is not that of {place.name}, which clients use: {'; '.join(differences)}; "
+            "--allow-changed-interface publishes it nevertheless"
+        )
+    return [*notes, *(f"changed interface: {difference}" for difference in differences)]
 
 
 def _stage_options(staging: Path, text: str | None, place: Place) -> ModelOptions:
@@ -179,7 +161,7 @@ def _stage_version(
     return path
 
 
-def _check(subject: Subject, served: Subject | None) -> tuple[list[str], list[str]]:
+def _compare_interfaces(subject: Subject, served: Subject | None) -> tuple[list[str], list[str]]:
     """Differences between the interfaces of a new version and the served one, and notes. Runs in another process."""
     notes: list[str] = []
     opened = _open(subject, notes)
@@ -215,39 +197,36 @@ def _open(subject: Subject, notes: list[str]) -> OpenModel:
 
 
 def _install(staging: Path, place: Place) -> int:
-    """Choose the number of the version and rename its folder. Returns the number."""
+    """Choose the number of the version and rename its folder, or that of a new model. Returns the number."""
+    if place.files is None:
+        folder = staging / "model"
+        folder.mkdir()
+        _add_version(staging, folder, 1)
+        folder.rename(place.folder)
+        sync(place.folder.parent)
+        return 1
     with _locked(place.folder):
         number = 1 + max((_recorded(place.folder), *_numbers(place.folder)))
         if number > MAX_VERSION:
             raise invalid_input(f"{place.folder}: version {MAX_VERSION} is the highest possible one")
-        _record(staging, number).replace(place.folder / RECORD)
-        version = (staging / "version").rename(place.folder / str(number))
-        try:
-            if (staging / OPTIONS_FILE).is_file():
-                (staging / OPTIONS_FILE).replace(place.folder / OPTIONS_FILE)
-        except BaseException:
-            version.rename(staging / "version")
-            raise
-        sync(place.folder)
+        _add_version(staging, place.folder, number)
     return number
 
 
-def _install_new(staging: Path, place: Place) -> int:
-    """Create the model with its first version. Returns the number of the version."""
-    folder = staging / "model"
-    folder.mkdir()
-    _record(folder, 1)
-    (staging / "version").rename(folder / "1")
-    if (staging / OPTIONS_FILE).is_file():
-        (staging / OPTIONS_FILE).rename(folder / OPTIONS_FILE)
-    sync(folder)
+def _add_version(staging: Path, folder: Path, number: int) -> None:
+    """Move the staged version, and the staged configuration if there is one, to the folder of a model."""
+    record = staging / RECORD
+    record.write_text(f"{number}\n")
+    sync(record)
+    record.replace(folder / RECORD)
+    version = (staging / "version").rename(folder / str(number))
     try:
-        folder.rename(place.folder)
-    except OSError:
-        (folder / "1").rename(staging / "version")
+        if (staging / OPTIONS_FILE).is_file():
+            (staging / OPTIONS_FILE).replace(folder / OPTIONS_FILE)
+    except BaseException:
+        version.rename(staging / "version")
         raise
-    sync(place.folder.parent)
-    return 1
+    sync(folder)
 
 
 @contextmanager
@@ -274,13 +253,6 @@ def _recorded(folder: Path) -> int:
         return 0
     except ValueError:
         raise invalid_input(f"{folder / RECORD}: expected the highest version number, got other content") from None
-
-
-def _record(folder: Path, number: int) -> Path:
-    file = folder / RECORD
-    file.write_text(f"{number}\n")
-    sync(file)
-    return file
 
 
 def _sync_all(folder: Path) -> None:
