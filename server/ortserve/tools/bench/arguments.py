@@ -20,6 +20,22 @@ _OF_SERVERS: Final = ("--model", "--protocol", "--sequences", "--processes", "--
 _count, _share, _seconds, _period = number(int, 1), number(float, 0, 1), number(float, 0), number(float, 0.001)
 
 
+def _check(parser: ToolParser, given: argparse.Namespace) -> None:
+    if bool(given.targets) == bool(given.compare):
+        parser.error("expected a target, or two results with --compare")
+    if given.compare:
+        parser.refuse(given, parser.flags_besides("--compare", "--json", "--output"), "a target, got --compare")
+    kinds = {is_url(target) for target in given.targets}
+    if kinds == {True}:
+        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
+    if kinds == {False}:
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
+    if given.inputs:
+        parser.refuse(given, ("--free-dim",), "synthetic inputs, got --inputs")
+    if given.find_capacity:
+        parser.refuse(given, ("--rounds", "--precision"), "--concurrency, --rate or --arrivals, got --find-capacity")
+
+
 def build_parser() -> ToolParser:
     """The arguments. Tests of the documents use them, too."""
     parser = ToolParser("bench", _DESCRIPTION, check=_check)
@@ -105,19 +121,3 @@ def build_parser() -> ToolParser:
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")
     add_access(parser)
     return parser
-
-
-def _check(parser: ToolParser, given: argparse.Namespace) -> None:
-    if bool(given.targets) == bool(given.compare):
-        parser.error("expected a target, or two results with --compare")
-    if given.compare:
-        parser.refuse(given, parser.flags_besides("--compare", "--json", "--output"), "a target, got --compare")
-    kinds = {is_url(target) for target in given.targets}
-    if kinds == {True}:
-        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
-    if kinds == {False}:
-        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
-    if given.inputs:
-        parser.refuse(given, ("--free-dim",), "synthetic inputs, got --inputs")
-    if given.find_capacity:
-        parser.refuse(given, ("--rounds", "--precision"), "--concurrency, --rate or --arrivals, got --find-capacity")

@@ -18,6 +18,19 @@ UNCHANGED: Final = "default"
 """The word of ``--compare`` for the settings as they are."""
 
 
+def _check(parser: ToolParser, given: argparse.Namespace) -> None:
+    if given.target is None and given.compare is None:
+        parser.error("expected a TARGET, or --compare with two models")
+    if given.target is not None and is_url(given.target) is (given.model is None):
+        parser.error("expected the name of a MODEL after a URL, and none after a model")
+    if given.model is None:
+        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
+    else:
+        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
+    if given.trace is not None and given.trace == given.page:
+        parser.error(f"--trace: expected another file than that of -o, got '{given.trace}'")
+
+
 def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser("profile", _DESCRIPTION, check=_check)
@@ -55,16 +68,3 @@ def build_parser() -> ToolParser:
         "--trace", type=Path, metavar="FILE.json", help="Write ONNX Runtime's trace to this file, for Perfetto."
     )
     return parser
-
-
-def _check(parser: ToolParser, given: argparse.Namespace) -> None:
-    if given.target is None and given.compare is None:
-        parser.error("expected a TARGET, or --compare with two models")
-    if given.target is not None and is_url(given.target) is (given.model is None):
-        parser.error("expected the name of a MODEL after a URL, and none after a model")
-    if given.model is None:
-        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
-    else:
-        parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
-    if given.trace is not None and given.trace == given.page:
-        parser.error(f"--trace: expected another file than that of -o, got '{given.trace}'")
