@@ -1,6 +1,7 @@
 """The frame of all commands: common flags, readers of arguments, output in three forms, and the exit status."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -167,6 +168,7 @@ def status_of(findings: Iterable[Finding], fail_on: str) -> int:
 def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments: argparse.Namespace) -> int:
     """Run a tool and write its output. Returns the exit status; errors are one line on standard error."""
     page: Path | None = arguments.page
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # results contain the warnings that matter
     try:
         expect_writable("PAGE.html", page, b"<!doctype html")
         with _interrupted_by_signals():

@@ -1,7 +1,6 @@
 """``ortserve compare``: shows whether a model still computes the outputs of another one, and its gain."""
 
 import argparse
-import logging
 from dataclasses import replace
 
 from ortserve.core.agreement import parse_bound
@@ -21,7 +20,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
     Raises:
         ServeError: invalid_input: a model or the inputs are wrong, or the models cannot be compared.
     """
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())
     bounds = [parse_bound(text) for text in arguments.max_error]
     if arguments.labels is None and any(bound.measure == "accuracy" for bound in bounds):
         raise invalid_input("--max-error accuracy: expected --labels to be given, too")

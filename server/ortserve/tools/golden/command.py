@@ -1,7 +1,6 @@
 """``ortserve golden``: records golden samples of a version, or checks that the version agrees with existing ones."""
 
 import argparse
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
         ServeError: invalid_input: wrong arguments; internal: the version disagrees with the samples.
         OSError: The samples cannot be written.
     """
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())
     _check_options(arguments)
     subject = find_version(arguments.target)
     folder = golden_folder(subject.path, subject.folder, subject.options)

@@ -1,7 +1,6 @@
 """``ortserve inspect``: what a model contains, how it would run here, and what limits it."""
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,7 +32,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
         ServeError: The file is no model, is incomplete, or is refused by ONNX Runtime.
     """
     ort.set_default_logger_severity(4)  # the errors of providers contain what they log at start
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # the result contains the warnings of the load
     with progress("reading the model") as step:
         result = _inspect(arguments, step)
     return Outcome(result, present(result), status_of(result.findings, arguments.fail_on))

@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -87,18 +87,19 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a step is kept, and why."""
+class Tried:
+    """The result of one way to do a step: whether it is kept, and why.
+
+    Attributes:
+        is_kept: Whether the step is kept, if no other way has a better result.
+        reason: Why it is kept or not.
+        notes: Details for people.
+        libraries: Packages that took part.
+        checked: The model, compared with the one that it must agree with; None if it was not compared.
+    """
 
     is_kept: bool
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """The result of one way to do a step."""
-
-    verdict: Verdict
     notes: tuple[str, ...] = ()
     libraries: frozenset[str] = frozenset()
     checked: Checked | None = None
@@ -106,9 +107,9 @@ class _Tried:
     def rank(self) -> tuple[bool, int, int, int]:
         """The sort key of results; the smallest is the best. A fused attention may take as many nodes to run."""
         if self.checked is None:
-            return not self.verdict.is_kept, 1 << 62, 0, 0
+            return not self.is_kept, 1 << 62, 0, 0
         look = self.checked.look
-        return not self.verdict.is_kept, look.shape.nodes_run or look.shape.nodes, len(look.almost), look.shape.nbytes
+        return not self.is_kept, look.shape.nodes_run or look.shape.nodes, len(look.almost), look.shape.nbytes
 
 
 def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progress) -> Work:
@@ -134,40 +135,31 @@ def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progres
 
 def _do(step: Step, work: Work, folder: Path) -> Work:
     began = time.monotonic()
-    tried: dict[str, _Tried] = {}
+    tried: dict[str, Tried] = {}
     for name, make in step.ways.items():
         target = folder / str(len(tried)) / work.model.name
         target.parent.mkdir(parents=True)
         try:
             tried[name] = call_apart(LIMIT_S, _try, step, make, work, target)
         except ServeError as problem:
-            tried[name] = _Tried(_failed(step, problem, target))
+            tried[name] = _failed(step, problem, target)
     name, best = min(tried.items(), key=lambda one: one[1].rank())
-    checked, verdict = best.checked, best.verdict
-    if step.is_requested and not verdict.is_kept:
+    checked = best.checked
+    if step.is_requested and not best.is_kept:
         is_argument = checked is None and step.kind != "same"
         kind = ErrorKind.INVALID_INPUT if is_argument else ErrorKind.UNSUPPORTED
-        raise ServeError(kind, verdict.reason if verdict.reason.startswith("--") else f"{step.name}: {verdict.reason}")
+        raise ServeError(kind, best.reason if best.reason.startswith("--") else f"{step.name}: {best.reason}")
     notes = best.notes
     if len(tried) > 1:
-        others = (f"by {other}: {one.verdict.reason}" for other, one in tried.items() if other != name)
+        others = (f"by {other}: {one.reason}" for other, one in tried.items() if other != name)
         notes = (f"by {name}", *notes, *others)
-    shape = None if checked is None else checked.look.shape
-    result = StepResult(
-        step.name,
-        verdict.is_kept,
-        verdict.reason,
-        nodes_before=work.look.shape.nodes,
-        nodes=None if shape is None else shape.nodes,
-        nodes_run=None if shape is None else shape.nodes_run,
-        nbytes=None if shape is None else shape.nbytes,
-        error=None if checked is None else checked.agreement.error(step.bound.measure),
-        ratio=None if checked is None else checked.ratio,
-        seconds=round(time.monotonic() - began, 2),
-        notes=notes,
-    )
+    result = StepResult(step.name, best.is_kept, best.reason, work.look.shape.nodes, notes=notes)
+    if checked is not None:
+        error = checked.agreement.error(step.bound.measure)
+        result = replace(result, **asdict(checked.look.shape), error=error, ratio=checked.ratio)
+    result = replace(result, seconds=round(time.monotonic() - began, 2))
     work = replace(work, steps=(*work.steps, result))
-    if checked is None or not verdict.is_kept:
+    if checked is None or not best.is_kept:
         return work
     model = folder / str([*tried].index(name)) / work.model.name
     work = replace(work, model=model, look=checked.look, libraries=work.libraries | best.libraries)
@@ -177,49 +169,49 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
     return replace(work, reference=work.reference.at(model), inputs=inputs)
 
 
-def _try(step: Step, make: Make, work: Work, target: Path) -> _Tried:
+def _try(step: Step, make: Make, work: Work, target: Path) -> Tried:
     """Do a step in one way and judge it. Runs in a process of its own."""
     tempfile.tempdir = str(target.parent)  # this folder is removed even if an interruption kills this process
     notes: tuple[str, ...] = ()
     try:
         notes = make(work.model, target, *([work.inputs] if step.takes_inputs else []))
         if not step.is_requested and not _may_gain(work.model, target):
-            return _Tried(Verdict(False, _NOTHING_GAINED), notes)
+            return Tried(False, _NOTHING_GAINED, notes)
         checked = check(work.reference, target, step.kind, work.inputs)
     except Exception as error:  # noqa: BLE001 - libraries raise errors of any class
-        return _Tried(_failed(step, error, target), notes)
+        return replace(_failed(step, error, target), notes=notes)
     libraries = frozenset(LIBRARIES) & {*sys.modules}
-    return _Tried(judge(step, work.look, checked), notes, libraries, checked)
+    return replace(judge(step, work.look, checked), notes=notes, libraries=libraries, checked=checked)
 
 
-def _failed(step: Step, error: Exception, target: Path) -> Verdict:
+def _failed(step: Step, error: Exception, target: Path) -> Tried:
     lines = without_paths(str(error)).strip().splitlines() or [""]
     text = error.message if isinstance(error, ServeError) else f"{type(error).__name__}: {lines[0][:300]}"
     text = text.removeprefix(f"{target}: ")
-    return Verdict(False, text if step.is_requested else f"failed: {text}")
+    return Tried(False, text if step.is_requested else f"failed: {text}")
 
 
-def judge(step: Step, before: Look, checked: Checked) -> Verdict:
+def judge(step: Step, before: Look, checked: Checked) -> Tried:
     """Decide whether a step is kept: first by its error, then by speed, nodes and size. Pure."""
     if excess := step.bound.excess(checked.agreement):
-        return Verdict(False, excess)
+        return Tried(False, excess)
     if step.is_requested:
-        return Verdict(True, ASKED_FOR)
+        return Tried(True, ASKED_FOR)
     old, new, ratio = before.shape, checked.look.shape, checked.ratio
     if ratio < _MUCH_SLOWER:
-        return Verdict(False, f"slower: {number_text(ratio)} times as fast")
+        return Tried(False, f"slower: {number_text(ratio)} times as fast")
     runs = (old.nodes_run or old.nodes, new.nodes_run or new.nodes)
     if runs[1] > runs[0]:
-        return Verdict(False, f"more nodes to run: {runs[0]:,} → {runs[1]:,}")
+        return Tried(False, f"more nodes to run: {runs[0]:,} → {runs[1]:,}")
     if runs[1] < runs[0]:
-        return Verdict(True, f"nodes to run: {runs[0]:,} → {runs[1]:,}")
+        return Tried(True, f"nodes to run: {runs[0]:,} → {runs[1]:,}")
     if new.nbytes > _GROWTH * old.nbytes:
-        return Verdict(False, "a larger file")
+        return Tried(False, "a larger file")
     if new.nodes < old.nodes:
-        return Verdict(True, "fewer nodes in the file, but the same number runs")
+        return Tried(True, "fewer nodes in the file, but the same number runs")
     if new.nbytes < old.nbytes - _MIN_SAVED_BYTES:
-        return Verdict(True, "a smaller file")
-    return Verdict(False, _NOTHING_GAINED)
+        return Tried(True, "a smaller file")
+    return Tried(False, _NOTHING_GAINED)
 
 
 def _may_gain(model: Path, target: Path) -> bool:

@@ -1,7 +1,6 @@
 """``ortserve publish``: makes a model the next version of a model in a repository."""
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
         ServeError: invalid_input: as ``publish_version``.
         OSError: The repository cannot be written.
     """
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())
     source = find_model(arguments.model)
     find_place(arguments.target)
     provenance, notes = trace(source, arguments.command_line)
