@@ -18,6 +18,7 @@ from models.members import add_ensemble
 from ortserve.cli.main import main
 from ortserve.tools.compare import measure
 from ortserve.tools.ensemble import open_ensemble
+from ortserve.tools.opening import open_model
 from ortserve.tools.subject import find_version
 from pages import DOCS, commands
 from servers import add_model, json_input, rest_url, serving
@@ -226,7 +227,7 @@ def test_an_open_ensemble_answers_as_a_server_does(ensembles: Path) -> None:
     x = np.array([[1, 2]], np.float32)
     with serving(ensembles) as server:
         for name in ("whole", "other", "alone"):
-            opened = open_ensemble(find_version(str(ensembles / name)))
+            opened = open_ensemble(find_version(str(ensembles / name)), open_model)
             answer = httpx.post(rest_url(server, name), json={"inputs": [json_input("x", x)]}, timeout=30).json()
             wanted = {output["name"]: (output["shape"], output["data"]) for output in answer["outputs"]}
             for spec, array in zip(opened.signature.outputs, opened.run([x]), strict=True):

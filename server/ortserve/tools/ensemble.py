@@ -4,11 +4,10 @@ The tensors between the steps are those that clients of the members would send a
 queued or batched, so that a run takes the time of its steps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import Plan, circular, make_plan
 from ortserve.registry.load.interface import Interface, resolve_interface
 from ortserve.registry.repository.source import read_source
-from ortserve.tools.opening import OpenModel, arrays_for, open_model, rows_as
+from ortserve.tools.opening import OpenModel, arrays_for, rows_as
 from ortserve.tools.subject import Subject, find_version
 
 
@@ -130,25 +129,13 @@ class OpenEnsemble:
 Opened: TypeAlias = OpenModel | OpenEnsemble
 
 
-def open_ensemble(
-    subject: Subject,
-    *,
-    provider: str | None = None,
-    threads: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> OpenEnsemble:
-    """Open an ensemble and its members, each once. Blocks while ONNX Runtime opens them.
-
-    Args:
-        subject: The ensemble on disk.
-        provider: As in ``open_model``, for all members.
-        threads: As in ``open_model``, for all members.
-        settings: As in ``open_model``, for all members.
+def open_ensemble(subject: Subject, open_one: Callable[[Subject], OpenModel]) -> OpenEnsemble:
+    """Open an ensemble and its members, each once by ``open_one``. Blocks while ONNX Runtime opens them.
 
     Raises:
         ServeError: A member cannot be opened or is not compared, or the steps do not fit their members.
     """
-    return _Opener(partial(open_model, provider=provider, threads=threads, settings=settings)).open(subject, ())
+    return _Opener(open_one).open(subject, ())
 
 
 class _Opener:

@@ -70,7 +70,7 @@ class Timed:
         """As ``open``, also for an ensemble."""
         if self.subject.options.ensemble is None:
             return self.open()
-        return open_ensemble(self.subject, provider=self.provider, threads=self.threads, settings=self.settings)
+        return open_ensemble(self.subject, lambda member: replace(self, subject=member).open())
 
 
 @dataclass(frozen=True, slots=True)

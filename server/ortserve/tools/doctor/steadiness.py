@@ -38,24 +38,22 @@ def measure_steadiness(allowed: Sequence[int], free_bytes: int, seconds: float) 
     sample = b"\0" * (256 * 1024)
     fastest_s = min(_seconds(lambda: hashlib.sha256(sample).digest()) for _ in range(5))
     data = b"\0" * max(4096, int(len(sample) * _UNIT_S / fastest_s))
-    times: list[list[float]] = [[] for _ in chosen]
     quotas = Files().quotas()
     throttled = throttled_periods(quotas)
     psutil.cpu_times_percent()  # the next call returns the shares since this one
     end = time.perf_counter() + seconds
 
-    def work(processor: int, taken: list[float]) -> None:
+    def hash_on(processor: int) -> list[float]:
         with suppress(OSError):  # the processor may have become unavailable
             os.sched_setaffinity(0, {processor})
-        while time.perf_counter() < end:
-            taken.append(_seconds(lambda: hashlib.sha256(data).digest()))  # releases the interpreter lock
+        return _repeat(lambda: hashlib.sha256(data).digest(), end)
 
     with ThreadPoolExecutor(len(chosen)) as pool, progress("testing how steady the processors are", seconds) as step:
-        for each in zip(chosen, times, strict=True):
-            pool.submit(work, *each)
+        hashing = [pool.submit(hash_on, processor) for processor in chosen]
         while (left := end - time.perf_counter()) > 0:
             step(seconds - left, "")
             time.sleep(min(0.1, left))
+    times = [one.result() for one in hashing]
     stolen = getattr(psutil.cpu_times_percent(), "steal", 0.0) / 100
     copies = [_copy_speed(count, len(chosen), free_bytes) for count in (1, len(chosen))]
     return summarize(times, stolen, throttled_periods(quotas) - throttled, *copies)
@@ -86,18 +84,19 @@ def _copy_speed(threads: int, max_threads: int, free_bytes: int) -> float | None
     nbytes = min(_MAX_COPY_BYTES, free_bytes // 16 // (2 * max_threads))
     if nbytes < _MIN_COPY_BYTES:
         return None
-    arrays = [(np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)) for _ in range(threads)]
-    times: list[list[float]] = [[] for _ in range(threads)]
+    pairs = [(np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)) for _ in range(threads)]
     end = time.perf_counter() + _COPY_S
-
-    def copy(source: np.ndarray, target: np.ndarray, taken: list[float]) -> None:
-        while len(taken) < _MIN_COPIES or time.perf_counter() < end:
-            taken.append(_seconds(lambda: np.copyto(target, source)))  # releases the interpreter lock
-
     with ThreadPoolExecutor(threads) as pool:
-        for pair, taken in zip(arrays, times, strict=True):
-            pool.submit(copy, *pair, taken)
+        times = list(pool.map(lambda pair: _repeat(lambda: np.copyto(*pair), end, _MIN_COPIES), pairs))
     return sum(2 * nbytes / statistics.median(taken) for taken in times) / 1e9
+
+
+def _repeat(work: Callable[[], object], end: float, least: int = 0) -> list[float]:
+    """Repeat work, which releases the interpreter lock, until ``end``. Returns the seconds of each repetition."""
+    times: list[float] = []
+    while len(times) < least or time.perf_counter() < end:
+        times.append(_seconds(work))
+    return times
 
 
 def _seconds(work: Callable[[], object]) -> float:
