@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Set
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -264,41 +264,29 @@ class Registry:
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         if self._versions.is_loading(name) and await self._is_newer(name, config):
             self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
-        source, failures = await self._load_once(name, config, files, None)
-        if failures is None:  # It is an ensemble, some of whose members do not serve.
-            closure = await self._reader.read_members(source)
-            known = self._sources | closure
-            with self._room.loading_together(closure):
-                await self._reconciler.apply_all(
-                    (member for member in closure.values() if member.name != name and not self._is_served(member)),
-                    forced=closure,
-                )
-                source, failures = await self._load_once(name, config, files, known)
+        closure: dict[str, ModelSource] = {}  # an ensemble and all its members, once these have been loaded for it
+        with ExitStack() as together:
+            while True:
+                async with self._reconciler.lock(name), self._reader.open(name, config, files) as source:
+                    if closure or not self._reconciler.missing_members(source):
+                        (source,) = reject_cycles([source], self._sources | closure)
+                        if files:
+                            self._without_files.add(name)
+                        else:
+                            self._without_files.discard(name)
+                        failures = await self._reconciler.apply(source, is_forced=True)
+                        if files:
+                            self._versions.withdraw(name)
+                        break
+                closure = await self._reader.read_members(source)
+                together.enter_context(self._room.loading_together(closure))
+                members = [one for one in closure.values() if one.name != name and not self._is_served(one)]
+                await self._reconciler.apply_all(members, forced=closure)
         if source.problem:
             event = NOT_POLLED if source.has_files else "no version is available"
             raise load_failure(name, f"{event}: {source.problem}")
         if failures:
             raise load_failure(name, "; ".join(failures))
-
-    async def _load_once(
-        self, name: str, config: str | None, files: Mapping[str, bytes], known: Mapping[str, ModelSource] | None
-    ) -> tuple[ModelSource, list[str] | None]:
-        """Load a model. Returns None for the failures if members of an ensemble must be loaded first.
-
-        ``known`` are the sources of all members, whose loads have ended; None if members may still need to be loaded.
-        """
-        async with self._reconciler.lock(name), self._reader.open(name, config, files) as source:
-            if known is None and self._reconciler.missing_members(source):
-                return source, None
-            (source,) = reject_cycles([source], self._sources if known is None else known)
-            if files:
-                self._without_files.add(name)
-            else:
-                self._without_files.discard(name)
-            failures = await self._reconciler.apply(source, is_forced=True)
-            if files:
-                self._versions.withdraw(name)
-            return source, failures
 
     async def _is_newer(self, name: str, config: str | None) -> bool:
         """Whether a load would read other files or options than the latest one."""
