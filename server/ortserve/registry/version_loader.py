@@ -85,10 +85,17 @@ class VersionLoader:
                 raise invalid_input(source.problem)
             if source.configuration.options.ensemble is not None:
                 return await self._load_ensemble(record, source)
-            loaded = await self._load_model(record, source, progress)
+            if source.configuration.options.trial_load:
+                await self._try_first(record, source, progress)
+            load = partial(self._load_measured, record, source, progress)
+            loaded, changed = await self._loop.run_in_executor(self._threads, load)
+            options, before = source.configuration.options, self._serving(record)
             try:
+                if changed:  # What was read first, such as the proof that rows may run together, is of another model.
+                    raise invalid_input(f"{changed} changed while it was loaded: expected files that stay as they are")
+                await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
                 return self._assembly.serve(loaded, source.configuration, record.metrics, events)
-            except Exception:
+            except BaseException:  # also cancellation, because the server stops
                 record.metrics.release_sources()
                 await asyncio.to_thread(loaded.close)
                 raise
@@ -98,21 +105,6 @@ class VersionLoader:
     def close(self) -> None:
         """Begin no further load. Does not wait for loads under way on threads, which would block the loop."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _load_model(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
-        if source.configuration.options.trial_load:
-            await self._try_first(record, source, progress)
-        load = partial(self._load_measured, record, source, progress)
-        loaded, changed = await self._loop.run_in_executor(self._threads, load)
-        options, before = source.configuration.options, self._serving(record)
-        try:
-            if changed:  # What was read first, such as the proof that rows may run together, is about another model.
-                raise invalid_input(f"{changed} changed while it was loaded: expected files that stay as they are")
-            await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
-        except BaseException:  # also cancellation, because the server stops
-            await asyncio.to_thread(loaded.close)
-            raise
-        return loaded
 
     async def _try_first(self, record: VersionRecord, source: VersionSource, progress: Progress) -> None:
         """Load a version in another process, unless it has passed that already. Raises as ``try_load`` does."""

@@ -105,81 +105,70 @@ class Versions:
         """
         loading = self._loading.setdefault(record.model, set())
         loading.add(record)
-        try:
-            async with AsyncExitStack() as slot:
-                reason = await self._wait_for_turn(record, source, slot) or await self._load_now(record, source)
-                if not reason:
-                    self._take_over(record)
-                return reason
-        finally:
-            loading.discard(record)
-            if not loading:
-                self._loading.pop(record.model, None)
-
-    async def _wait_for_turn(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> str:
-        """Wait for a load slot, which ``slot`` then holds, and for room in memory. Returns why the load got neither."""
-        try:
-            if record.cancelled_because:
-                raise TimeoutError
-            async with asyncio.timeout(None) as record.waiting:
-                await self._wait_for_room(record, source, slot)
-            return ""
-        except TimeoutError:
-            return await self._fail(record, LoadCancelledError(record.cancelled_because))
-        except NoRoomError as error:
-            return await self._refuse(record, error)
-        finally:
-            record.waiting = None
-
-    async def _wait_for_room(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> None:
-        """Wait for a slot and for room. The load gives its slot back while it waits for models that must stay a while.
-
-        Raises:
-            NoRoomError: There is no room, and waiting long enough is not allowed.
-        """
-        rank = LoadRank.OTHER
-        if record.is_awaited or record.is_required:
-            rank = LoadRank.AWAITED if record.is_awaited else LoadRank.REQUIRED
-        continues = record.continues and self._room.has_budget
-        while True:
-            await slot.enter_async_context(self._loader.slots.take(rank, continues=continues))
-            due_ns = self._room.reserve(record, source)
-            if not due_ns:
-                break
-            await slot.aclose()
-            await asyncio.sleep((due_ns - self._clock()) / 1e9)
-        await self._room.wait_until_free()
-
-    async def _load_now(self, record: VersionRecord, source: VersionSource) -> str:
-        """Load a version for which memory is reserved. Returns why the load failed; empty if the version is READY."""
-        began_ns = self._clock()
         events = RunEvents(
             on_timeout=lambda: self._metrics.batch_overdue(record.model),
             on_abandoned=partial(self._on_abandoned, record),
             on_lost=partial(self._on_lost, record),
         )
         try:
-            record.served = await self._loader.load(record, source, events)
-        except NoRoomError as error:
-            return await self._refuse(record, error)
-        except Exception as error:  # noqa: BLE001 - its message is no answer to a caller
-            if not isinstance(error, ServeError):
-                log_fault(logger, "a load failed unexpectedly", error, model=record.model, version=record.shown_version)
-            return await self._fail(record, error)
-        record.metrics.load_ns = self._clock() - began_ns
+            async with AsyncExitStack() as slot:
+                try:
+                    await self._wait_for_turn(record, source, slot)
+                    began_ns = self._clock()
+                    record.served = await self._loader.load(record, source, events)
+                except NoRoomError as error:
+                    return await self._refuse(record, error)
+                except Exception as error:  # noqa: BLE001 - its message is no answer to a caller
+                    return await self._fail(record, error)
+                self._take_over(record, self._clock() - began_ns)
+                return ""
+        finally:
+            loading.discard(record)
+            if not loading:
+                self._loading.pop(record.model, None)
+
+    async def _wait_for_turn(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> None:
+        """Wait for a load slot, which ``slot`` then holds, and for room in memory.
+
+        The load gives its slot back while it waits for models that must stay a while.
+
+        Raises:
+            LoadCancelledError: The load was cancelled.
+            NoRoomError: There is no room, and waiting long enough is not allowed.
+        """
+        rank = LoadRank.OTHER
+        if record.is_awaited or record.is_required:
+            rank = LoadRank.AWAITED if record.is_awaited else LoadRank.REQUIRED
+        continues = record.continues and self._room.has_budget
+        try:
+            if record.cancelled_because:
+                raise TimeoutError
+            async with asyncio.timeout(None) as record.waiting:
+                while True:
+                    await slot.enter_async_context(self._loader.slots.take(rank, continues=continues))
+                    due_ns = self._room.reserve(record, source)
+                    if not due_ns:
+                        break
+                    await slot.aclose()
+                    await asyncio.sleep((due_ns - self._clock()) / 1e9)
+                await self._room.wait_until_free()
+        except TimeoutError:
+            raise LoadCancelledError(record.cancelled_because) from None
+        finally:
+            record.waiting = None
+
+    def _take_over(self, record: VersionRecord, load_ns: int) -> None:
+        """Send requests to a version that has loaded in ``load_ns``, and drain its previous load."""
+        assert record.served is not None
+        record.metrics.load_ns = load_ns
         record.advance(State.READY)
         self._refused.discard((record.model, record.version))
         self._room.note_loaded(record)
         self._metrics.loaded(record.model, is_ok=True)
-        return ""
-
-    def _take_over(self, record: VersionRecord) -> None:
-        """Send requests to a version that has loaded, and drain its previous load."""
-        assert record.served is not None
         fields = {
             "model": record.model,
             "version": record.version,
-            "seconds": round(record.metrics.load_ns / 1e9, 2),
+            "seconds": round(load_ns / 1e9, 2),
             **record.served.properties,
         }
         log_event(logger, logging.INFO, "model is ready", **fit_fields(fields, logger.name, "model is ready"))
@@ -295,6 +284,8 @@ class Versions:
         return error.message
 
     async def _fail(self, record: VersionRecord, error: Exception) -> str:
+        if not isinstance(error, ServeError):
+            log_fault(logger, "a load failed unexpectedly", error, model=record.model, version=record.shown_version)
         await self._draining.release(record)
         if isinstance(error, DeviceLostError):
             self._on_lost(record, error.message)
