@@ -1,8 +1,9 @@
-"""Loads models that requests wait for, with the members of ensembles."""
+"""Loads models that requests wait for, with the members of ensembles: one load serves all requests for a model."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ortserve.clock import Clock
@@ -11,18 +12,40 @@ from ortserve.registry.catalog import Catalog
 from ortserve.registry.dependents import closure_of, members_of
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
-from ortserve.registry.residency.demand import Demands
-from ortserve.registry.residency.ledger import LoadCost
 from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.serving import ServedVersion
+from ortserve.registry.source_reader import SourceReader
 from ortserve.telemetry.readings import ResidencyCounts
 
+MAX_WAITING: Final = 4096
+"""Maximum number of requests that wait for one model. The memory of their bodies has a limit of its own."""
+_MIN_RETRY_S: Final = 1.0
 _MAX_TRIES: Final = 4
 """Maximum number of loads of an ensemble for its requests, if members are evicted before the ensemble holds them."""
 
 
+@dataclass(slots=True)
+class Demand:
+    """One load that requests wait for.
+
+    Attributes:
+        task: The load.
+        ready_ns: Expected end of the load (monotonic).
+        is_measured: Whether ``ready_ns`` is based on the measured time of an earlier load.
+        waiting: Number of requests that wait.
+    """
+
+    task: "asyncio.Task[None]"
+    ready_ns: int
+    is_measured: bool
+    waiting: int = 0
+
+
 class LoadsOnDemand:
-    """Finds the version that answers a request, and loads its model first if it is not in memory. Loop thread only."""
+    """Finds the version that answers a request, and loads its model first if it is not in memory. Loop thread only.
+
+    A load continues when no request waits any more, because the next request needs the model.
+    """
 
     def __init__(
         self,
@@ -30,28 +53,31 @@ class LoadsOnDemand:
         reconciler: Reconciler,
         room: MemoryRoom,
         sources: Mapping[str, ModelSource],
+        reader: SourceReader,
         clock: Clock,
         counts: ResidencyCounts,
         *,
         start: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         wait_s: float,
-        read: Callable[[str], Awaitable[ModelSource | None]],
         follows_changes: bool,
     ) -> None:
         """Load nothing yet.
 
         ``sources`` has the source of the latest load of each model, and is read at each call. ``start`` runs a load in
-        a task that ends with the registry. A request waits at most ``wait_s``. ``read`` reads the source of a model
-        from the disk. With ``follows_changes``, loads on demand follow changes of files.
+        a task that ends with the registry. A request waits at most ``wait_s``. With ``follows_changes``, loads on
+        demand follow changes of files.
         """
         self._catalog = catalog
         self._reconciler = reconciler
         self._room = room
         self._sources = sources
+        self._reader = reader
         self._clock = clock
-        self._read = read
+        self._counts = counts
+        self._start = start
+        self._wait_ns: Final = round(wait_s * 1e9)
         self._follows_changes = follows_changes
-        self._demands = Demands(clock, counts, load=self._load, start=start, expect=self._expect, wait_s=wait_s)
+        self._demands: dict[str, Demand] = {}
 
     async def wait_for(
         self, name: str, version: str, received_ns: int | None = None, timeout_ns: int | None = None
@@ -61,7 +87,7 @@ class LoadsOnDemand:
         The wait begins at ``received_ns`` (monotonic), or now. It ends after ``timeout_ns`` or ``wait_s``.
 
         Raises:
-            ServeError: An error of ``Catalog.find`` or of ``Demands.wait``.
+            ServeError: An error of ``Catalog.find`` or of ``wait``.
         """
         find = self._catalog.find
         try:
@@ -69,51 +95,103 @@ class LoadsOnDemand:
         except NotInMemoryError:
             pass
         try:
-            await self._demands.wait(name, self._clock() if received_ns is None else received_ns, timeout_ns)
+            await self.wait(name, self._clock() if received_ns is None else received_ns, timeout_ns)
         except ServeError:
             with suppress(ServeError):  # another version failed, or is still loading
                 return find(name, version)
             raise
         return find(name, version)
 
+    async def wait(self, name: str, received_ns: int, timeout_ns: int | None) -> None:
+        """Wait until a model is loaded, at most until the deadline of the request, which came at ``received_ns``.
+
+        Raises:
+            ServeError: not_ready, if the model cannot be loaded in time, with the time after which to retry;
+                overloaded, if too many requests wait; or the error of the load.
+        """
+        demand = self.join(name)
+        task, outcomes, now_ns = demand.task, self._counts.requests, self._clock()
+        by_ns = received_ns + (self._wait_ns if timeout_ns is None else min(timeout_ns, self._wait_ns))
+        if demand.waiting >= MAX_WAITING:
+            outcomes[name, "refused"] += 1
+            raise ServeError(
+                ErrorKind.OVERLOADED, f"{MAX_WAITING} requests, the maximum, already wait for '{name}'", retry_after_s=1
+            )
+        if by_ns > now_ns and not (demand.is_measured and demand.ready_ns > by_ns):
+            demand.waiting += 1
+            try:
+                # A request that is cancelled does not cancel the load.
+                await asyncio.wait({task}, timeout=(by_ns - now_ns) / 1e9)
+            finally:
+                demand.waiting -= 1
+                self._counts.waited_ns += self._clock() - now_ns
+        if not task.done():
+            outcomes[name, "late"] += 1
+            left_s = max(_MIN_RETRY_S, (demand.ready_ns - self._clock()) / 1e9)
+            about = f"about {left_s:.0f} s from now"
+            text = f"'{name}' is loaded on demand, which takes longer than the request may wait: {about}"
+            raise ServeError(ErrorKind.NOT_READY, text, retry_after_s=left_s)
+        if task.cancelled():
+            outcomes[name, "failed"] += 1
+            raise ServeError(ErrorKind.NOT_READY, f"the load of '{name}' was cancelled", retry_after_s=1)
+        error = task.exception()
+        outcomes[name, "loaded" if error is None else "failed"] += 1
+        if isinstance(error, ServeError):  # a new error for each caller, because each adds its own traceback
+            raise ServeError(error.kind, error.message, retry_after_s=error.retry_after_s)
+        if error is not None:
+            raise error
+
+    def join(self, name: str) -> Demand:
+        """Return the load of a model that is under way, or begin one."""
+        demand = self._demands.get(name)
+        if demand is None:
+            cost = self._room.expect(self._sources[name])
+            ready_ns = self._clock() + cost.load_ns
+            demand = self._demands[name] = Demand(self._start(self._load(name)), ready_ns, cost.is_measured)
+            demand.task.add_done_callback(lambda _: self._demands.pop(name))
+        return demand
+
     async def _load(self, name: str) -> None:
-        """Load a model, with the members of an ensemble.
+        """Load a model, with the members of an ensemble. A load for another model may evict a member before it is held.
 
         Raises:
             ServeError: not_ready, if there is no room in memory or the load failed.
         """
+        tries = 0
         with self._room.loading_together(closure_of([name], self._sources)):
-            await self._load_with_members(name, tries=_MAX_TRIES)
+            while True:
+                known = self._sources.get(name)
+                source = await self._read_again(known)
+                if source is not None:
+                    await self._wait_for_members(source)
+                async with self._reconciler.lock(name):
+                    if self._sources.get(name) is not known:  # read by another change, later
+                        source = self._sources.get(name)
+                    if source is None or not any(one.is_on_demand for one in self._catalog.of(name).values()):
+                        return
+                    failures = await self._reconciler.apply(source, is_forced=True, is_awaited=True)
+                records = self._catalog.of(name).values()
+                if any(record.is_on_demand and record.is_superseded for record in records):
+                    continue  # The newer load already waits for the model's lock.
+                no_room = next((record.no_room for record in records if record.no_room is not None), None)
+                if no_room is None:
+                    break
+                tries += 1
+                if tries == _MAX_TRIES or not self._reconciler.missing_members(source):
+                    raise no_room
+        if failures:
+            raise _not_loaded(name, "; ".join(failures))
 
-    async def _load_with_members(self, name: str, *, tries: int) -> None:
-        """As ``_load``. A load for another model may evict a member before the ensemble holds it."""
-        known = self._sources.get(name)
-        source = await self._read_again(known)
-        for member in () if source is None else self._reconciler.missing_members(source):
+    async def _wait_for_members(self, ensemble: ModelSource) -> None:
+        """Load the members that are not in memory. Raises ServeError: not_ready, if another one does not serve."""
+        for member in self._reconciler.missing_members(ensemble):
             if any(record.makes_requests_wait for record in self._catalog.of(member).values()):
-                await asyncio.shield(self._demands.join(member).task)
+                await asyncio.shield(self.join(member).task)
                 continue
             try:
                 self._catalog.find(member, "")
             except ServeError as error:
-                raise _not_loaded(name, error.message) from None
-        async with self._reconciler.lock(name):
-            if self._sources.get(name) is not known:  # read by another change, later
-                source = self._sources.get(name)
-            if source is None or not any(record.is_on_demand for record in self._catalog.of(name).values()):
-                return
-            failures = await self._reconciler.apply(source, is_forced=True, is_awaited=True)
-        if any(record.is_on_demand and record.is_superseded for record in self._catalog.of(name).values()):
-            await self._load_with_members(name, tries=tries)  # The newer load already waits for the model's lock.
-            return
-        for record in self._catalog.of(name).values():
-            if record.no_room is not None:
-                if tries == 1 or not self._reconciler.missing_members(source):
-                    raise record.no_room
-                await self._load_with_members(name, tries=tries - 1)
-                return
-        if failures:
-            raise _not_loaded(name, "; ".join(failures))
+                raise _not_loaded(ensemble.name, error.message) from None
 
     async def _read_again(self, known: ModelSource | None) -> ModelSource | None:
         """The source of a model that is not in memory. Its files may have been replaced since the last poll.
@@ -127,13 +205,10 @@ class LoadsOnDemand:
         if known is None or members_of(known):
             return known
         try:
-            found = await self._read(known.name)
+            found = await self._reader.read(known.name)
         except ServeError as error:
             raise _not_loaded(known.name, error.message) from None
         return known if not self._follows_changes or found is None or members_of(found) else found
-
-    def _expect(self, name: str) -> LoadCost:
-        return self._room.expect(self._sources[name])
 
 
 def _not_loaded(name: str, reason: str) -> ServeError:

@@ -118,11 +118,11 @@ class Registry:
             self._reconciler,
             self._room,
             self._sources,
+            self._reader,
             clock,
             metrics.residency,
             start=self._start,
             wait_s=on_demand_wait_s,
-            read=self._reader.read,
             follows_changes=is_polled,
         )
         self._initial = InitialLoad(self._catalog, self._reader, self._reconciler, self._room, self._start)

@@ -1,3 +1,3 @@
-"""Decides which models are in memory: measures their memory, evicts them, and loads them when requests need them."""
+"""Decides which models are in memory: measures their memory, reserves it, and evicts them."""
 
-__all__ = ["demand", "ledger", "memory_room"]
+__all__ = ["ledger", "memory_room"]
