@@ -319,6 +319,7 @@ class Registry:
                     await self._unload(member, with_members=True)
 
     async def _follow(self, found: Sequence[ModelSource]) -> None:
+        found = reject_cycles(found, self._sources)  # as the latest change did, or each poll would begin another one
         changed = [source for source in found if self._reconciler.is_due(source)]
         self._renew_fingerprints(found)
         for source in changed:

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from fakes.inflight import submit_to
 from interpreted import interpreted_only
-from models import builders, interfaces
+from models import builders, interfaces, members
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
@@ -635,6 +635,19 @@ async def test_problem_of_a_folder_counts_as_a_load_that_failed(
     await registry.poll()
     assert state_of(registry, "m")[1][0] is State.READY
     assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "failed"}) == 1
+
+
+async def test_ensemble_that_contains_itself_is_reported_once_and_not_at_each_poll(
+    tmp_path: Path, load: Load, prometheus: CollectorRegistry
+) -> None:
+    for name, member in (("one", "two"), ("two", "one")):
+        members.add_ensemble(tmp_path, name, ["x"], ["y"], [(member, {"x": "x"}, {"y": "y"})])
+    registry = await load()
+    await registry.poll()
+    await registry.poll()
+    assert "circular dependency between ensembles" in state_of(registry, "one")[0][1]
+    for name in ("one", "two"):
+        assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": name, "outcome": "failed"}) == 1
 
 
 async def test_poll_during_a_load_supersedes_it_once(tmp_path: Path, pipes: Callable[[str], Path], load: Load) -> None:
