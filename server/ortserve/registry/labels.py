@@ -4,7 +4,7 @@ Labels and rollouts are set in ``model.yaml`` and by calls. Those of calls take 
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from ortserve.config.model import ModelOptions
@@ -12,7 +12,7 @@ from ortserve.config.rollout import RolloutOptions
 from ortserve.core.version_names import STABLE
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.repository.source import ModelSource, versions_to_serve
-from ortserve.registry.state_file import NOTHING_CHANGED, ModelState, StateFile
+from ortserve.registry.state_file import StateFile
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -32,10 +32,6 @@ class Labels:
         """Configured rollouts, by model. Like labels, they stay in effect while the configuration cannot be read."""
         self._missing: dict[str, dict[str, int]] = {}
         """Labels of versions that do not exist, by model, as logged last."""
-        self._coming: dict[str, ModelState] = {}
-        """Changes by calls that are being written. Their versions must serve on until then."""
-        self.state_of: Final = state.of
-        self.changed_models: Final = state.models
 
     def follow(self, name: str) -> None:
         """Put the configured labels of a model into effect. A label moves only to a version that serves."""
@@ -50,36 +46,26 @@ class Labels:
             self._rollouts.pop(name, None)
         else:
             self._rollouts[name] = source.rollout
-        self._show(name)
+        self.show(name)
 
     def forget(self, name: str) -> None:
         """Forget the configured labels of a model that was unloaded. Those of calls stay."""
         self._configured.pop(name, None)
         self._rollouts.pop(name, None)
         self._missing.pop(name, None)
-        self._show(name)
+        self.show(name)
 
-    async def change(self, name: str, state: ModelState, on_change: Callable[[], object]) -> None:
-        """Store a change that a call made to a model, and put its labels into effect in one step.
-
-        Args:
-            name: Name of the model.
-            state: The new state.
-            on_change: Called once the labels are in effect, as by ``StateFile.put``.
-
-        Raises:
-            ServeError: conflict, as ``StateFile.put``.
-        """
-
-        def show() -> None:
-            self._show(name)
-            on_change()
-
-        self._coming[name] = state
-        try:
-            await self._state.put(name, state, show)
-        finally:
-            del self._coming[name]
+    def show(self, name: str) -> None:
+        """Put the labels of a model into effect in one step, those of calls before the configured ones."""
+        self._report_missing(name)
+        labels = {**self._configured.get(name, {}), **self._state.of(name).labels}
+        before = self._catalog.labels(name)
+        if labels == before:
+            return
+        self._catalog.set_labels(name, labels)
+        moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
+        texts = (f"{label}={'-' if version is None else version}" for label, version in moved.items())
+        log_event(logger, logging.INFO, "labels changed", model=name, labels=", ".join(texts))
 
     def rollout(self, name: str) -> RolloutOptions | None:
         """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""
@@ -91,21 +77,9 @@ class Labels:
 
     def named_versions(self, name: str) -> frozenset[int]:
         """The versions of a model that calls or its configuration name, by labels or a rollout. Any thread."""
-        named = self._state.of(name).versions | self._coming.get(name, NOTHING_CHANGED).versions
         rollout = self.rollout(name)
         candidate = {rollout.candidate} if rollout else frozenset()
-        return named | candidate | frozenset(self._configured.get(name, {}).values())
-
-    def _show(self, name: str) -> None:
-        self._report_missing(name)
-        labels = {**self._configured.get(name, {}), **self._state.of(name).labels}
-        before = self._catalog.labels(name)
-        if labels == before:
-            return
-        self._catalog.set_labels(name, labels)
-        moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
-        texts = (f"{label}={'-' if version is None else version}" for label, version in moved.items())
-        log_event(logger, logging.INFO, "labels changed", model=name, labels=", ".join(texts))
+        return self._state.versions_of(name) | candidate | frozenset(self._configured.get(name, {}).values())
 
     def _report_missing(self, name: str) -> None:
         """Log the labels of versions that do not exist, whether they are in effect or stay where they were. Once."""

@@ -26,7 +26,7 @@ from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.source_reader import NOT_POLLED, SourceReader, load_failure
-from ortserve.registry.state_file import ModelState, StateFile
+from ortserve.registry.state_file import StateFile
 from ortserve.registry.stores.mirrors import Mirrors
 from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
@@ -102,7 +102,9 @@ class Registry:
         """The source of the latest load of each model, failed or not."""
         self._without_files: set[str] = set()
         """Models whose files a client sent. The files are deleted after the load, so the models cannot be reloaded."""
-        self._labels = Labels(self._catalog, self._sources, state or StateFile(None))
+        state = state or StateFile(None)
+        state.on_change = self._on_state
+        self._labels = Labels(self._catalog, self._sources, state)
         self._reader = SourceReader(repositories, defaults, mirrors, self._labels.named_versions)
         self._reconciler = Reconciler(
             self._catalog,
@@ -140,7 +142,7 @@ class Registry:
         self.find: Final = self._catalog.find
         self.wait_for: Final = on_demand.wait_for
         self.labels: Final = self._catalog.labels
-        self.state_of: Final = self._labels.state_of
+        self.state_of: Final = state.of
         self.rollout: Final = self._labels.rollout
         self.set_rollout: Final = self._catalog.set_rollout
         self.names_in_repositories: Final = self._reader.names
@@ -151,7 +153,10 @@ class Registry:
         self.successor: Final = self._versions.successor
         self.wait_for_sequences: Final = self._draining.wait_for_sequences
         self.memory_use: Final = self._room.memory_use
-        self.changed_models: Final = self._labels.changed_models
+        self.changed_models: Final = state.models
+        self.change_state: Final = state.put
+        """Stores a change that a call made to a model. Its labels then take effect in one step, versions that are no
+        longer needed drain, and ensembles are reconnected."""
 
     @property
     def lost(self) -> str:
@@ -353,21 +358,11 @@ class Registry:
                 if current is not None and record.source == current:
                     record.source = current
 
-    async def change_state(self, name: str, state: ModelState) -> None:
-        """Store a change that a call made to a model, then put its labels into effect in one step.
-
-        Versions that are no longer needed drain afterwards, and ensembles are reconnected.
-
-        Raises:
-            ServeError: conflict, if the change cannot be stored. Nothing has changed then, unless the error says that
-                the change may take effect later.
-        """
-
-        def settle() -> None:
-            self.on_versions(name)
-            self._start(self._reconciler.settle_labels(name))
-
-        await self._labels.change(name, state, settle)
+    def _on_state(self, name: str) -> None:
+        """Put a change of a model by a call into effect, which is on the disk."""
+        self._labels.show(name)
+        self.on_versions(name)
+        self._start(self._reconciler.settle_labels(name))
 
     def _must_stay(self, name: str) -> bool:
         """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""

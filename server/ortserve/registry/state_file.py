@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,9 +92,13 @@ class StateFile:
         """
         self._folder = folder
         self._states = {} if folder is None else _read(folder / FILE_NAME)
+        self._coming: list[tuple[str, ModelState]] = []
+        """Changes that are being written, or wait for that: model and new state."""
         self._writing = asyncio.Lock()
         self._late: asyncio.Future[None] | None = None
         """The latest write that took longer than its caller waited. It may still hold its thread."""
+        self.on_change: Callable[[str], object] = lambda model: None
+        """Called on the loop thread with a model whose new state is on the disk."""
 
     def of(self, model: str) -> ModelState:
         """The state of a model."""
@@ -103,44 +108,54 @@ class StateFile:
         """The models that calls changed, including models that the server does not know."""
         return self._states.keys()
 
-    async def put(self, model: str, state: ModelState, on_change: Callable[[], object] = lambda: None) -> None:
-        """Replace the state of a model. The state is on the disk when this returns.
+    def versions_of(self, model: str) -> frozenset[int]:
+        """The version numbers in the state of a model, and in changes of it that may still take effect. Any thread."""
+        coming = [state for name, state in self._coming if name == model]
+        return frozenset[int]().union(*(state.versions for state in (self.of(model), *coming)))
 
-        Args:
-            model: Name of the model.
-            state: The new state.
-            on_change: Called on the loop thread when the state is on the disk. If the folder does not answer in time,
-                that may be after this has raised an error, which then says so.
+    async def put(self, model: str, state: ModelState) -> None:
+        """Replace the state of a model. The state is on the disk, and ``on_change`` was called, when this returns.
+
+        If the folder does not answer in time, that may happen after this has raised an error, which then says so.
 
         Raises:
             ServeError: conflict, naming the option, if the file cannot be written, or not in time.
         """
         if self._folder is None:
             raise _not_kept("a folder to store the change in: the server has no repository in a folder")
-        async with self._writing:
-            if self._late is not None and not self._late.done():
-                raise _not_kept(f"a folder that answers: an earlier write of {FILE_NAME} has not ended")
-            timed_out = threading.Event()
-            writing = asyncio.ensure_future(asyncio.to_thread(_change, self._folder, model, state, timed_out))
+        coming = model, state
+        self._coming.append(coming)
+        writing: asyncio.Future[None] | None = None
+        try:
+            async with self._writing:
+                if self._late is not None and not self._late.done():
+                    raise _not_kept(f"a folder that answers: an earlier write of {FILE_NAME} has not ended")
+                timed_out = threading.Event()
+                writing = asyncio.ensure_future(asyncio.to_thread(_change, self._folder, model, state, timed_out))
+                writing.add_done_callback(partial(self._on_written, coming))  # also if the caller is cancelled
+                # TimeoutError may also be what the file system answers, so that exceptions say nothing about the wait.
+                if not (await asyncio.wait({writing}, timeout=_WRITE_S))[0]:
+                    timed_out.set()
+                    self._late = writing
+                    raise _not_kept(
+                        f"a folder that answers within {_WRITE_S:g} s: {FILE_NAME} is still being written, "
+                        "and the change may take effect later"
+                    )
+                try:
+                    writing.result()
+                except OSError as error:
+                    reason = f"{FILE_NAME}: {error.strerror or error}"
+                    raise _not_kept(f"a folder to store the change in: {reason}") from None
+        finally:
+            if writing is None:
+                self._coming.remove(coming)
 
-            def apply(ended: asyncio.Future[None]) -> None:
-                if not ended.cancelled() and ended.exception() is None:
-                    self._states[model] = state
-                    on_change()
-
-            writing.add_done_callback(apply)  # also if the caller is cancelled
-            # A TimeoutError may also be what the file system answers, so that exceptions say nothing about the wait.
-            if not (await asyncio.wait({writing}, timeout=_WRITE_S))[0]:
-                timed_out.set()
-                self._late = writing
-                raise _not_kept(
-                    f"a folder that answers within {_WRITE_S:g} s: {FILE_NAME} is still being written, "
-                    "and the change may take effect later"
-                )
-            try:
-                writing.result()
-            except OSError as error:
-                raise _not_kept(f"a folder to store the change in: {FILE_NAME}: {error.strerror or error}") from None
+    def _on_written(self, coming: tuple[str, ModelState], ended: asyncio.Future[None]) -> None:
+        self._coming.remove(coming)
+        if not ended.cancelled() and ended.exception() is None:
+            model, state = coming
+            self._states[model] = state
+            self.on_change(model)
 
 
 def _not_kept(expected: str) -> ServeError:

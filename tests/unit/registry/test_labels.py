@@ -1,6 +1,10 @@
 """Labels and rollouts of a registry over a repository on disk, with the real ONNX Runtime."""
 
+import asyncio
+import os
 import shutil
+import stat
+import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +19,7 @@ from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.config.rollout import make_rollout_options
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry import state_file
 from ortserve.registry.catalog import State
 from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import ModelState, StateFile
@@ -79,6 +84,31 @@ async def test_change_that_was_refused_keeps_no_version_loaded(tmp_path: Path, r
     (folder / "model.yaml").write_text("")
     await registry.load("m")
     assert states(registry)[1] >= State.DRAINING
+
+
+async def test_version_of_a_change_that_is_written_late_serves_until_the_change_takes_effect(
+    tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = put(tmp_path, 1, 2, options="version_policy: {all: true}")
+    await registry.load_all()
+    monkeypatch.setattr(state_file, "_WRITE_S", 0.1)
+    sync, may_sync = os.fsync, threading.Event()
+
+    def sync_slowly(descriptor: int) -> None:
+        sync(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # the file has its name by then
+            may_sync.wait()
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    with pytest.raises(ServeError, match="the change may take effect later"):
+        await registry.change_state("m", ModelState({"kept": 1}))
+    (folder / "model.yaml").write_text("version_policy: {specific: [2]}")
+    await registry.load("m")
+    changed = asyncio.Event()
+    registry.on_versions = lambda name: changed.set()
+    may_sync.set()
+    await changed.wait()
+    assert registry.find("m", "kept").version == "1"
 
 
 async def test_rollout_stays_attached_to_stable_when_that_is_loaded_again(tmp_path: Path, registry: Registry) -> None:

@@ -87,8 +87,9 @@ async def test_write_that_ends_after_its_caller_timed_out_takes_effect_at_once(
 
     monkeypatch.setattr(os, "fsync", sync_slowly)
     changes: list[ModelState] = []
+    state.on_change = lambda model: changes.append(state.of(model))
     with pytest.raises(ServeError, match="the change may take effect later"):
-        await state.put("m", changed, lambda: changes.append(state.of("m")))
+        await state.put("m", changed)
     assert state.of("m") == LABELLED
     may_sync.set()
     late = state._late
