@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -63,6 +64,12 @@ def first_gpu_by_tensorrt(engines: Path) -> Place:
         pytest.skip(f"there is no TensorRT: {error}")  # even if GPU tests are required
     cache = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(engines)}
     return replace(gpu, provider=TENSORRT, trials=CaptureTrials(), options=cache)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of capture trials import ``support``."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
 
 
 @pytest.fixture(params=["host", pytest.param("tensorrt", marks=pytest.mark.gpu)])

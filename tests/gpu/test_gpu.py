@@ -45,6 +45,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
+from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 
@@ -255,7 +256,7 @@ def test_capture_failure_after_its_trial_on_host_memory_is_served(host: Place, t
     """The failure occurs in the server's own process, where on a GPU it might end the process."""
 
     class Careless(CaptureTrials):
-        def why_not(self, order: TrialRequest) -> str:
+        def why_not(self, request: TrialRequest, progress: Progress) -> str:
             return ""
 
     path = gpu_models.counting(tmp_path / "m.onnx")

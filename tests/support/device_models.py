@@ -38,7 +38,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runs import PlainRun, run_options
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.model_file.reading import read_model
-from ortserve.registry.load.capture_trial import CaptureTrials
+from ortserve.registry.load.capture_trial import CaptureTrial, CaptureTrials, TrialRequest
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
@@ -59,15 +59,13 @@ class StrictDevice(HostDevice):
 
 
 def strict_trials(*, one_graph_per_session: bool = False) -> CaptureTrials:
-    """Capture trials on a ``StrictDevice`` for the CPU, in a process as the server starts it."""
-    script = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from device_models import StrictDevice, provider_of
-from ortserve.registry.load.capture_trial import main
-main({{{CPU!r}: provider_of({CPU!r}, StrictDevice(one_graph_per_session={one_graph_per_session}))}})
-"""
-    return CaptureTrials((sys.executable, "-c", script), timeout_s=60)
+    """Capture trials on a ``StrictDevice`` for the CPU. Their process must be able to import this module."""
+    return CaptureTrials(partial(_make_strict_trial, one_graph_per_session), timeout_s=60)
+
+
+def _make_strict_trial(one_graph_per_session: bool, request: TrialRequest) -> CaptureTrial:
+    device = StrictDevice(one_graph_per_session=one_graph_per_session)
+    return CaptureTrial(request, {CPU: provider_of(CPU, device)})
 
 
 @dataclass(frozen=True)

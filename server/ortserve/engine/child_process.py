@@ -131,13 +131,20 @@ class ObjectApart(Generic[_Kept]):
     process has ended, or the object is in the state in which the call left it.
     """
 
-    def __init__(self, limit_s: float, make: Callable[..., _Kept], *arguments: Any) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        make: Callable[..., _Kept],
+        *arguments: Any,
+        children: list[subprocess.Popen[bytes]] | None = None,
+    ) -> None:
         """Make the object in a new process. ``limit_s`` limits that, with the start of the process, and each call.
 
-        ``make`` is a function or class of a module. Its arguments are pickled; its result is not.
+        ``make`` is a function or class of a module. Its arguments are pickled; its result is not. ``children`` is as in
+        ``run_apart``.
         """
         self._next: tuple[Callable[..., Any], tuple[Any, ...]] = (make, arguments)
-        self._outcomes: Final = _run_child(None, self._calls(), limit_s, [])
+        self._outcomes: Final = _run_child(None, self._calls(), limit_s, [] if children is None else children)
         try:
             _result_of(next(self._outcomes))
         except BaseException:

@@ -135,7 +135,7 @@ class Loading:
             return FailingSession(session, self.device) if name == "late/1" else session
 
         monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_it)
-        monkeypatch.setattr(CaptureTrials, "why_not", lambda trials, order: "")
+        monkeypatch.setattr(CaptureTrials, "why_not", lambda *arguments: "")
         for name in ("early", "late"):
             builders.identity(folder / f"{name}.onnx")
         runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: self.device)}))

@@ -1,6 +1,7 @@
 """Coordinates loads: they share slots, processors and devices, report their progress, and can be cancelled."""
 
 import asyncio
+import subprocess
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -228,6 +229,18 @@ class Progress:
             yield
         finally:
             self._interrupts.remove(interrupt)
+
+    @contextmanager
+    def killing(self) -> Iterator[list["subprocess.Popen[bytes]"]]:
+        """Yield a list, and kill the processes that it has if the load is cancelled in the block."""
+        children: list[subprocess.Popen[bytes]] = []
+
+        def kill() -> None:
+            for child in tuple(children):
+                child.kill()
+
+        with self.interruptible(kill):
+            yield children
 
     def check(self) -> None:
         """Raise LoadCancelledError after ``cancel``."""

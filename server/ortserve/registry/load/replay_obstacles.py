@@ -50,17 +50,15 @@ class ReplayObstacles:
         if self._devices.provider(choice.name).one_graph_per_session:
             sizes = sizes[-1:]  # each size needs a session with its own weights
         self._progress.begin("trying in another process whether graphs can be captured")
-        because = self._trials.why_not(
-            TrialRequest(
-                path=str(self._model.path),
-                name=self._model.name,
-                provider=choice.name,
-                options=choice.options,
-                threads=threads,
-                sizes=sizes,
-                settings=options.session.model_dump(mode="json"),
-                libraries=[str(library) for library in self._model.libraries],
-                batched=options.batched,
-            )
+        request = TrialRequest(
+            self._model.path,
+            self._model.name,
+            ProviderChoice(choice.name, choice.options),
+            threads,
+            tuple(sizes),
+            options.session,
+            self._model.libraries,
+            options.batched,
         )
+        because = self._trials.why_not(request, self._progress)
         return NoReplay(TRIAL_FAILED, because) if because else None

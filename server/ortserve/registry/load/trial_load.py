@@ -1,7 +1,6 @@
 """Loads a version in another process first. If it crashes or hangs ONNX Runtime there, the server is not affected."""
 
 import os
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +45,8 @@ def try_load(trial: TrialLoad, progress: Progress) -> None:
         LoadCancelledError: The load was cancelled.
     """
     progress.begin("loading it in another process first")
-    children: list[subprocess.Popen[bytes]] = []
-
-    def kill() -> None:
-        for child in tuple(children):
-            child.kill()
-
     try:
-        with progress.interruptible(kill):
+        with progress.killing() as children:
             (outcome,) = run_apart(_load, [trial], _LIMIT_S, children)
     except OSError as error:
         message = f"trial_load: no other process could be started: {error.strerror}"

@@ -1,115 +1,116 @@
 """Trials of captures in another process: each outcome there becomes a reason here."""
 
-import json
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
+from device_models import strict_trials
 from fakes.host_device import HostDevice
 from models import builders
+from ortserve.config.session import SessionSettings
 from ortserve.device.devices import DeviceProvider
 from ortserve.device.protocol import BoundRun
 from ortserve.engine.provider_options import CPU
-from ortserve.registry.load.capture_trial import VERDICT, CaptureTrials, TrialRequest, try_capture
-
-TESTS = str(Path(__file__).parents[3] / "support")
-
-ON_HOST_MEMORY = (
-    sys.executable,
-    "-c",
-    f"""
-import sys
-sys.path.insert(0, {TESTS!r})
-from fakes.host_device import HostDevice
-from ortserve.device.devices import DeviceProvider
-from ortserve.registry.load.capture_trial import main
-main({{'{CPU}': DeviceProvider(HostDevice)}})
-""",
-)
+from ortserve.engine.providers import ProviderChoice
+from ortserve.registry.load.capture_trial import CaptureTrial, CaptureTrials, TrialRequest
+from ortserve.registry.load.coordination import LoadCancelledError, Progress
 
 
-ONE_GRAPH_PER_SESSION = (
-    sys.executable,
-    "-c",
-    f"""
-import sys
-sys.path.insert(0, {TESTS!r})
-from fakes.host_device import HostDevice
-from ortserve.device.devices import DeviceProvider
-from ortserve.registry.load.capture_trial import main
-make = lambda number: HostDevice(number, one_graph_per_session=True)
-main({{'{CPU}': DeviceProvider(make, one_graph_per_session=True)}})
-""",
-)
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let other processes import the functions of this file and of ``support``."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
 
 
-def order(path: Path, provider: str = CPU) -> TrialRequest:
-    return TrialRequest(str(path), "m/1", provider, {}, 1, [1, 4], {})
+def order(path: Path) -> TrialRequest:
+    return TrialRequest(path, "m/1", ProviderChoice(CPU), 1, (1, 4), SessionSettings())
 
 
-def child(script: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", f"import json, os, signal, sys, time\n{script}")
+def why_not(trials: CaptureTrials, path: Path) -> str:
+    return trials.why_not(order(path), Progress(time.monotonic_ns))
 
 
-def test_capturable_model_is_captured_once(tmp_path: Path) -> None:
+def exit_at_once(request: TrialRequest) -> CaptureTrial:
+    sys.exit("it is bad")
+
+
+def crash(request: TrialRequest) -> CaptureTrial:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError
+
+
+def hang(noted: Path, request: TrialRequest) -> CaptureTrial:
+    noted.write_text(str(os.getpid()))
+    time.sleep(60)
+    raise AssertionError
+
+
+def test_capturable_model_is_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
-    trials = CaptureTrials(ON_HOST_MEMORY, timeout_s=60)
-    assert trials.why_not(order(path)) == ""
-    trials._command = ("/does/not/exist",)
-    assert trials.why_not(order(path)) == ""
+    trials = strict_trials()
+    assert why_not(trials, path) == ""
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    assert why_not(trials, path) == ""
     builders.mlp(path, hidden=128)
-    assert trials.why_not(order(path)) == "it could not be tried in another process: No such file or directory"
+    assert why_not(trials, path) == "it could not be tried in another process: No such file or directory"
 
 
 def test_trial_supports_one_graph_per_session(tmp_path: Path) -> None:
-    trials = CaptureTrials(ONE_GRAPH_PER_SESSION, timeout_s=60)
-    assert trials.why_not(order(builders.mlp(tmp_path / "m.onnx"))) == ""
-    refused = trials.why_not(order(builders.slow(tmp_path / "l.onnx", steps=3)))
+    trials = strict_trials(one_graph_per_session=True)
+    assert why_not(trials, builders.mlp(tmp_path / "m.onnx")) == ""
+    refused = why_not(trials, builders.slow(tmp_path / "l.onnx", steps=3))
     assert refused == "which nodes run is decided during the run, by Loop"
 
 
-def test_real_child_process_reports_a_missing_device(tmp_path: Path) -> None:
-    reason = CaptureTrials(timeout_s=60).why_not(order(builders.mlp(tmp_path / "m.onnx")))
-    assert reason == f"{CPU} has none"
+def test_real_trial_reports_a_missing_device(tmp_path: Path) -> None:
+    assert why_not(CaptureTrials(timeout_s=60), builders.mlp(tmp_path / "m.onnx")) == f"{CPU} has none"
 
 
 @pytest.mark.parametrize(
-    ("script", "expected"),
+    ("make", "expected"),
     [
-        (f"print('ORT says hello'); print({VERDICT + json.dumps('no')!r}); print('more')", "no"),
-        ("sys.exit('it is bad')", "the trial in another process failed: exit status 1: it is bad"),
-        (
-            "os.kill(os.getpid(), signal.SIGSEGV)",
-            f"the trial in another process failed: ended by signal {int(signal.SIGSEGV)}: no output",
-        ),
-        ("pass", "the trial in another process failed: exit status 0: no output"),
-        (
-            f"print({VERDICT + json.dumps('')!r}, flush=True); os.abort()",
-            f"the trial in another process failed: ended by signal {int(signal.SIGABRT)}: no output",
-        ),
+        (exit_at_once, "the other process ended with exit status 1: it is bad"),
+        (crash, f"the other process ended with signal {int(signal.SIGSEGV)}: no output"),
     ],
-    ids=["refusal", "failure", "crash", "silence", "crash after the verdict"],
 )
-def test_refusals_failures_and_crashes_are_distinguished(tmp_path: Path, script: str, expected: str) -> None:
-    path = builders.mlp(tmp_path / "m.onnx")
-    assert CaptureTrials(child(script), timeout_s=60).why_not(order(path)) == expected
+def test_failures_and_crashes_are_distinguished(
+    tmp_path: Path, make: Callable[[TrialRequest], CaptureTrial], expected: str
+) -> None:
+    reason = why_not(CaptureTrials(make, timeout_s=60), builders.mlp(tmp_path / "m.onnx"))
+    assert reason == f"the trial in another process failed: {expected}"
 
 
-def test_hanging_child_process_is_killed(tmp_path: Path) -> None:
-    noted = tmp_path / "pid"
-    hanging = child(f"open({str(noted)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)")
-    trials = CaptureTrials(hanging, timeout_s=1)
-    assert trials.why_not(order(builders.mlp(tmp_path / "m.onnx"))) == (
-        "the trial in another process took more than 1 s"
-    )
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(noted.read_text()), 0)
+def test_hanging_process_is_killed(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    reason = why_not(CaptureTrials(partial(hang, tmp_path / "pid"), timeout_s=1), builders.mlp(tmp_path / "m.onnx"))
+    assert reason == "the trial in another process failed: returned no result within 1 s"
+    assert psutil.Process().children() == before
 
 
-def test_verdict_of_the_child_is_the_reason(tmp_path: Path) -> None:
+def test_trial_ends_at_once_when_its_load_is_cancelled(tmp_path: Path) -> None:
+    noted, progress = tmp_path / "pid", Progress(time.monotonic_ns)
+    os.mkfifo(noted)
+
+    def cancel() -> None:
+        noted.read_text()  # as soon as the trial hangs
+        progress.cancel("the model is unloaded")
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    with pytest.raises(LoadCancelledError, match="the model is unloaded"):
+        CaptureTrials(partial(hang, noted)).why_not(order(builders.mlp(tmp_path / "m.onnx")), progress)
+    canceller.join()
+
+
+def test_result_of_a_trial_is_the_reason(tmp_path: Path) -> None:
     class Broken(HostDevice):
         def run(self, bound: BoundRun, stream: int) -> None:
             if bound.graph_id is not None:
@@ -123,9 +124,10 @@ def test_verdict_of_the_child_is_the_reason(tmp_path: Path) -> None:
             super().run(bound, stream)
 
     def tried(path: Path, device: type[HostDevice] = HostDevice) -> str:
-        reasons: list[str] = []
-        try_capture(order(path), reasons.append, {CPU: DeviceProvider(device)})
-        (reason,) = reasons
+        trial = CaptureTrial(order(path), {CPU: DeviceProvider(device)})
+        reason = trial.why_not()
+        if trial._instance is not None:
+            trial._instance.close()
         return reason
 
     path = builders.identity(tmp_path / "m.onnx")

@@ -43,8 +43,8 @@ class Trials(CaptureTrials):
         self.reason = reason
         self.orders: list[TrialRequest] = []
 
-    def why_not(self, order: TrialRequest) -> str:
-        self.orders.append(order)
+    def why_not(self, request: TrialRequest, progress: Progress) -> str:
+        self.orders.append(request)
         return self.reason
 
 
@@ -145,7 +145,7 @@ def test_sessions_per_graph_are_opened_after_a_successful_trial(tmp_path: Path) 
     assert loaded.on_device == DeviceBatches((2, 4), (2, 4))
     assert shown(loaded)["graph_replay"] == "batches of 2, 4 rows"
     (order,) = trials.orders
-    assert order.sizes == [4], "each size is a session more, in which all nodes are the same"
+    assert order.sizes == (4,), "each size is a session more, in which all nodes are the same"
     listed_steps = [step for step in steps if "opening" in step or "capturing" in step or "another process" in step]
     opening = f"opening the session on {CPU}"
     captures = [f"capturing the graph of batches of {rows} rows" for rows in (2, 4)]
@@ -254,8 +254,8 @@ def test_model_without_buffers_is_accounted_and_counted(tmp_path: Path, monkeypa
 
 def test_failed_trial_leaves_no_handles_open(tmp_path: Path) -> None:
     class Broken(Trials):
-        def why_not(self, order: TrialRequest) -> str:
-            raise FileNotFoundError(order.path)
+        def why_not(self, request: TrialRequest, progress: Progress) -> str:
+            raise FileNotFoundError(request.path)
 
     device = one_graph_per_session()
     with pytest.raises(FileNotFoundError):
