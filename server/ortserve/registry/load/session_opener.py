@@ -4,6 +4,7 @@ import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ortserve.config.session import SessionSettings
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.device.buffers import InstanceStreams
@@ -15,10 +16,13 @@ from ortserve.device.preparation import NO_BUFFERS, NoReplay
 from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
 from ortserve.engine.encoded_images import find_images
 from ortserve.engine.instance import GpuAccess, Instance
+from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import (
+    CPU,
     GPU_PROVIDERS,
     TENSORRT,
+    profile_shapes,
     wants_more_profiles,
     when_engines_are_built,
 )
@@ -28,10 +32,11 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.engine.thread_priority import call_with_nice
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.analysed_model import AnalysedModel
+from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.replay_obstacles import ReplayObstacles
-from ortserve.registry.load.tensorrt_profiles import TensorrtProfiles
+from ortserve.registry.load.row_trial import MIN_ROWS
 
 
 @dataclass(slots=True)
@@ -89,7 +94,9 @@ class SessionOpener:
         self._runtime = runtime
         self._progress = progress
         self._obstacles = ReplayObstacles(model, runtime.devices, trials, progress)
-        self._profiles = TensorrtProfiles(model, progress)
+        self._has_profiles = not model.options.is_ragged  # No profile bounds the sizes to which requests are joined.
+        self._cpu_signature: ModelSignature | None = None
+        """The signature of a session on the CPU; None before it is needed."""
         self._instances = 0
         """The number of instances with device buffers whose sessions were opened."""
 
@@ -110,14 +117,35 @@ class SessionOpener:
 
     def _open_with_profile(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open on a provider of a device. TensorRT gets profiles, unless it turns out to need more of them."""
-        profiled = self._profiles.add_to(choice, self._open_file)
+        profiled = self._with_profile(choice)
         try:
             return self._open_on_provider(profiled, threads)
         except ServeError as error:
             if profiled is choice or not wants_more_profiles(error):
                 raise
-        self._profiles.give_up()
+        self._has_profiles = False  # TensorRT has only a part of the model, and wants profiles of inner tensors, too.
         return self._open_on_provider(choice, threads)
+
+    def _with_profile(self, choice: ProviderChoice) -> ProviderChoice:
+        """Add a profile of the batch sizes to a choice of TensorRT: the shapes for which it builds its engine.
+
+        Without a profile, TensorRT learns the shapes from the runs, and builds its engine again for new ones.
+        """
+        if choice.name != TENSORRT or not self._has_profiles:
+            return choice
+        if self._cpu_signature is None:
+            self._progress.begin("reading the shapes for which TensorRT builds its engine")
+            try:
+                session = self._open_file(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
+                self._cpu_signature = self._model.rows.apply(read_signature(session, self._model.content))
+            except ServeError:  # TensorRT supports models that the CPU does not
+                self._has_profiles = False
+                return choice
+        options = self._options
+        most = options.buckets or (options.max_rows or MAX_SWEPT_ROWS,)
+        sizes = (1, MIN_ROWS, *most)  # warm-up runs are not padded
+        shapes = profile_shapes(self._cpu_signature, sizes, choice.options)
+        return replace(choice, options={**choice.options, **shapes}) if shapes else choice
 
     def _open_on_provider(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open with the options of ``choice``, and with streams if buffers on the device are possible."""
@@ -288,10 +316,8 @@ class SessionOpener:
         """Open a session of the model. An error of a lost device becomes DeviceLostError."""
         detail = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
         self._progress.begin(f"opening the session on {choice.name}{detail}")
-        has_global_threads = self._runtime.has_global_threads
-        options = SessionOptions(choice, threads, self._options.session, self._model.libraries, has_global_threads)
         try:
-            return self._open_file(options)
+            return self._open_file(choice, threads, self._options.session)
         except ServeError as error:
             cause = error.__cause__
             if isinstance(cause, DEVICE_ERRORS) and (device is not None or choice.name in GPU_PROVIDERS):
@@ -300,10 +326,11 @@ class SessionOpener:
                     raise failure from cause
             raise
 
-    def _open_file(self, options: SessionOptions) -> Session:
+    def _open_file(self, choice: ProviderChoice, threads: int, settings: SessionSettings) -> Session:
         """Open the file on a thread of the configured nice level. A cancelled load ends with LoadCancelledError."""
-        nice = self._options.thread_nice
-        options = replace(options, interruptible=self._progress.interruptible)
+        nice, libraries, is_shared = self._options.thread_nice, self._model.libraries, self._runtime.has_global_threads
+        interruptible = self._progress.interruptible
+        options = SessionOptions(choice, threads, settings, libraries, is_shared, interruptible=interruptible)
         opening = partial(open_session, self._model.path, self._name, options, self._model.content)
         try:
             return opening() if nice is None else call_with_nice(nice, opening)

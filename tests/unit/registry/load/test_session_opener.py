@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.session_opener import SessionOpener
-from ortserve.registry.load.tensorrt_profiles import TensorrtProfiles
 
 
 class FailingTrials(CaptureTrials):
@@ -68,10 +66,7 @@ def test_choice_of_tensorrt_gets_profiles_of_the_buckets(
     tmp_path: Path, build: Any, buckets: tuple[int, ...], expected: set[str]
 ) -> None:
     path = build(tmp_path / "m.onnx")
-    options = ModelOptions(buckets=buckets)
-    model = analyse_model(path, "m/1", options)
-    profiles = TensorrtProfiles(model, Progress(time.monotonic_ns))
-    choice = profiles.add_to(ProviderChoice(TENSORRT), partial(open_session, path, "m/1"))
+    choice = opener_of(path, ModelOptions(buckets=buckets))._with_profile(ProviderChoice(TENSORRT))
     assert set(choice.options.values()) == expected
 
 
