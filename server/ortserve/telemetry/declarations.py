@@ -21,6 +21,16 @@ class Declaration:
     buckets: tuple[float, ...] = ()
 
 
+def gauge(name: str, labels: Labels, description: str) -> Declaration:
+    """Declare a value that rises and falls."""
+    return Declaration(name, "gauge", labels, description)
+
+
+def counter(name: str, labels: Labels, description: str) -> Declaration:
+    """Declare a number that only grows."""
+    return Declaration(name, "counter", labels, description)
+
+
 _FROM_100_US: Final = (
     0.0001,
     0.00025,
@@ -64,15 +74,9 @@ BATCH_ROWS: Final = Declaration(
     "Rows per batch.",
     tuple(float(2**power) for power in range(11)),
 )
-QUEUE_ROWS: Final = Declaration(
-    "ortserve_queue_rows",
-    "gauge",
-    ("model", "version"),
-    "Rows in the queue.",
-)
-SATURATION: Final = Declaration(
+QUEUE_ROWS: Final = gauge("ortserve_queue_rows", ("model", "version"), "Rows in the queue.")
+SATURATION: Final = gauge(
     "ortserve_saturation",
-    "gauge",
     ("model", "version"),
     "Rows offered per second, including rejected rows, divided by the rows per second that the version's instances can "
     "compute in full batches without other load. Above 1 the version needs more servers. The rate is averaged over "
@@ -80,9 +84,8 @@ SATURATION: Final = Declaration(
     "their values. The event loop's time per request is not included: for tiny models see "
     "ortserve_event_loop_cpu_seconds_total.",
 )
-BATCHING_DECISIONS: Final = Declaration(
+BATCHING_DECISIONS: Final = counter(
     "ortserve_batching_decisions_total",
-    "counter",
     ("model", "version", "decision"),
     "Decisions of the batcher, counted in batches, requests or rows. batches: batches that ran. inline: batches that "
     "ran on the event loop. inline_overruns: runs that took more than 2 ms of the event loop; the next runs use "
@@ -95,48 +98,39 @@ BATCHING_DECISIONS: Final = Declaration(
     "belong to no request. run_timeouts, abandoned: batches that were terminated, and those that did not end. "
     "out_of_memory: batches after which the maximum batch size was halved.",
 )
-CHECKED_REQUESTS: Final = Declaration(
+CHECKED_REQUESTS: Final = counter(
     "ortserve_checked_requests_total",
-    "counter",
     ("model", "version", "outcome"),
     "Requests that ran in a shared batch and again alone, by the result of the comparison. agreed: equal answers. "
     "differed: each request of the version now runs alone until the version is reloaded. not_deterministic: two runs "
     "alone differ. failed: the check failed. Only for models with row_checks.",
 )
-CACHE_REQUESTS: Final = Declaration(
+CACHE_REQUESTS: Final = counter(
     "ortserve_response_cache_requests_total",
-    "counter",
     ("model", "version", "result"),
     "Requests of models with response_cache, and copies of them for a shadow. hit: answered with the outputs of an "
     "equal request, finished or still running. miss: the request ran.",
 )
-CACHE_SAVED: Final = Declaration(
+CACHE_SAVED: Final = counter(
     "ortserve_response_cache_saved_seconds_total",
-    "counter",
     ("model", "version"),
     "Time of the runs that cache hits made unnecessary.",
 )
-CACHE_BYTES: Final = Declaration(
-    "ortserve_response_cache_bytes",
-    "gauge",
-    (),
-    "Memory that the response cache uses; at most cache_bytes.",
+CACHE_BYTES: Final = gauge(
+    "ortserve_response_cache_bytes", (), "Memory that the response cache uses; at most cache_bytes."
 )
-CACHE_EVICTIONS: Final = Declaration(
+CACHE_EVICTIONS: Final = counter(
     "ortserve_response_cache_evicted_entries_total",
-    "counter",
     (),
     "Entries evicted from the response cache to make room for others.",
 )
-SEQUENCES: Final = Declaration(
+SEQUENCES: Final = gauge(
     "ortserve_sequences",
-    "gauge",
     ("model", "version", "state"),
     "Open sequences by state. active: the sequence has a slot. waiting: it waits for a slot.",
 )
-SEQUENCES_ENDED: Final = Declaration(
+SEQUENCES_ENDED: Final = counter(
     "ortserve_ended_sequences_total",
-    "counter",
     ("model", "version", "reason"),
     "Ended sequences by reason. ended: after their last request. expired: no request for max_idle_s. evicted: the "
     "state grew beyond max_state_bytes. cancelled: the caller cancelled a request before it ran. failed: the first "
@@ -144,53 +138,45 @@ SEQUENCES_ENDED: Final = Declaration(
     "request, or could not end because requests of ensembles waited for slots of each other. unloaded: the version was "
     "unloaded or replaced.",
 )
-SEQUENCE_STATE_BYTES: Final = Declaration(
+SEQUENCE_STATE_BYTES: Final = gauge(
     "ortserve_sequence_state_bytes",
-    "gauge",
     ("model", "version"),
     "Memory of the states of all sequences; about max_state_bytes at most.",
 )
-BATCH_LATENCY: Final = Declaration(
+BATCH_LATENCY: Final = gauge(
     "ortserve_batch_latency_seconds",
-    "gauge",
     ("model", "version", "rows"),
     "Predicted time of a batch, by its rows, for the latest shape.",
 )
-BATCH_LATENCY_ERROR: Final = Declaration(
+BATCH_LATENCY_ERROR: Final = gauge(
     "ortserve_batch_latency_error_seconds",
-    "gauge",
     ("model", "version"),
     "95th percentile of how much longer batches take than predicted.",
 )
-STAGED_ELEMENTS: Final = Declaration(
+STAGED_ELEMENTS: Final = counter(
     "ortserve_staged_elements_total",
-    "counter",
     ("model", "version"),
     "Elements of the inputs of batches, padding included. 0 for a model without pad and buckets.",
 )
-PADDED_ELEMENTS: Final = Declaration(
+PADDED_ELEMENTS: Final = counter(
     "ortserve_padded_elements_total",
-    "counter",
     ("model", "version"),
     "Staged elements that belong to no request: padding of axes (pad) and of rows (buckets).",
 )
-RECORDED_REQUESTS: Final = Declaration(
+RECORDED_REQUESTS: Final = counter(
     "ortserve_recorded_requests_total",
-    "counter",
     ("model", "version", "outcome"),
     "Requests selected for recording, by outcome. recorded: written to a file. dropped: too many waited for the disk. "
     "failed: not written, because the disk or record.max_bytes is full or the texts cannot be stored. Only for models "
     "with record.",
 )
-ROLLOUT: Final = Declaration(
+ROLLOUT: Final = gauge(
     "ortserve_rollout_active",
-    "gauge",
     ("model", "version", "mode"),
     "1 for each active rollout. version is its candidate; mode is shadow or canary.",
 )
-ROLLOUT_REQUESTS: Final = Declaration(
+ROLLOUT_REQUESTS: Final = counter(
     "ortserve_rollout_requests_total",
-    "counter",
     ("model", "version", "outcome"),
     "Requests of a rollout by their outcome on the candidate (version), since the rollout or the server started. "
     "answered: by the canary. failed: on the candidate; of a canary, stable answered instead. rejected: the canary was "
@@ -198,173 +184,140 @@ ROLLOUT_REQUESTS: Final = Declaration(
     "stable. shed: not copied to the shadow, because the server had other work. Requests that fail on both versions "
     "are not counted.",
 )
-ROLLOUT_ERROR: Final = Declaration(
+ROLLOUT_ERROR: Final = gauge(
     "ortserve_rollout_worst_error",
-    "gauge",
     ("model", "version", "measure"),
     "Largest error of the compared requests of a shadow rollout, by measure: max, relative, cosine or top1, as in "
     "ortserve compare.",
 )
-ROLLOUT_P99: Final = Declaration(
+ROLLOUT_P99: Final = gauge(
     "ortserve_rollout_tail_seconds",
-    "gauge",
     ("model", "version", "side"),
     "99th percentile of the times of stable and candidate (side) during a rollout, with an error of at most 9 %. For a "
     "shadow, the times of the runs of compared requests; for a canary, the times in queue and run.",
 )
-REJECTED: Final = Declaration(
+REJECTED: Final = counter(
     "ortserve_rejected_requests_total",
-    "counter",
     ("model", "reason"),
     "Requests rejected before any work was done for them, by kind of error. model is empty if the request named no "
     "served model, or if it was rejected before its body was complete.",
 )
-UNAUTHORIZED: Final = Declaration(
+UNAUTHORIZED: Final = counter(
     "ortserve_unauthorized_requests_total",
-    "counter",
     ("group", "reason"),
     "Requests rejected without a valid key, by group of calls and kind of error: unauthenticated or forbidden. No "
     "other metric counts them.",
 )
-LOADS: Final = Declaration(
+LOADS: Final = counter(
     "ortserve_model_loads_total",
-    "counter",
     ("model", "outcome"),
     "Finished loads of a model's versions, including reloads, by outcome: ok or failed.",
 )
-STORE_UP: Final = Declaration(
+STORE_UP: Final = gauge(
     "ortserve_store_up",
-    "gauge",
     ("repository",),
     "1 if the last listing of a repository in a store succeeded, otherwise 0. Loaded models keep serving in any case. "
     "Present only with such a repository.",
 )
-STORE_FETCHED_BYTES: Final = Declaration(
-    "ortserve_store_fetched_bytes_total",
-    "counter",
-    ("repository",),
-    "Bytes fetched from a repository in a store.",
+STORE_FETCHED_BYTES: Final = counter(
+    "ortserve_store_fetched_bytes_total", ("repository",), "Bytes fetched from a repository in a store."
 )
-STORE_FAILURES: Final = Declaration(
+STORE_FAILURES: Final = counter(
     "ortserve_store_failures_total",
-    "counter",
     ("repository", "operation"),
     "Failures of a repository in a store, by operation. list: it could not be listed. model: the files of a model "
     "could not be fetched, or failed a check.",
 )
-STORE_CACHE_BYTES: Final = Declaration(
+STORE_CACHE_BYTES: Final = gauge(
     "ortserve_store_cache_bytes",
-    "gauge",
     (),
     "Size of the files in store_cache_dir, including those of other servers; at most store_cache_bytes.",
 )
-OVERDUE_BATCHES: Final = Declaration(
+OVERDUE_BATCHES: Final = counter(
     "ortserve_overdue_batches_total",
-    "counter",
     ("model", "outcome"),
     "Batches whose run exceeded its time limit. terminated: the run was asked to end. abandoned: the run did not end "
     "within run_grace_s, so its instance was abandoned and the version is reloaded.",
 )
-LOAD_DURATION: Final = Declaration(
-    "ortserve_model_load_seconds",
-    "gauge",
-    ("model", "version"),
-    "Time that loading a serving version took, including warm-up.",
+LOAD_DURATION: Final = gauge(
+    "ortserve_model_load_seconds", ("model", "version"), "Time that loading a serving version took, including warm-up."
 )
-MODEL_MEMORY: Final = Declaration(
+MODEL_MEMORY: Final = gauge(
     "ortserve_model_memory_bytes",
-    "gauge",
     ("model", "version", "kind"),
     "Host memory of a version that loads or serves. sessions: growth of the process's private memory while sessions "
     "were opened; runs: its growth by warm-up; mapped: pages of mapped weight files, which the budget does not count; "
     "expected: an estimate, instead of the others, until the load has ended.",
 )
-MEMORY_BUDGET: Final = Declaration(
-    "ortserve_memory_budget_bytes",
-    "gauge",
-    (),
-    "Value of the option memory_budget_bytes. Absent without a budget.",
+MEMORY_BUDGET: Final = gauge(
+    "ortserve_memory_budget_bytes", (), "Value of the option memory_budget_bytes. Absent without a budget."
 )
-GPU_MEMORY_BUDGET: Final = Declaration(
+GPU_MEMORY_BUDGET: Final = gauge(
     "ortserve_gpu_memory_budget_bytes",
-    "gauge",
     (),
     "Value of the option gpu_memory_budget_bytes, which applies to each GPU. Absent without a budget.",
 )
-EVICTIONS: Final = Declaration(
+EVICTIONS: Final = counter(
     "ortserve_model_evictions_total",
-    "counter",
     ("model",),
     "Evictions of a model to make room for another one under memory_budget_bytes or gpu_memory_budget_bytes.",
 )
-LOADS_REFUSED: Final = Declaration(
+LOADS_REFUSED: Final = counter(
     "ortserve_refused_loads_total",
-    "counter",
     ("reason",),
     "Loads rejected because a memory budget left no room. budget: the model does not fit, alone or beside models that "
     "cannot be evicted. stay: only models that were loaded a moment ago could be evicted. start: only models "
     "that get memory earlier at the start of the server could be evicted; requests load the model.",
 )
-DEMANDS: Final = Declaration(
+DEMANDS: Final = counter(
     "ortserve_on_demand_requests_total",
-    "counter",
     ("model", "outcome"),
     "Requests for models that were not in memory, by outcome. loaded: the model was loaded while the request waited. "
     "late: the load took longer than the request could wait. refused: too many other requests waited. failed: the load "
     "failed or found no room.",
 )
-DEMAND_WAIT: Final = Declaration(
-    "ortserve_on_demand_wait_seconds_total",
-    "counter",
-    (),
-    "Time that requests waited for models to be loaded.",
+DEMAND_WAIT: Final = counter(
+    "ortserve_on_demand_wait_seconds_total", (), "Time that requests waited for models to be loaded."
 )
-MODEL_STATE: Final = Declaration(
+MODEL_STATE: Final = gauge(
     "ortserve_model_state",
-    "gauge",
     ("model", "version", "state"),
     "1 for the current state of a model version, 0 for the other states. version is empty if no version of the model "
     "could be read.",
 )
-DEVICE_MEMORY: Final = Declaration(
+DEVICE_MEMORY: Final = gauge(
     "ortserve_device_memory_bytes",
-    "gauge",
     ("device", "kind"),
     "Memory of a device on which models have buffers. free: memory that no process uses. total: all memory.",
 )
-DEVICE_LEDGER: Final = Declaration(
+DEVICE_LEDGER: Final = gauge(
     "ortserve_device_ledger_bytes",
-    "gauge",
     ("device", "owner", "purpose"),
     "Device memory by the instance that owns it and by purpose. buffers: exact. graphs: decrease of free memory by "
     "graph captures. session: any other decrease of free memory, which is weights and workspace.",
 )
-DEVICE_PINNED: Final = Declaration(
+DEVICE_PINNED: Final = gauge(
     "ortserve_device_pinned_bytes",
-    "gauge",
     ("device", "owner", "purpose"),
     "Host memory that is pinned for copies to and from a device, by the instance that owns it and by purpose. "
     "staging: where batches are gathered. answers: where outputs are copied to and read. The owner unloaded holds "
     "answers of unloaded models; the next load or unload frees those that are no longer read.",
 )
-DEVICE_UTILIZATION: Final = Declaration(
+DEVICE_UTILIZATION: Final = gauge(
     "ortserve_device_utilization",
-    "gauge",
     ("device",),
     "Share of recent time in which the device computed, for all processes, from 0 to 1. Needs the package "
     "nvidia-ml-py.",
 )
-DEVICE_BATCHES: Final = Declaration(
+DEVICE_BATCHES: Final = counter(
     "ortserve_device_batches_total",
-    "counter",
     ("model", "version", "way"),
     "Batches on a device by how they ran. replayed: a captured graph. bound: on device buffers. plain_*: without "
     "either, because the batch size was not prepared (plain_no_bucket), the shape differs (plain_other_shape), the "
     "model has no buffers (plain_unbound; its metadata gives the reason) or warm-up is running (plain_not_prepared).",
 )
-DEVICE_CAPTURES: Final = Declaration(
+DEVICE_CAPTURES: Final = counter(
     "ortserve_device_captures_total",
-    "counter",
     ("model", "version", "result"),
     "captured: graphs that are replayed, one per batch size and buffer set of an instance. Other results count batch "
     "sizes that run without replay: failed (the capture failed), wrong_answer (the replay differed from a plain run), "
@@ -373,108 +326,78 @@ DEVICE_CAPTURES: Final = Declaration(
     "(session.shrink_arenas), tunes (tunable_op_tuning_enable), builds_anew (TensorRT without buckets or engine "
     "cache), no_buffers. The model's metadata gives each reason in words.",
 )
-DEVICE_COPIED: Final = Declaration(
+DEVICE_COPIED: Final = counter(
     "ortserve_device_copied_bytes_total",
-    "counter",
     ("model", "version", "direction"),
     "Bytes of inputs copied to the device (in) and of outputs copied from it (out).",
 )
-DEVICE_TIMED_COPY: Final = Declaration(
+DEVICE_TIMED_COPY: Final = counter(
     "ortserve_device_timed_copy_seconds_total",
-    "counter",
     ("model", "version", "direction"),
     "Time of copies to and from the device, measured for every 64th batch.",
 )
-DEVICE_TIMED_COPY_BYTES: Final = Declaration(
-    "ortserve_device_timed_copy_bytes_total",
-    "counter",
-    ("model", "version", "direction"),
-    "Bytes of the copies that were timed.",
+DEVICE_TIMED_COPY_BYTES: Final = counter(
+    "ortserve_device_timed_copy_bytes_total", ("model", "version", "direction"), "Bytes of the copies that were timed."
 )
-LOOP_CPU_SECONDS: Final = Declaration(
+LOOP_CPU_SECONDS: Final = counter(
     "ortserve_event_loop_cpu_seconds_total",
-    "counter",
     (),
     "Processor time of the event loop, which reads and answers all requests. At nearly 1 per second the server needs "
     "help by another one, whatever the saturation of its models is.",
 )
-LOOP_STALLS: Final = Declaration(
+LOOP_STALLS: Final = counter(
     "ortserve_event_loop_stalls_total",
-    "counter",
     (),
     "Stalls of the event loop, which serves all connections: it did not respond for about a second or more. The log "
     "names the step.",
 )
-LOOP_STALL_SECONDS: Final = Declaration(
-    "ortserve_event_loop_stall_seconds_total",
-    "counter",
-    (),
-    "Total time of stalls of the event loop. It rises during a stall.",
+LOOP_STALL_SECONDS: Final = counter(
+    "ortserve_event_loop_stall_seconds_total", (), "Total time of stalls of the event loop. It rises during a stall."
 )
-BUSY_POLL_SECONDS: Final = Declaration(
+BUSY_POLL_SECONDS: Final = counter(
     "ortserve_busy_poll_seconds_total",
-    "counter",
     (),
     "Time in which the event loop polled for the next request instead of sleeping (busy_poll_us).",
 )
-BUSY_POLLS: Final = Declaration(
+BUSY_POLLS: Final = counter(
     "ortserve_busy_polls_total",
-    "counter",
     ("result",),
     "Times that the event loop polled for the next request. hit: a request arrived meanwhile, without a wake-up of "
     "the process. miss: no request arrived in time.",
 )
-GRPC_STREAMS: Final = Declaration(
-    "ortserve_grpc_streams",
-    "gauge",
-    (),
-    "Open gRPC streams: inference, health and reflection.",
-)
-GRPC_CUT_ANSWERS: Final = Declaration(
+GRPC_STREAMS: Final = gauge("ortserve_grpc_streams", (), "Open gRPC streams: inference, health and reflection.")
+GRPC_CUT_ANSWERS: Final = counter(
     "ortserve_grpc_cut_answers_total",
-    "counter",
     ("cause",),
     "Answers of the native gRPC transport that ended before the caller received all of them, by cause: disconnected, "
     "reset_by_caller, connection_error, stream_error, or the status of the call. Most of these requests count as ok "
     "in ortserve_request_duration_seconds, which ends when the answer is encoded.",
 )
-GRPC_CONNECTION_ERRORS: Final = Declaration(
+GRPC_CONNECTION_ERRORS: Final = counter(
     "ortserve_grpc_connection_errors_total",
-    "counter",
     ("code",),
     "Connections of the native gRPC transport that the server closed with an HTTP/2 error, by error code. "
     "enhance_your_calm: the peer exceeded a limit on frames that carry no data.",
 )
-CERTIFICATE_EXPIRATION: Final = Declaration(
+CERTIFICATE_EXPIRATION: Final = gauge(
     "ortserve_tls_certificate_expiration_timestamp_seconds",
-    "gauge",
     (),
     "Earliest expiration of the certificates that the server presents, in seconds since 1970. Only with TLS.",
 )
-CERTIFICATE_RELOADS: Final = Declaration(
+CERTIFICATE_RELOADS: Final = counter(
     "ortserve_tls_certificate_reloads_total",
-    "counter",
     ("outcome",),
     "Changes of the TLS files by outcome. ok: the new files are in use. failed: the old files stay in use. A "
     "certificate that is not valid yet counts as failed, and as ok once it is valid.",
 )
-EXPORTED_SPANS: Final = Declaration(
-    "ortserve_exported_spans_total",
-    "counter",
-    (),
-    "Spans that a trace collector accepted.",
-)
-DROPPED_SPANS: Final = Declaration(
+EXPORTED_SPANS: Final = counter("ortserve_exported_spans_total", (), "Spans that a trace collector accepted.")
+DROPPED_SPANS: Final = counter(
     "ortserve_dropped_spans_total",
-    "counter",
     (),
     "Spans that were not delivered, because the export queue was full or the collector did not accept them in time.",
 )
-BUILD_INFO: Final = Declaration(
-    "ortserve_build_info",
-    "gauge",
-    ("version", "python", "onnxruntime"),
-    "Always 1. The labels hold the versions.",
+BUILD_INFO: Final = gauge(
+    "ortserve_build_info", ("version", "python", "onnxruntime"), "Always 1. The labels hold the versions."
 )
 
 DECLARATIONS: Final = tuple(value for value in list(globals().values()) if isinstance(value, Declaration))

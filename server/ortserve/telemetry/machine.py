@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ortserve.clock import Clock
-from ortserve.telemetry.declarations import Declaration
+from ortserve.telemetry.declarations import Declaration, counter, gauge
 from ortserve.telemetry.families import Family
 
 
@@ -57,35 +57,24 @@ GpuValue: TypeAlias = Callable[[GpuReading], float | None]
 CpuValue: TypeAlias = Callable[[CpuReading], float | None]
 
 
-def _gpu_gauge(name: str, help_text: str, value: GpuValue) -> tuple[Declaration, GpuValue]:
-    return Declaration(name, "gauge", ("gpu_uuid",), help_text), value
-
-
-def _cpu_gauge(name: str, help_text: str, value: CpuValue) -> tuple[Declaration, CpuValue]:
-    return Declaration(name, "gauge", (), help_text), value
-
+_OF_GPU: Final = ("gpu_uuid",)
 
 _GPU: Final[tuple[tuple[Declaration, GpuValue], ...]] = (
-    _gpu_gauge("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)", lambda gpu: gpu.utilization),
-    _gpu_gauge("nv_gpu_memory_total_bytes", "GPU total memory, in bytes", lambda gpu: gpu.memory_total_bytes),
-    _gpu_gauge("nv_gpu_memory_used_bytes", "GPU used memory, in bytes", lambda gpu: gpu.memory_used_bytes),
-    _gpu_gauge("nv_gpu_power_usage", "GPU power usage in watts", lambda gpu: gpu.power_watts),
-    _gpu_gauge("nv_gpu_power_limit", "GPU power management limit in watts", lambda gpu: gpu.power_limit_watts),
+    (gauge("nv_gpu_utilization", _OF_GPU, "GPU utilization rate [0.0 - 1.0)"), lambda gpu: gpu.utilization),
+    (gauge("nv_gpu_memory_total_bytes", _OF_GPU, "GPU total memory, in bytes"), lambda gpu: gpu.memory_total_bytes),
+    (gauge("nv_gpu_memory_used_bytes", _OF_GPU, "GPU used memory, in bytes"), lambda gpu: gpu.memory_used_bytes),
+    (gauge("nv_gpu_power_usage", _OF_GPU, "GPU power usage in watts"), lambda gpu: gpu.power_watts),
+    (gauge("nv_gpu_power_limit", _OF_GPU, "GPU power management limit in watts"), lambda gpu: gpu.power_limit_watts),
     (
-        Declaration(
-            "nv_energy_consumption",
-            "counter",
-            ("gpu_uuid",),
-            "GPU energy consumption in joules since the server started",
-        ),
+        counter("nv_energy_consumption", _OF_GPU, "GPU energy consumption in joules since the server started"),
         lambda gpu: gpu.energy_joules,
     ),
 )
 
-_CPU: Final = (
-    _cpu_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", lambda cpu: cpu.utilization),
-    _cpu_gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", lambda cpu: cpu.memory_total_bytes),
-    _cpu_gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", lambda cpu: cpu.memory_used_bytes),
+_CPU: Final[tuple[tuple[Declaration, CpuValue], ...]] = (
+    (gauge("nv_cpu_utilization", (), "CPU utilization rate [0.0 - 1.0]"), lambda cpu: cpu.utilization),
+    (gauge("nv_cpu_memory_total_bytes", (), "CPU total memory (RAM), in bytes"), lambda cpu: cpu.memory_total_bytes),
+    (gauge("nv_cpu_memory_used_bytes", (), "CPU used memory (RAM), in bytes"), lambda cpu: cpu.memory_used_bytes),
 )
 
 MACHINE_DECLARATIONS: Final = tuple(declaration for declaration, _ in (*_GPU, *_CPU))

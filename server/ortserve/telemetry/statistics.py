@@ -6,14 +6,14 @@ thread for the metrics. The fields of the records have the names of the protocol
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ortserve.errors import ErrorKind
-from ortserve.telemetry.declarations import Declaration
+from ortserve.telemetry.declarations import Declaration, Labels, counter, gauge
 from ortserve.telemetry.families import Family, with_tags
 from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading, machine_families
 from ortserve.telemetry.metrics import Metrics
@@ -149,148 +149,120 @@ def _sum(series: Iterable[HistogramSeries]) -> Duration:
 
 
 _VERSION: Final = ("model", "version")
-
-Samples: TypeAlias = Mapping[tuple[str, ...], float]
-"""Values by the labels that follow model and version."""
-
-
-@dataclass(frozen=True, slots=True)
-class TritonMetric:
-    """A metric's declaration and the function that reads its values."""
-
-    declaration: Declaration
-    read: Callable[[ModelMetrics, VersionStatistics], Samples]
-
-
-def _counter(name: str, help_text: str, read: Callable[[VersionStatistics], float]) -> TritonMetric:
-    return TritonMetric(Declaration(name, "counter", _VERSION, help_text), lambda _, statistics: {(): read(statistics)})
-
-
-def _time(name: str, help_text: str, read: Callable[[InferStatistics], Duration]) -> TritonMetric:
-    """A counter of microseconds."""
-    return _counter(name, help_text, lambda known: read(known.inference).ns // 1000)
-
-
-def _cache(name: str, help_text: str, read: Callable[[CacheCounts], float]) -> TritonMetric:
-    """A counter for models with a response cache."""
-    return TritonMetric(
-        Declaration(name, "counter", _VERSION, help_text),
-        lambda model, _: {} if model.cache is None else {(): read(model.cache)},
-    )
-
-
 _WHOLE_BATCH: Final = "in microseconds; each request of a batch counts the whole time of the batch."
 
-
-def _failures(_: ModelMetrics, statistics: VersionStatistics) -> Samples:
-    return {(reason,): count for reason, count in statistics.failures.items()}
-
-
-TRITON_METRICS: Final = (
-    _counter("nv_inference_request_success", "Answered requests.", lambda known: known.inference.success.count),
-    TritonMetric(
-        Declaration(
-            "nv_inference_request_failure",
-            "counter",
-            (*_VERSION, "reason"),
-            "Failed requests: REJECTED (queue full or deadline not met), CANCELED, BACKEND (failed in a run) or OTHER. "
-            "Malformed requests are not counted.",
-        ),
-        _failures,
-    ),
-    _counter(
-        "nv_inference_count",
-        "Rows of answered requests, without those that the response cache answered.",
-        lambda known: known.inference_count,
-    ),
-    _counter("nv_inference_exec_count", "Batches that ran.", lambda known: known.execution_count),
-    _time(
-        "nv_inference_request_duration_us",
-        "Time of answered requests from the complete body to the answer, in microseconds.",
-        lambda known: known.success,
-    ),
-    _time(
-        "nv_inference_queue_duration_us",
-        "Time of answered requests in the queue, in microseconds.",
-        lambda known: known.queue,
-    ),
-    _time(
-        "nv_inference_compute_input_duration_us",
-        f"Time of gathering inputs, {_WHOLE_BATCH}",
-        lambda known: known.compute_input,
-    ),
-    _time(
-        "nv_inference_compute_infer_duration_us",
-        f"Time of computing, {_WHOLE_BATCH}",
-        lambda known: known.compute_infer,
-    ),
-    _time(
-        "nv_inference_compute_output_duration_us",
-        "Time from the end of computing to the answer, in microseconds.",
-        lambda known: known.compute_output,
-    ),
-    TritonMetric(
-        Declaration("nv_inference_pending_request_count", "gauge", _VERSION, "Requests in the queue."),
-        lambda model, _: {(): model.batching().queue_requests},
-    ),
-    _cache("nv_cache_num_hits_per_model", "Requests answered from the response cache.", lambda known: known.hits),
-    _cache("nv_cache_num_misses_per_model", "Requests that the response cache missed.", lambda known: known.misses),
-    _cache(
-        "nv_cache_hit_duration_per_model",
-        "Time of lookups that hit, in microseconds.",
-        lambda known: known.hit_ns // 1000,
-    ),
-    _cache(
-        "nv_cache_miss_duration_per_model",
-        "Time of lookups that missed and of storing their outputs, in microseconds.",
-        lambda known: known.miss_ns // 1000,
-    ),
-    TritonMetric(
-        Declaration(
-            "nv_model_load_duration_secs", "gauge", _VERSION, "Time that loading a serving version took, in seconds."
-        ),
-        lambda model, _: {(): model.load_ns / 1e9} if model.load_ns else {},
-    ),
+_FAILURES: Final = counter(
+    "nv_inference_request_failure",
+    (*_VERSION, "reason"),
+    "Failed requests: REJECTED (queue full or deadline not met), CANCELED, BACKEND (failed in a run) or OTHER. "
+    "Malformed requests are not counted.",
 )
 
+_OF_VERSION: Final[tuple[tuple[Declaration, Callable[[ModelMetrics, VersionStatistics], float | None]], ...]] = (
+    (
+        counter("nv_inference_request_success", _VERSION, "Answered requests."),
+        lambda _, known: known.inference.success.count,
+    ),
+    (
+        counter(
+            "nv_inference_count", _VERSION, "Rows of answered requests, without those that the response cache answered."
+        ),
+        lambda _, known: known.inference_count,
+    ),
+    (counter("nv_inference_exec_count", _VERSION, "Batches that ran."), lambda _, known: known.execution_count),
+    (
+        counter(
+            "nv_inference_request_duration_us",
+            _VERSION,
+            "Time of answered requests from the complete body to the answer, in microseconds.",
+        ),
+        lambda _, known: known.inference.success.ns // 1000,
+    ),
+    (
+        counter("nv_inference_queue_duration_us", _VERSION, "Time of answered requests in the queue, in microseconds."),
+        lambda _, known: known.inference.queue.ns // 1000,
+    ),
+    (
+        counter("nv_inference_compute_input_duration_us", _VERSION, f"Time of gathering inputs, {_WHOLE_BATCH}"),
+        lambda _, known: known.inference.compute_input.ns // 1000,
+    ),
+    (
+        counter("nv_inference_compute_infer_duration_us", _VERSION, f"Time of computing, {_WHOLE_BATCH}"),
+        lambda _, known: known.inference.compute_infer.ns // 1000,
+    ),
+    (
+        counter(
+            "nv_inference_compute_output_duration_us",
+            _VERSION,
+            "Time from the end of computing to the answer, in microseconds.",
+        ),
+        lambda _, known: known.inference.compute_output.ns // 1000,
+    ),
+    (
+        gauge("nv_inference_pending_request_count", _VERSION, "Requests in the queue."),
+        lambda model, _: model.batching().queue_requests,
+    ),
+    (
+        counter("nv_cache_num_hits_per_model", _VERSION, "Requests answered from the response cache."),
+        lambda model, _: None if model.cache is None else model.cache.hits,
+    ),
+    (
+        counter("nv_cache_num_misses_per_model", _VERSION, "Requests that the response cache missed."),
+        lambda model, _: None if model.cache is None else model.cache.misses,
+    ),
+    (
+        counter("nv_cache_hit_duration_per_model", _VERSION, "Time of lookups that hit, in microseconds."),
+        lambda model, _: None if model.cache is None else model.cache.hit_ns // 1000,
+    ),
+    (
+        counter(
+            "nv_cache_miss_duration_per_model",
+            _VERSION,
+            "Time of lookups that missed and of storing their outputs, in microseconds.",
+        ),
+        lambda model, _: None if model.cache is None else model.cache.miss_ns // 1000,
+    ),
+    (
+        gauge("nv_model_load_duration_secs", _VERSION, "Time that loading a serving version took, in seconds."),
+        lambda model, _: model.load_ns / 1e9 if model.load_ns else None,
+    ),
+)
+"""The metrics of a version, and their values. A version has no series of a metric while the value is None."""
 
-def _whole_cache(
-    name: str, help_text: str, read: Callable[[CacheReading], float]
-) -> tuple[Declaration, Callable[[CacheReading], float]]:
-    """A gauge of the cache of all models. Triton has gauges here, also for counts."""
-    return Declaration(name, "gauge", (), help_text), read
-
-
-_CACHE: Final = (
-    _whole_cache("nv_cache_num_entries", "Entries of the response cache.", lambda cache: cache.entries),
-    _whole_cache(
-        "nv_cache_num_lookups",
-        "Requests of all models that the response cache answered or missed.",
+_OF_CACHE: Final[tuple[tuple[Declaration, Callable[[CacheReading], float]], ...]] = (
+    (gauge("nv_cache_num_entries", (), "Entries of the response cache."), lambda cache: cache.entries),
+    (
+        gauge("nv_cache_num_lookups", (), "Requests of all models that the response cache answered or missed."),
         lambda cache: cache.hits + cache.misses,
     ),
-    _whole_cache(
-        "nv_cache_num_hits", "Requests of all models answered from the response cache.", lambda cache: cache.hits
+    (
+        gauge("nv_cache_num_hits", (), "Requests of all models answered from the response cache."),
+        lambda cache: cache.hits,
     ),
-    _whole_cache(
-        "nv_cache_num_misses", "Requests of all models that the response cache missed.", lambda cache: cache.misses
+    (
+        gauge("nv_cache_num_misses", (), "Requests of all models that the response cache missed."),
+        lambda cache: cache.misses,
     ),
-    _whole_cache("nv_cache_num_evictions", "Entries evicted from the response cache.", lambda cache: cache.evictions),
-    _whole_cache(
-        "nv_cache_lookup_duration", "Time of lookups, in microseconds.", lambda cache: cache.lookup_ns // 1000
+    (gauge("nv_cache_num_evictions", (), "Entries evicted from the response cache."), lambda cache: cache.evictions),
+    (
+        gauge("nv_cache_lookup_duration", (), "Time of lookups, in microseconds."),
+        lambda cache: cache.lookup_ns // 1000,
     ),
-    _whole_cache(
-        "nv_cache_insertion_duration", "Time of storing outputs, in microseconds.", lambda cache: cache.store_ns // 1000
+    (
+        gauge("nv_cache_insertion_duration", (), "Time of storing outputs, in microseconds."),
+        lambda cache: cache.store_ns // 1000,
     ),
-    _whole_cache(
-        "nv_cache_util",
-        "Share of its memory that the response cache uses, from 0 to 1.",
+    (
+        gauge("nv_cache_util", (), "Share of its memory that the response cache uses, from 0 to 1."),
         lambda cache: cache.nbytes / cache.max_bytes if cache.max_bytes else 0.0,
     ),
 )
+"""The metrics of the cache of all models. Triton has gauges here, also for counts."""
 
 TRITON_DECLARATIONS: Final = (
-    *(metric.declaration for metric in TRITON_METRICS),
-    *(declaration for declaration, _ in _CACHE),
+    _FAILURES,
+    *(declaration for declaration, _ in _OF_VERSION),
+    *(declaration for declaration, _ in _OF_CACHE),
     *MACHINE_DECLARATIONS,
 )
 
@@ -322,14 +294,14 @@ class TritonMetrics(Collector):
 
     def _collect(self) -> Iterator[Metric]:
         known = [(model, read_statistics(model)) for model in self._metrics.models()]
-        for metric in TRITON_METRICS:
-            values = {
-                (*model.labels, *more): value
-                for model, statistics in known
-                for more, value in metric.read(model, statistics).items()
-            }
-            yield Family(metric.declaration, values)
+        failures: dict[Labels, float] = {
+            (*model.labels, reason): count for model, read in known for reason, count in read.failures.items()
+        }
+        yield Family(_FAILURES, failures)
+        for declaration, of_version in _OF_VERSION:
+            read_all = ((model.labels, of_version(model, read)) for model, read in known)
+            yield Family(declaration, {labels: value for labels, value in read_all if value is not None})
         cache = self._metrics.read_cache()
-        for declaration, of_cache in _CACHE:
+        for declaration, of_cache in _OF_CACHE:
             yield Family(declaration, {(): of_cache(cache)})
         yield from machine_families(self._read_gpus(), self._read_cpu())
