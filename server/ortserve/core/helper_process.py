@@ -25,8 +25,10 @@ Parts: TypeAlias = list[bytes | memoryview]
 
 LARGE_BYTES: Final = 64 * 1024
 """Parts above this size are received into ``LargeMemory``."""
-_TIMEOUT_S: Final = 60
-"""Timeout of each send to a process and each receive from it. A process decodes 64 MB of JSON in 2 s."""
+_CHECK_S: Final = 2
+"""Timeout of each system call that sends to a process or receives from it. The process is then checked."""
+_MAX_SILENT_CHECKS: Final = 30
+"""Number of checks in a row without a byte after which a process is given up. It decodes 64 MB of JSON in 2 s."""
 _COUNT: Final = struct.Struct("<I")
 _NICENESS: Final = 5
 """Small requests, which the server itself handles, take precedence over those of helper processes."""
@@ -53,6 +55,8 @@ class HelperProcess:
         self._memory = memory
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._stopped_ticks = -1
+        """Processor time of the process if the last check found it stopped; otherwise -1."""
 
     def call(self, arguments: Any, content: bytes | memoryview) -> list[memoryview]:
         """Let the process work on bytes, and wait for the result.
@@ -65,8 +69,8 @@ class HelperProcess:
             The parts of the result; ``unpack`` reads the first one.
 
         Raises:
-            ServeError: overloaded, if the process cannot be started, or ends before it answers, mostly for lack of
-                memory.
+            ServeError: overloaded, if the process cannot be started, is stopped by a signal, does not answer, or ends
+                before it answers, mostly for lack of memory.
         """
         connection = self._connection
         if connection is None or self._process is None or self._process.poll() is not None:
@@ -77,12 +81,30 @@ class HelperProcess:
                 text = f"the process that {self._task} cannot be started: {error.strerror}"
                 raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
         try:
-            _send(connection, [pickle.dumps(arguments), content])
-            return _receive(connection, self._memory)
+            _send(connection, [pickle.dumps(arguments), content], self._check_progress)
+            return _receive(connection, self._memory, self._check_progress)
         except (EOFError, OSError, MemoryError) as error:
             status = self.close()
-            text = f"the process that {self._task} ended with status {status} while it read {len(content)} bytes"
+            reason = str(error) if isinstance(error, TimeoutError) else f"ended with status {status}"
+            text = f"the process that {self._task} {reason} while it read {len(content)} bytes"
             raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
+
+    def _check_progress(self, silent_checks: int) -> None:
+        """Check the process after ``silent_checks`` timeouts of a system call in a row.
+
+        A process that only waits for a processor is not given up early: two checks in a row must find it stopped, with
+        the same processor time.
+
+        Raises:
+            TimeoutError: The process was stopped by a signal, or was silent for too long.
+        """
+        assert self._process is not None
+        ticks = _stopped_ticks(self._process.pid)
+        if ticks >= 0 and ticks == self._stopped_ticks:
+            raise TimeoutError("was stopped by a signal")
+        self._stopped_ticks = ticks
+        if silent_checks >= _MAX_SILENT_CHECKS:
+            raise TimeoutError(f"was silent for {silent_checks * _CHECK_S} s")
 
     def close(self) -> int | None:
         """Kill the process, which must not be in use. Returns its exit status; None without a process."""
@@ -101,7 +123,7 @@ class HelperProcess:
         # Timeouts of the system calls, each of which moves a whole part without the interpreter lock. With a timeout of
         # Python's socket, each call would move only as much as a buffer of 200 KB holds.
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _TIMEOUT_S, 0))
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _CHECK_S, 0))
         # ``-m`` would not run compiled modules.
         command = [sys.executable, "-c", f"from {self._module} import main; main()", str(theirs.fileno())]
         # The process does no linear algebra, and numpy's threads would reserve address space.
@@ -116,7 +138,18 @@ class HelperProcess:
         finally:
             theirs.close()
         self._connection = ours
+        self._stopped_ticks = -1
         return ours
+
+
+def _stopped_ticks(pid: int) -> int:
+    """Processor time of a process, in ticks of the system, if a signal or debugger has stopped it; otherwise -1."""
+    try:
+        # The name of the process, in parentheses, may contain spaces (man 5 proc_pid_stat).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12]) if fields[0] in ("T", "t") else -1
+    except (OSError, IndexError, ValueError):
+        return -1
 
 
 def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _NICENESS) -> None:
@@ -164,31 +197,57 @@ def unpack(part: memoryview) -> Any:
     return result
 
 
-def _send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
-    """Send byte strings with their sizes. Blocks."""
+def _never_silent(_: int) -> None:
+    """A helper process waits for the server without a timeout."""
+    raise AssertionError
+
+
+def _send(
+    connection: socket.socket, parts: Sequence[bytes | memoryview], on_silence: Callable[[int], None] = _never_silent
+) -> None:
+    """Send byte strings with their sizes. Blocks.
+
+    ``on_silence`` is called after each timeout of the socket, with the number of timeouts in a row. It may raise.
+    """
     sizes = [len(part) for part in parts]
-    connection.sendall(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
-    for part in parts:
-        connection.sendall(part)
+    for part in (struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes), *parts):
+        left, silent = memoryview(part), 0
+        while len(left):
+            try:
+                sent = connection.send(left)
+            except BlockingIOError:
+                silent += 1
+                on_silence(silent)
+            else:
+                left, silent = left[sent:], 0
 
 
-def _receive(connection: socket.socket, memory: LargeMemory) -> list[memoryview]:
-    """Receive the parts of ``_send``; large ones into ``memory``. Blocks.
+def _receive(
+    connection: socket.socket, memory: LargeMemory, on_silence: Callable[[int], None] = _never_silent
+) -> list[memoryview]:
+    """Receive the parts of ``_send``; large ones into ``memory``. Blocks. ``on_silence`` is that of ``_send``.
 
     Raises:
         EOFError: The other end closed the socket.
     """
-    (count,) = _COUNT.unpack(_receive_part(connection, _COUNT.size))
-    sizes = struct.unpack(f"<{count}Q", _receive_part(connection, 8 * count))
-    return [_receive_part(connection, size, memory if size > LARGE_BYTES else None) for size in sizes]
+    (count,) = _COUNT.unpack(_receive_part(connection, _COUNT.size, None, on_silence))
+    sizes = struct.unpack(f"<{count}Q", _receive_part(connection, 8 * count, None, on_silence))
+    return [_receive_part(connection, size, memory if size > LARGE_BYTES else None, on_silence) for size in sizes]
 
 
-def _receive_part(connection: socket.socket, size: int, memory: LargeMemory | None = None) -> memoryview:
+def _receive_part(
+    connection: socket.socket, size: int, memory: LargeMemory | None, on_silence: Callable[[int], None]
+) -> memoryview:
     room = np.empty(size, np.uint8).data if memory is None else memory.take(size)
-    received = 0
+    received = silent = 0
     while received < size:
-        count = connection.recv_into(room[received:], 0, socket.MSG_WAITALL)
+        try:
+            count = connection.recv_into(room[received:], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            silent += 1
+            on_silence(silent)
+            continue
         if not count:
             raise EOFError
-        received += count
+        received, silent = received + count, 0
     return room
