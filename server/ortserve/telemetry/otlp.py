@@ -5,6 +5,7 @@ the process do not appear in these traces.
 """
 
 import logging
+import os
 import re
 import threading
 import time
@@ -90,8 +91,8 @@ class OtlpTrace:
     def make(self, resource: Resource, wall_minus_monotonic_ns: int) -> Iterator[ReadableSpan]:
         """Yield the span of the request, the spans of its phases, and those of its steps, each with its own phases."""
         maker = _Maker(resource, wall_minus_monotonic_ns)
-        request = self._request
-        yield maker.span(self._operation.name, self.context, self._parent, request, self._attributes(), SpanKind.SERVER)
+        kind, request = SpanKind.SERVER, self._request
+        yield maker.ended(self._operation.name, self.context, self._parent, request, self._attributes(), kind=kind)
         yield from maker.inner(self.context, request)
 
     def _attributes(self) -> dict[str, str | int]:
@@ -115,20 +116,20 @@ class _Maker:
     resource: Resource
     wall_minus_monotonic_ns: int
 
-    def span(
+    def ended(
         self,
         name: str,
         context: SpanContext,
         parent: SpanContext | None,
         ended: EndedRequest | EndedStep,
         attributes: dict[str, str | int],
-        kind: SpanKind = SpanKind.INTERNAL,
+        **more: Any,
     ) -> ReadableSpan:
         """The span of a request or a step."""
         # No description: the error text may contain data of the request.
         status = Status(StatusCode.UNSET if ended.kind is None else StatusCode.ERROR)
-        begin_ns, end_ns = ended.timing.received_ns, ended.ended_ns
-        return self._span(name, context, parent, begin_ns, end_ns, attributes=attributes, kind=kind, status=status)
+        interval_ns = ended.timing.received_ns, ended.ended_ns
+        return self._span(name, context, parent, *interval_ns, attributes=attributes, status=status, **more)
 
     def inner(self, context: SpanContext, ended: EndedRequest | EndedStep) -> Iterator[ReadableSpan]:
         """Yield the spans of the phases, and those of the steps with their inner spans."""
@@ -136,26 +137,20 @@ class _Maker:
             yield self._span(name, _below(context), context, begin_ns, end_ns)
         for step in ended.timing.steps:
             own = _below(context)
-            yield self.span("step", own, context, step, {"ortserve.outcome": _outcome(step), **_describe(step)})
+            yield self.ended("step", own, context, step, {"ortserve.outcome": _outcome(step), **_describe(step)})
             yield from self.inner(own, step)
 
     def _span(
-        self,
-        name: str,
-        context: SpanContext,
-        parent: SpanContext | None,
-        begin_ns: int,
-        end_ns: int,
-        **more: Any,
+        self, name: str, context: SpanContext, parent: SpanContext | None, begin_ns: int, end_ns: int, **more: Any
     ) -> ReadableSpan:
         return ReadableSpan(
             name,
             context,
             parent,
             self.resource,
+            instrumentation_scope=_SCOPE,
             start_time=begin_ns + self.wall_minus_monotonic_ns,
             end_time=end_ns + self.wall_minus_monotonic_ns,
-            instrumentation_scope=_SCOPE,
             **more,
         )
 
@@ -227,6 +222,16 @@ _QUEUED_REQUESTS: Final = 2048
 
 _EXPORTED_REQUESTS: Final = 256
 """Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""
+
+
+_MAX_ANSWER_BYTES: Final = 64 * 1024
+"""Bytes of a collector's answer that are read. The answer of the protocol is empty, or a short error."""
+
+_SESSION_VARIABLES: Final = (
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+)
+"""Variables that name a session for the library, which this module leaves unchanged."""
 
 
 class OtlpTracing:
@@ -356,10 +361,24 @@ def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         return GrpcExporter(endpoint)
+    import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
+    session = None if any(map(os.environ.get, _SESSION_VARIABLES)) else requests.Session()
+    if session is not None:
+        session.stream = True
+        session.hooks["response"].append(_read_answer)
     # The option does not contain the path, like the library's variable of the same meaning.
-    return HttpExporter(None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces")
+    return HttpExporter(None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces", session=session)
+
+
+def _read_answer(answer: Any, *_: object, **__: object) -> None:
+    """Read a short answer, so that its connection is used again, and close the connection of a longer one.
+
+    The exporter uses only status and headers. Without this, it would hold an answer of any length in memory.
+    """
+    answer.raw.read(_MAX_ANSWER_BYTES, decode_content=False)
+    answer.close()
 
 
 def _resource(service_name: str | None, default_service_name: str) -> Resource:

@@ -1,5 +1,6 @@
 """Sampling, spans and their export, with a real collector in this process."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -200,3 +201,68 @@ def test_rejected_exports_are_logged_once_until_one_is_accepted(
             server.shutdown()
     assert caplog.text.count("404") == 2
     assert caplog.text.count("the collector accepts traces again") == 1
+
+
+class Collecting(BaseHTTPRequestHandler):
+    """Accepts every export, and counts its connections."""
+
+    protocol_version = "HTTP/1.1"
+    connections = 0
+
+    def setup(self) -> None:
+        type(self).connections += 1
+        super().setup()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.answer()
+
+    def answer(self) -> None:
+        self.send_header("content-length", "2000")
+        self.end_headers()
+        self.wfile.write(bytes(2000))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Endless(Collecting):
+    sent_bytes = 0
+
+    def answer(self) -> None:
+        self.close_connection = True
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while self.sent_bytes < 2**30:
+                type(self).sent_bytes += self.wfile.write(bytes(2**16))
+
+
+def export_to(handler: type[Collecting], exports: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export one request after the other to a collector. Fails unless all are accepted."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            tracing = tracing_to(f"http://127.0.0.1:{server.server_port}")
+            for number in range(1, exports + 1):
+                trace = tracing.begin(OPERATION, None, ())
+                assert trace is not None
+                trace.end(EndedRequest(timing=ANSWERED, ended_ns=10_000, kind=None))
+                until_s = time.monotonic() + 60
+                while tracing.exported_spans < number * 6:
+                    assert time.monotonic() < until_s, "the spans were not exported"
+                    time.sleep(0.001)
+            tracing.close(60)
+        finally:
+            server.shutdown()
+
+
+def test_endless_answer_of_a_collector_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    export_to(Endless, 1, monkeypatch)
+    assert Endless.sent_bytes < 64 * 2**20, "the kernel buffers a few megabytes"
+
+
+def test_exports_share_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    export_to(Collecting, 3, monkeypatch)
+    assert Collecting.connections == 1
