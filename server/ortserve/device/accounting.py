@@ -5,7 +5,7 @@ Pinned host memory for copies to and from the device has entries of its own, whi
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ortserve.device.protocol import MemoryInfo
@@ -156,9 +156,9 @@ class DeviceCounts:
 
     replayed: int = 0
     bound: int = 0
-    plain: dict[str, int] = field(default_factory=dict)
+    plain: Counter[str] = field(default_factory=Counter)
     captured: int = 0
-    not_captured: dict[str, int] = field(default_factory=dict)
+    not_captured: Counter[str] = field(default_factory=Counter)
     copied_in_bytes: int = 0
     copied_out_bytes: int = 0
     timed_in_ns: int = 0
@@ -166,36 +166,24 @@ class DeviceCounts:
     timed_out_ns: int = 0
     timed_out_bytes: int = 0
 
-    def count_plain(self, reason: str) -> None:
-        self.plain[reason] = self.plain.get(reason, 0) + 1
-
-    def count_not_captured(self, reason: str, sizes: int = 1) -> None:
-        self.not_captured[reason] = self.not_captured.get(reason, 0) + sizes
-
-
-def sum_counts(counts: Sequence[DeviceCounts]) -> DeviceCounts:
-    """The sum over several instances."""
-    total = DeviceCounts()
-    for one in counts:
-        for name in DeviceCounts.__slots__:
-            value = getattr(one, name)
-            if isinstance(value, Mapping):
-                known = getattr(total, name)
-                for reason, count in list(value.items()):
-                    known[reason] = known.get(reason, 0) + count
-            else:
-                setattr(total, name, getattr(total, name) + value)
-    return total
+    def read(self) -> DeviceRuns:
+        """The counters as the metrics name them."""
+        return DeviceRuns(
+            {
+                "replayed": self.replayed,
+                "bound": self.bound,
+                **{f"plain_{reason}": count for reason, count in list(self.plain.items())},
+            },
+            {"captured": self.captured, **self.not_captured},
+            {"in": self.copied_in_bytes, "out": self.copied_out_bytes},
+            {"in": self.timed_in_ns / 1e9, "out": self.timed_out_ns / 1e9},
+            {"in": self.timed_in_bytes, "out": self.timed_out_bytes},
+        )
 
 
-def read_runs(counts: Sequence[DeviceCounts]) -> DeviceRuns:
+def read_runs(counts: Iterable[DeviceCounts]) -> DeviceRuns:
     """Sum the runs and copies of several instances for the metrics."""
-    total = sum_counts(counts)
-    return DeviceRuns(
-        {"replayed": total.replayed, "bound": total.bound}
-        | {f"plain_{reason}": count for reason, count in total.plain.items()},
-        {"captured": total.captured} | total.not_captured,
-        {"in": total.copied_in_bytes, "out": total.copied_out_bytes},
-        {"in": total.timed_in_ns / 1e9, "out": total.timed_out_ns / 1e9},
-        {"in": total.timed_in_bytes, "out": total.timed_out_bytes},
-    )
+    total = DeviceRuns()
+    for one in counts:
+        total = one.read().after(total)
+    return total

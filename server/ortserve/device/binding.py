@@ -1,10 +1,4 @@
-"""The steps of a batch on a device. Each step records an event, and the next step waits for it.
-
-    host             stage the rows in set k's host memory (no other batch uses the set)
-    copy_in stream   copy them to set k's inputs                  ─ event copied_in
-    compute stream   wait for copied_in, run or replay            ─ event computed
-    copy_out stream  wait for computed, copy the outputs          ─ event copied_out
-    host             wait for copied_out: the only wait of a thread
+"""The steps of a batch on a device (``README.md`` lists them). Each step records an event for which the next one waits.
 
 With two sets, the first two steps of a batch overlap the third step of the previous batch. No thread waits for the
 whole device.

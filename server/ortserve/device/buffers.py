@@ -6,16 +6,14 @@ Buffers are allocated when the instance is prepared, and keep their addresses as
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ortserve.device.accounting import DeviceCounts
 from ortserve.device.devices import DeviceProvider, OpenDevice
-from ortserve.device.protocol import Device, release_all
+from ortserve.device.protocol import ALIGNMENT, Device, release_all
 from ortserve.engine.output_buffers import RowLayout, offsets
-
-_ALIGNMENT: Final = 256  # alignment of addresses that cudaMalloc returns; kernels may rely on it
 
 
 class InstanceStreams:
@@ -79,7 +77,7 @@ class BufferSet:
         try:
             block = device.allocate(device_nbytes([*inputs, *outputs], rows))
             self._undo.append(partial(device.free, block))
-            addresses = [block + start for start in offsets([*inputs, *outputs], rows, _ALIGNMENT)[:-1]]
+            addresses = [block + start for start in offsets([*inputs, *outputs], rows, ALIGNMENT)[:-1]]
             self.inputs = addresses[: len(inputs)]
             self.outputs = addresses[len(inputs) :]
             self.staging_nbytes = device_nbytes(inputs, rows)
@@ -87,7 +85,7 @@ class BufferSet:
             self._undo.append(partial(device.free_host, host))
             self.staging = [
                 host[start:][: layout.nbytes * rows].view(layout.dtype).reshape(rows, *layout.item)
-                for layout, start in zip(inputs, offsets(inputs, rows, _ALIGNMENT), strict=False)
+                for layout, start in zip(inputs, offsets(inputs, rows, ALIGNMENT), strict=False)
             ]
             events = []
             for _ in range(3):
@@ -144,7 +142,7 @@ class CopyTiming:
 
 def device_nbytes(layouts: Sequence[RowLayout], rows: int) -> int:
     """Bytes of device memory for the tensors of a batch of ``rows`` rows."""
-    return max(1, offsets(layouts, rows, _ALIGNMENT)[-1])
+    return max(1, offsets(layouts, rows, ALIGNMENT)[-1])
 
 
 def inverted(array: np.ndarray) -> np.ndarray:

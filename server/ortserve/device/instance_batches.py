@@ -114,7 +114,7 @@ class InstanceBatches:
         binding = self.binding
         reason = self._unbound if binding is None else binding.why_not(batch)
         if binding is None or reason:
-            self.counts.count_plain(reason)
+            self.counts.plain[reason] += 1
             return self._run_plainly(batch)
         buffers = self._free_sets.get()
         try:

@@ -211,7 +211,7 @@ class Preparation:
     def _capture_size(self, binding: DeviceBinding, rows: int) -> str:
         """Capture a size in all sets. Returns the reason why it is not replayed; empty if its results were right."""
         if self._captured_sizes == MAX_GRAPHS:
-            self._counts.count_not_captured("over_limit")
+            self._counts.not_captured["over_limit"] += 1
             return f"{MAX_GRAPHS} sizes are already captured"
         self._on_step(f"capturing the graph of batches of {rows} rows")
         inputs = self._make_inputs(rows, rows)
@@ -232,7 +232,7 @@ class Preparation:
         except DeviceLostError:
             raise
         except ServeError as error:
-            self._counts.count_not_captured("failed")
+            self._counts.not_captured["failed"] += 1
             return f"its session cannot be opened: {error.message}"
         self._captured_sizes += 1
         return ""
@@ -251,7 +251,7 @@ class Preparation:
             with self._capture_lock.shared():
                 problem = self._compare(binding, bound, buffers, inputs, self._run_plainly(inputs))
             if problem:
-                self._counts.count_not_captured("wrong_answer")
+                self._counts.not_captured["wrong_answer"] += 1
                 return problem
         return ""
 
@@ -259,7 +259,7 @@ class Preparation:
         """The reason in words. Raises an error if the device is lost or a plain run fails: the model must not serve."""
         if is_lost_error(error):
             raise error
-        self._counts.count_not_captured("failed")
+        self._counts.not_captured["failed"] += 1
         with self._capture_lock.shared():
             self._run_plainly(self._make_inputs(rows, rows))
         return f"{what}: {without_paths(str(error))}"

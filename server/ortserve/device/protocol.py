@@ -17,6 +17,9 @@ import onnxruntime as ort
 from ortserve.engine.ort_errors import ORT_ERRORS, OUT_OF_MEMORY, run_error, without_paths
 from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
 
+ALIGNMENT: Final = 256
+"""The alignment of addresses that cudaMalloc returns, in bytes. Kernels may rely on it."""
+
 DEVICE_ERRORS: Final = ORT_ERRORS
 """The exceptions of ONNX Runtime and of cupy, whose ``CUDARuntimeError`` is a ``RuntimeError``."""
 

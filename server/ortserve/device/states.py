@@ -16,12 +16,11 @@ import numpy as np
 
 from ortserve.core.batch import Arrays, Batch
 from ortserve.device.accounting import Account
-from ortserve.device.protocol import Device, release_all
+from ortserve.device.protocol import ALIGNMENT, Device, release_all
 
 _BLOCK_BYTES: Final = 2**20
 _MAX_SLOTS: Final = 1024
 """Limits of one allocation, which holds at least one slot."""
-_ALIGNMENT: Final = 256  # alignment of addresses that cudaMalloc returns; kernels may rely on it
 
 
 class StateSlot:
@@ -58,7 +57,7 @@ class StateSlot:
     @property
     def is_aligned(self) -> bool:
         """Whether a tensor of a run can be bound at the slot's address."""
-        return (self.address - self.block) % _ALIGNMENT == 0
+        return (self.address - self.block) % ALIGNMENT == 0
 
 
 class _SlotPool:
@@ -279,7 +278,7 @@ def _slot_nbytes(nbytes: int) -> int:
 
     So states of similar sizes share the slots of one size, and a growing state passes through few sizes.
     """
-    step = max(_ALIGNMENT, 1 << max(0, nbytes.bit_length() - 3))
+    step = max(ALIGNMENT, 1 << max(0, nbytes.bit_length() - 3))
     return max(1, -(-nbytes // step)) * step
 
 

@@ -83,7 +83,7 @@ def prepare_batches(
     if opened.wants_graphs and no_replay is None and because:
         no_replay = NoReplay(NO_BUFFERS, because)
     if no_replay is not None:
-        instance.counts.count_not_captured(no_replay.reason, len(sizes))
+        instance.counts.not_captured[no_replay.reason] += len(sizes)
         no_replay_because = no_replay.because
     else:
         no_replay_because = "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
