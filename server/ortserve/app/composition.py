@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 import onnxruntime
 from prometheus_client import CollectorRegistry
 
-from ortserve.app.console import Console, make_console
-from ortserve.app.frontends import Frontends
+from ortserve.app.frontends import Console, Frontends
 from ortserve.app.watchdog import Watchdog
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
@@ -27,6 +26,7 @@ from ortserve.engine.providers import check_names
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
+from ortserve.frontends.http.console_routes import encode_event
 from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
@@ -44,11 +44,14 @@ from ortserve.service.labels import LabelService
 from ortserve.service.load_meter import LoadMeter
 from ortserve.service.loop_turns import LoopTurns
 from ortserve.service.management import LogSettings, Management, StatisticsService
+from ortserve.service.model_details import ModelDetails
 from ortserve.service.models import EXTENSIONS, ModelService
+from ortserve.service.observation import Observation
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.recorder import Recorder, SamplingRecorder
 from ortserve.service.repository import RepositoryService
 from ortserve.service.rollout.control import RolloutService
+from ortserve.service.server_details import ServerDetails
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
 from ortserve.telemetry.logs import AccessLog, LogSwitches
@@ -204,7 +207,22 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         labels=labels,
         rollouts=rollouts,
     )
-    console = make_console(options, origins, registry, models, rollouts, watchdog, access, devices)
+    console: Console | None = None
+    if options.console:
+        details = ServerDetails(
+            options,
+            origins,
+            models,
+            guarded=access.guards,
+            runtime_version=onnxruntime.__version__,
+            processors=cpu_budget(),
+            memory_limit_bytes=memory_limit(),
+            stalls=watchdog.reading,
+            read_devices=devices.read,
+            read_memory=registry.memory_use,
+        )
+        observation = Observation(registry, rollouts.read_all, details.live, monotonic_ns, encode=encode_event)
+        console = Console(observation, ModelDetails(registry, origins), details)
     frontends = Frontends(
         options=options,
         metrics=metrics,

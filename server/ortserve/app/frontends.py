@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ortserve import __version__
-from ortserve.app.console import Console
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
@@ -39,13 +38,25 @@ from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.inference import InferenceService
 from ortserve.service.management import Management
+from ortserve.service.model_details import ModelDetails
 from ortserve.service.models import ModelService
+from ortserve.service.observation import Observation
+from ortserve.service.server_details import ServerDetails
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from ortserve.frontends.tls.certificate import ServerCertificate
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """The services behind the console: live data, and descriptions of versions and of the server."""
+
+    observation: Observation
+    models: ModelDetails
+    server: ServerDetails
 
 
 @dataclass(frozen=True, slots=True)
