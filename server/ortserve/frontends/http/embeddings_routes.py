@@ -11,7 +11,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES
+from ortserve.codecs.bounds import INLINE_BINARY_BYTES, TEXT_BYTES
 from ortserve.codecs.embeddings import (
     EmbeddingsRequest,
     TextRequest,
@@ -107,14 +107,15 @@ class Embeddings:
             return body.read()
         if body.json_bytes > inference.max_json_bytes:
             raise json_too_large(body.json_bytes, inference.max_json_bytes)
-        before = hold.size
         hold.grow(body.growth_bytes)
         decoding = self._read_json(body)
         try:
-            return await decoded_in(decoding, received.left_ns)
+            decoded = await decoded_in(decoding, received.left_ns)
         finally:
             hold_until_decoded(decoding, inference.gate, hold.size)
-            hold.resize(before)
+        hold.set_unchecked(len(received.body) + TEXT_BYTES * decoded.inputs[0].array.size)
+        received.body = b""  # the texts are as long together
+        return decoded
 
     async def _run(
         self, received: JsonCall, requests: list[TextRequest], encoders: list[VectorEncoder]
