@@ -42,80 +42,47 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("targets", nargs="*", metavar="TARGET", help="URL of a server, or a model.")
     add = parser.add_argument_group("what to run").add_argument
-    protocols = (
-        f"Protocols to a server: {', '.join(PROTOCOLS)}; shm is system shared memory. Default: rest for http, grpc for "
-        "grpc."
-    )
-    ways = (
-        "How a model in this process runs: run (bare session.run), bound (on bound memory), batcher (as the server "
-        "batches)."
-    )
-    right = (
-        "Compare the answers with those of this model. Without it, they are compared with the answers to single "
-        "requests, or with bare runs of a model in this process."
-    )
     add("--model", default="", metavar="NAME[/VERSION]", help="Name of the model on the server.")
-    add("--protocol", default="", metavar="P,…", help=protocols)
-    add("--way", default="run", metavar="W,…", help=f"{ways} Default: run.")
+    text = f"Protocols to a server: {', '.join(PROTOCOLS)}; shm is system shared memory. "
+    add("--protocol", default="", metavar="P,…", help=f"{text}Default: rest for http, grpc for grpc.")
+    text = "How a model in this process runs: run (bare session.run), bound (on bound memory), batcher (as the server "
+    add("--way", default="run", metavar="W,…", help=f"{text}batches). Default: run.")
     add("--batch", type=several(_count), default=[1], metavar="N,…", help="Rows per request. Default: 1.")
     add("--inputs", type=Path, metavar="DATA", help="Samples to send, .npz or a folder. Default: synthetic inputs.")
-    add(
-        "--free-dim",
-        type=_count,
-        metavar="N",
-        help="Size of the free dimensions of synthetic inputs, except the number of rows.",
-    )
-    add("--compare-outputs", metavar="MODEL", help=right)
+    text = "Size of the free dimensions of synthetic inputs, except the number of rows."
+    add("--free-dim", type=_count, metavar="N", help=text)
+    text = "Compare the answers with those of this model. Without it, they are compared with the answers to single "
+    text += "requests, or with bare runs of a model in this process."
+    add("--compare-outputs", metavar="MODEL", help=text)
     add("--provider", metavar="NAME", help="Execution provider for a model in this process; no other is used.")
     add("--threads", type=_count, metavar="N", help="Threads per run of a model in this process.")
     add = parser.add_argument_group("load").add_argument
-    arrivals = (
-        "Open loop: pattern of arrivals, constant, poisson, bursts:N, or a file of times in seconds, one per line."
-    )
     text = "Closed loop: number of callers, each of which waits for its answer. Default: 1."
     add("--concurrency", type=several(_count), metavar="N,…", help=text)
     text = "Closed loop: each caller sends sequences of this many requests, one after the other."
     add("--sequences", type=_count, metavar="N", help=text)
     text = "Open loop: requests per second."
     add("--rate", "--rates", type=several(number(float, 1e-6, 9_999_999)), metavar="R,…", help=text)
-    add("--arrivals", default="constant", metavar="KIND", help=f"{arrivals} Default: constant.")
+    text = "Open loop: pattern of arrivals, constant, poisson, bursts:N, or a file of times in seconds, one per line. "
+    add("--arrivals", default="constant", metavar="KIND", help=f"{text}Default: constant.")
     add("--find-capacity", action="store_true", help="Search for the highest rate that is sustained (within --slo).")
     add("--seconds", type=_period, default=10.0, metavar="S", help="Maximum time for each load. Default: 10.")
     text = "Time for which the load runs before the measurement. Default: 1."
     add("--warmup", dest="warmup_s", type=_seconds, default=1.0, metavar="S", help=text)
-    add(
-        "--rounds",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="Number of turns of all loads, which divide --seconds. Default: 1.",
-    )
+    text = "Number of turns of all loads, which divide --seconds. Default: 1."
+    add("--rounds", type=_count, default=1, metavar="N", help=text)
     add("--processes", type=_count, default=1, metavar="N", help="Generator processes, for servers. Default: 1.")
-    add(
-        "--connections",
-        type=_count,
-        default=512,
-        metavar="N",
-        help="Maximum number of connections per generator process. Default: 512.",
-    )
-    add(
-        "--timeout",
-        dest="timeout_s",
-        type=_period,
-        default=10.0,
-        metavar="S",
-        help="Time limit of an answer. Default: 10.",
-    )
+    text = "Maximum number of connections per generator process. Default: 512."
+    add("--connections", type=_count, default=512, metavar="N", help=text)
+    text = "Time limit of an answer. Default: 10."
+    add("--timeout", dest="timeout_s", type=_period, default=10.0, metavar="S", help=text)
     add = parser.add_argument_group("verdict").add_argument
-    precise = (
-        "Stop early when half the width of the 95 %% interval of the percentile is at most this share of it, for "
-        "example 0.05."
-    )
-    slo = "Latency bound: the answers within it are counted, and the exit status is 1 if the percentile exceeds it."
     text = "Percentile that --slo and --precision use. Default: 99."
     add("--percentile", type=number(float, 0.01, 99.9999), default=99.0, metavar="P", help=text)
-    add("--precision", type=_share, metavar="SHARE", help=precise)
-    add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=slo)
+    text = "Stop early when half the width of the 95 %% interval of the percentile is at most this share of it, for "
+    add("--precision", type=_share, metavar="SHARE", help=f"{text}example 0.05.")
+    text = "Latency bound: the answers within it are counted, and the exit status is 1 if the percentile exceeds it."
+    add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=text)
     text = "Share of requests that may fail without exit status 1. Default: 0."
     add("--allow-errors", type=_share, default=0.0, metavar="SHARE", help=text)
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")

@@ -5,7 +5,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 
 from ortserve import __version__
@@ -17,7 +16,7 @@ from ortserve.tools.bench.comparison import compare_results, read_result
 from ortserve.tools.bench.generators import Generators
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.measure import Measurement, result_problems
-from ortserve.tools.bench.prepare import Prepared, Settings, prepare_model, prepare_server
+from ortserve.tools.bench.prepare import Prepared, prepare_model, prepare_server
 from ortserve.tools.bench.presentation import present, present_comparison
 from ortserve.tools.bench.result import BenchResult, Capacity, Point
 from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome
@@ -32,7 +31,6 @@ def run(given: argparse.Namespace) -> Outcome:
 def _measure(given: argparse.Namespace) -> Outcome:
     loads = _loads(given)
     given.callers = max(load.concurrency or 0 for load in loads)
-    settings = Settings(**{one.name: getattr(given, one.name) for one in fields(Settings)})
     chosen = [choice for target in given.targets for choice in _choices(target, given)]
     if given.sequences:
         _check_sequences(given, chosen)
@@ -48,10 +46,10 @@ def _measure(given: argparse.Namespace) -> Outcome:
         for target, address, way in chosen:
             for batch in given.batch:
                 if address is None:
-                    targets.append(prepare_model(target, way, batch, settings))
+                    targets.append(prepare_model(target, way, batch, given))
                 else:
-                    targets.append(stack.enter_context(prepare_server(address, way, batch, settings)))
-        measurement = Measurement(generators, settings, lambda line: step(0, line))
+                    targets.append(stack.enter_context(prepare_server(address, way, batch, given)))
+        measurement = Measurement(generators, given, lambda line: step(0, line))
         if not given.find_capacity:
             points = measurement.measure(targets, loads)
         for prepared in targets if given.find_capacity else ():
@@ -60,7 +58,7 @@ def _measure(given: argparse.Namespace) -> Outcome:
             capacities.append(capacity)
     if measurement.is_interrupted and not points:
         raise KeyboardInterrupt  # there is no partial result
-    problems = result_problems(points, settings, is_search=given.find_capacity)
+    problems = result_problems(points, given, is_search=given.find_capacity)
     result = BenchResult(
         version=__version__,
         began=began,

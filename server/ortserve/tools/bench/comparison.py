@@ -39,8 +39,9 @@ def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, s
         left.remove(other)
         before, after = _values(one), _values(other)
         for name in (name for name in before if name in after):
-            found = compare(before[name], after[name])
-            changes.append(Change(*_key(one), name, before[name].value, after[name].value, **found._asdict()))
+            values, ratio = (before[name].value, after[name].value), compare(before[name], after[name])
+            change = Change(*_key(one), name, *values, ratio.value, ratio.low, ratio.high, ratio.is_significant)
+            changes.append(change)
         slow = {"first": one.generator.too_slow_because, "second": other.generator.too_slow_because}
         problems += [f"{one.way} {one.load}: {which}: {why[0]}" for which, why in slow.items() if why]
     if len(unmatched) == len(first.points):

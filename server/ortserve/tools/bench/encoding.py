@@ -10,9 +10,10 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from ortserve._pb import grpc_service_pb2 as pb
-from ortserve.codecs.binary_tensor import REGION, decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.binary_tensor import BYTE_SIZE, OFFSET, REGION, decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.core.dtypes import DATATYPES
+from ortserve.core.region import RegionSpan
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import Tensor, is_absent
 from ortserve.errors import ErrorKind, ServeError
@@ -20,7 +21,12 @@ from ortserve.errors import ErrorKind, ServeError
 _PARAMETER_FIELDS: Final = {bool: "bool_param", int: "int64_param", str: "string_param"}
 """Fields of gRPC's ``InferParameter``."""
 
+_JSON: Final = {"content-type": "application/json"}
+
 Outputs: TypeAlias = Mapping[str, Tensor]
+Parameters: TypeAlias = Mapping[str, str | int]
+Placed: TypeAlias = tuple[Tensor, RegionSpan]
+"""A tensor and its place in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,89 +37,50 @@ class Encoded:
     headers: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a tensor in a region of shared memory."""
-
-    region: str
-    offset: int
-    nbytes: int
-
-
 def tensors_of(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """The inputs of a request; absent optional ones are left out."""
     pairs = zip(signature.inputs, arrays, strict=True)
     return [Tensor(spec.name, spec.datatype, array) for spec, array in pairs if not is_absent(array)]
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePart:
-    """The position of a request in a sequence; ``number`` is the id of the sequence."""
-
-    number: int
-    is_start: bool
-    is_end: bool
-
-    @property
-    def parameters(self) -> dict[str, int | bool]:
-        """The parameters of the request."""
-        return {"sequence_id": self.number, "sequence_start": self.is_start, "sequence_end": self.is_end}
-
-
-def encode_rest(tensors: Sequence[Tensor], part: SequencePart | None = None, *, is_binary: bool) -> Encoded:
-    """A REST request. A binary one also asks for binary outputs."""
-    parameters = {} if part is None else part.parameters
+def encode_rest(tensors: Sequence[Tensor], parameters: Parameters | None = None, *, is_binary: bool) -> Encoded:
+    """A REST request with its parameters. A binary one also asks for binary outputs."""
+    parameters = parameters or {}
     if not is_binary:
-        data = [_declared(tensor) | {"data": encode_json_data(tensor.array, tensor.datatype)} for tensor in tensors]
-        document = {"inputs": data} | ({"parameters": parameters} if parameters else {})
-        return Encoded(bytes(write_json(document, tensors)), {"content-type": "application/json"})
+        inputs = [_declared(tensor, data=encode_json_data(tensor.array, tensor.datatype)) for tensor in tensors]
+        document = {"inputs": inputs} | ({"parameters": parameters} if parameters else {})
+        return Encoded(bytes(write_json(document, tensors)), _JSON)
     pieces = [encoded(tensor) for tensor in tensors]
-    inputs = [
-        _declared(tensor) | {"parameters": {"binary_data_size": len(piece)}}
-        for tensor, piece in zip(tensors, pieces, strict=True)
-    ]
+    sizes = ({"binary_data_size": len(piece)} for piece in pieces)
+    inputs = [_declared(tensor, parameters=size) for tensor, size in zip(tensors, sizes, strict=True)]
     head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True, **parameters}})
-    sizes = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
-    return Encoded(head + b"".join(pieces), sizes)
+    headers = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
+    return Encoded(head + b"".join(pieces), headers)
 
 
-def encode_grpc(model: str, version: str, tensors: Sequence[Tensor], part: SequencePart | None = None) -> Encoded:
-    """A gRPC request, with raw contents."""
-    document = {
-        "inputs": [_declared(tensor) for tensor in tensors],
-        "parameters": _grpc_parameters({} if part is None else part.parameters),
-    }
+def encode_grpc(model: str, version: str, tensors: Sequence[Tensor], parameters: Parameters | None = None) -> Encoded:
+    """A gRPC request with its parameters and raw contents."""
+    document = {"inputs": [_declared(tensor) for tensor in tensors], "parameters": _for_grpc(parameters or {})}
     return _encode_message(model, version, document, map(encoded, tensors))
 
 
 def encode_shared(
-    model: str,
-    version: str,
-    inputs: Sequence[tuple[Tensor, Place]],
-    outputs: Sequence[tuple[Tensor, Place]],
-    *,
-    is_grpc: bool,
+    model: str, version: str, inputs: Iterable[Placed], outputs: Iterable[Placed], *, is_grpc: bool
 ) -> Encoded:
     """A request whose inputs and outputs are in shared memory."""
 
-    def parameters(place: Place) -> dict[str, Any]:
-        found = {
-            REGION: place.region,
-            "shared_memory_offset": place.offset,
-            "shared_memory_byte_size": place.nbytes,
-        }
-        return _grpc_parameters(found) if is_grpc else found
+    def parameters(place: RegionSpan) -> Mapping[str, Any]:
+        found: Parameters = {REGION: place.region, OFFSET: place.offset, BYTE_SIZE: place.byte_size}
+        return _for_grpc(found) if is_grpc else found
 
     document = {
-        "inputs": [_declared(tensor) | {"parameters": parameters(place)} for tensor, place in inputs],
+        "inputs": [_declared(tensor, parameters=parameters(place)) for tensor, place in inputs],
         "outputs": [{"name": tensor.name, "parameters": parameters(place)} for tensor, place in outputs],
     }
-    if is_grpc:
-        return _encode_message(model, version, document)
-    return Encoded(orjson.dumps(document), {"content-type": "application/json"})
+    return _encode_message(model, version, document) if is_grpc else Encoded(orjson.dumps(document), _JSON)
 
 
-def _grpc_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _for_grpc(parameters: Parameters) -> dict[str, Any]:
     return {name: {_PARAMETER_FIELDS[type(value)]: value} for name, value in parameters.items()}
 
 
@@ -171,5 +138,5 @@ def _no_answer(error: Exception) -> ServeError:
     return ServeError(ErrorKind.INTERNAL, f"an answer cannot be read: {error!r}")
 
 
-def _declared(tensor: Tensor) -> dict[str, Any]:
-    return {"name": tensor.name, "shape": tensor.array.shape, "datatype": tensor.datatype.value}
+def _declared(tensor: Tensor, **more: Any) -> dict[str, Any]:
+    return {"name": tensor.name, "shape": tensor.array.shape, "datatype": tensor.datatype.value, **more}

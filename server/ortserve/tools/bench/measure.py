@@ -1,5 +1,6 @@
 """Runs a measurement: loads on prepared targets in rounds, the search for the capacity, and the live line."""
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -12,7 +13,7 @@ from ortserve.tools.bench.generator import Work
 from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.load import Load, arrival_times
 from ortserve.tools.bench.points import NO_VERDICT, make_point
-from ortserve.tools.bench.prepare import Prepared, Settings
+from ortserve.tools.bench.prepare import Prepared
 from ortserve.tools.bench.result import Capacity, LoadOnTarget, Point
 from ortserve.tools.bench.samples import join
 from ortserve.tools.bench.statistics import estimate_percentile, next_check
@@ -30,10 +31,10 @@ _MAX_TRIES: Final = 14
 class _Series:
     """The rounds of one load on one target. It shows their progress, and ends them early if they are precise enough."""
 
-    def __init__(self, prepared: Prepared, load: Load, settings: Settings, show: Callable[[str], object]) -> None:
+    def __init__(self, prepared: Prepared, load: Load, given: Namespace, show: Callable[[str], object]) -> None:
         self._prepared = prepared
         self._load = load
-        self._settings = settings
+        self._given = given
         self._show = show
         self._meter = UsageMeter(prepared.control.address if prepared.control else None)
         self._batches: Counter[int] = Counter()
@@ -43,11 +44,11 @@ class _Series:
 
     def run(self, generators: Generators, seconds: float, precision: float | None) -> bool:
         """Run one round. Returns whether it was interrupted; the figures of an interrupted warm-up are left out."""
-        prepared, load, settings, processes = self._prepared, self._load, self._settings, generators.count
+        prepared, load, given, processes = self._prepared, self._load, self._given, generators.count
         if load.concurrency is not None and load.concurrency < processes:
             expected = f"expected at most one for each of {load.concurrency} callers"
             raise invalid_input(f"--processes: {expected}, got {processes}")
-        total_s = settings.warmup_s + seconds
+        total_s = given.warmup_s + seconds
         times = arrival_times(load, total_s, _SEED + len(self.rounds)) if load.is_open else None
         works = [
             Work(
@@ -55,9 +56,9 @@ class _Series:
                 plan=prepared.plan,
                 callers=load.share(index, processes),
                 times_ns=None if times is None else times[index::processes],
-                warmup_s=settings.warmup_s,
+                warmup_s=given.warmup_s,
                 seconds=seconds,
-                timeout_s=settings.timeout_s,
+                timeout_s=given.timeout_s,
             )
             for index in range(processes)
         ]
@@ -82,15 +83,15 @@ class _Series:
 
     def point(self) -> Point:
         """The joint result of the rounds."""
-        prepared, load, settings = self._prepared, self._load, self._settings
+        prepared, load, given = self._prepared, self._load, self._given
         names = (prepared.target, prepared.way, prepared.server, load.label)
         subject = LoadOnTarget(*names, load.concurrency, load.rate, prepared.batch)
         chunks = [chunk for seen in self.rounds for chunk in seen.chunks]
         return make_point(
             subject,
             self.rounds,
-            settings.percentile,
-            settings.slo_ms,
+            given.percentile,
+            given.slo_ms,
             batches=self._batches,
             usage=self._meter.usage(sum(chunk.answers for chunk in chunks)),
             outputs=prepared.check([body for chunk in chunks for body in chunk.bodies]),
@@ -111,7 +112,7 @@ class _Series:
             return True
         self._next_check = next_check(answers)
         latencies = join(chunks).latencies_s(from_schedule=self._load.is_open)
-        return estimate_percentile(latencies, self._settings.percentile / 100).relative > precision
+        return estimate_percentile(latencies, self._given.percentile / 100).relative > precision
 
     def _now(self, seen: Seen, elapsed_s: float) -> str:
         if elapsed_s < 0:
@@ -129,36 +130,36 @@ class _Series:
 class Measurement:
     """Measures with one set of generators. Ctrl-C sets ``is_interrupted``, and nothing more is measured."""
 
-    def __init__(self, generators: Generators, settings: Settings, show: Callable[[str], object]) -> None:
+    def __init__(self, generators: Generators, given: Namespace, show: Callable[[str], object]) -> None:
         """``show`` gets a line about the current state a few times a second."""
         self._generators = generators
-        self._settings = settings
+        self._given = given
         self._show = show
         self.is_interrupted = False
 
     def measure(self, targets: Sequence[Prepared], loads: Sequence[Load]) -> list[Point]:
         """Measure all loads on all targets, one after the other, in rounds."""
-        settings = self._settings
-        series = [_Series(*pair, settings, self._show) for pair in product(targets, loads)]
-        for one in series * settings.rounds:
-            self._run(one, settings.seconds / settings.rounds, settings.precision)
+        given = self._given
+        series = [_Series(*pair, given, self._show) for pair in product(targets, loads)]
+        for one in series * given.rounds:
+            self._run(one, given.seconds / given.rounds, given.precision)
         return [one.point() for one in series if one.rounds]
 
     def find_capacity(self, prepared: Prepared) -> tuple[list[Point], Capacity]:
         """Search for the highest sustained rate. Each try takes as long as a load."""
-        settings = self._settings
+        given = self._given
         points: list[Point] = []
         tries: dict[float, bool] = {}
-        probe = _Series(prepared, _PROBE, settings, self._show)
-        self._run(probe, min(_PROBE_S, settings.seconds), None)
+        probe = _Series(prepared, _PROBE, given, self._show)
+        self._run(probe, min(_PROBE_S, given.seconds), None)
         rate = first_rate(probe.point().throughput.value) if probe.rounds else None
         while rate is not None:
-            one = _Series(prepared, Load(None, round(rate, 1), settings.arrivals), settings, self._show)
-            self._run(one, settings.seconds, None)
+            one = _Series(prepared, Load(None, round(rate, 1), given.arrivals), given, self._show)
+            self._run(one, given.seconds, None)
             if self.is_interrupted:
                 break
             points.append(one.point())
-            tries[rate] = is_sustained(points[-1], settings.percentile, settings.slo_ms)
+            tries[rate] = is_sustained(points[-1], given.percentile, given.slo_ms)
             if points[-1].generator.too_slow_because and not tries[rate]:
                 break  # the generator is the limit
             rate = next_rate(tries)
@@ -204,10 +205,10 @@ def is_sustained(point: Point, percent: float, slo_ms: float | None) -> bool:
     return not point.is_overloaded and point.failed <= 0.001 * point.requests and point.answers > 0 and within
 
 
-def result_problems(points: Sequence[Point], settings: Settings, *, is_search: bool) -> list[str]:
+def result_problems(points: Sequence[Point], given: Namespace, *, is_search: bool) -> list[str]:
     """The reasons for exit status 1. A search may exceed the capacity, so its failures and latencies are no problem."""
     problems: list[str] = []
-    percent, slo_ms = settings.percentile, settings.slo_ms
+    percent, slo_ms = given.percentile, given.slo_ms
     for point in points:
         what = f"{point.target} {point.way} {point.load} batch {point.batch}"
         problems += [f"{what}: {NO_VERDICT}: {reason}" for reason in point.generator.too_slow_because]
@@ -220,7 +221,7 @@ def result_problems(points: Sequence[Point], settings: Settings, *, is_search: b
         if not point.requests:
             within = f"no request could be sent within {point.seconds:.2g} s"
             problems.append(f"{what}: {within}, because earlier ones took longer: allow more --seconds")
-        elif failed > settings.allow_errors * point.requests or not point.answers:
+        elif failed > given.allow_errors * point.requests or not point.answers:
             kinds = ", ".join(f"{one.count} {one.kind}" for one in point.failures)
             how = f"{failed} of {point.requests} requests failed: {kinds}" if kinds else "no request was answered"
             problems.append(f"{what}: {how}")

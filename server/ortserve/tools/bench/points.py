@@ -149,37 +149,30 @@ def _phases(timings: Sequence[bytes]) -> tuple[Phase, ...]:
     for timing in timings:
         for name, ms in read_timing(timing.decode("latin-1")):
             values[name].append(ms)
-    return tuple(
-        Phase(name, float(np.mean(ms)), *(float(value) for value in np.percentile(ms, [50, 99])))
-        for name, ms in values.items()
-    )
+    return tuple(Phase(name, float(np.mean(ms)), *np.percentile(ms, [50, 99]).tolist()) for name, ms in values.items())
 
 
 def _generator(
     parts: Sequence[_Part], subject: LoadOnTarget, asked: Percentile | None, median: Percentile | None
 ) -> Generator:
-    callers = subject.concurrency
     cpu_share = max(part.cpu_share for part in parts)
+    sent, due = sum(len(part.samples.due_ns) for part in parts), sum(part.due for part in parts)
+    sent_share = min(1.0, sent / due) if due else 1.0
+    waited_us = sum(part.waited_ns for part in parts) / 1e3 / max(1, sent)
     late_us = np.concatenate([(part.samples.sent_ns - part.samples.due_ns) / 1e3 for part in parts])
-    requests = len(late_us)
-    p50 = p99 = None
-    sent_share = 1.0
-    if callers is None:
-        if requests:
-            p50, p99 = (float(value) for value in np.percentile(late_us, [50, 99]))
-        if due := sum(part.due for part in parts):
-            sent_share = min(1.0, requests / due)
-    waited_us = sum(part.waited_ns for part in parts) / 1e3 / max(1, requests)
+    if subject.concurrency is not None:  # callers of a closed loop are never late
+        late_us = late_us[:0]
+    late_p50_us, late_p99_us = np.percentile(late_us, [50, 99]).tolist() if len(late_us) else (None, None)
     reasons: list[str] = []
     if subject.server:  # in this process it is the model that keeps the generator busy
-        reasons = judge_generator(cpu_share, late_us if callers is None else late_us[:0], sent_share, asked)
+        reasons = judge_generator(cpu_share, late_us, sent_share, asked)
         if median is not None and waited_us > _WAIT_SHARE * median.ms * 1e3:
             reasons.append(
                 f"answers waited {waited_us:,.0f} µs for the generator, "
                 f"more than {_WAIT_SHARE:.0%} of the median of {median.ms:.3g} ms"
             )
     processes = max(part.processes for part in parts)
-    return Generator(processes, cpu_share, p50, p99, sent_share, tuple(reasons), waited_us)
+    return Generator(processes, cpu_share, late_p50_us, late_p99_us, sent_share, tuple(reasons), waited_us)
 
 
 def judge_generator(cpu_share: float, late_us: np.ndarray, sent_share: float, asked: Percentile | None) -> list[str]:

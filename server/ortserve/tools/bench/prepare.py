@@ -2,11 +2,11 @@
 
 import contextlib
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -24,7 +24,6 @@ from ortserve.tools.address import Address
 from ortserve.tools.bench.encoding import (
     Encoded,
     Outputs,
-    SequencePart,
     decode_grpc,
     decode_rest,
     encode_grpc,
@@ -49,33 +48,6 @@ _REPEATED_S: Final = 5.0
 """Time after which no more inputs are run, so that slow targets are prepared with fewer different inputs."""
 _TRIES: Final = 132
 """All tries of a call fail with a probability of one in a million if nine of ten requests fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The arguments that all targets and loads share; ``command.build_parser`` describes them.
-
-    ``callers`` is no argument, but the largest number of callers of all closed loops.
-    """
-
-    model: str
-    inputs: Path | None
-    free_dim: int | None
-    compare_outputs: str | None
-    provider: str | None
-    threads: int | None
-    sequences: int | None
-    callers: int
-    connections: int
-    arrivals: str
-    seconds: float
-    warmup_s: float
-    rounds: int
-    timeout_s: float
-    percentile: float
-    precision: float | None
-    slo_ms: float | None
-    allow_errors: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +129,7 @@ def repeated(
     return outputs, outputs, source
 
 
-def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prepared:
+def prepare_model(target: str, way: str, batch: int, given: Namespace) -> Prepared:
     """Prepare a model that runs in the generator's process.
 
     Raises:
@@ -168,69 +140,71 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
         raise invalid_input(
             f"{target}: a model with {what} has no way 'batcher' here: measure its sessions, or a server"
         )
-    model = open_model(subject, provider=settings.provider, threads=settings.threads)
-    inputs, arrays = _inputs(model.signature, target, batch, settings, lambda one: bare_run(model, one))
+    model = open_model(subject, provider=given.provider, threads=given.threads)
+    inputs, arrays = _inputs(model.signature, target, batch, given, lambda one: bare_run(model, one))
     outputs, expected, source = repeated(partial(bare_run, model), arrays, "bare runs")
     signature = model.signature
-    if settings.compare_outputs:
-        outputs, expected, source = _compare_with(settings.compare_outputs, signature, arrays, outputs, target)
+    if given.compare_outputs:
+        outputs, expected, source = _compare_with(given.compare_outputs, signature, arrays, outputs, target)
     arrays = arrays[: len(outputs)]
     if way == "batcher":
         interface = resolve_interface(model.subject.options, signature)
         signature = interface.client
         arrays = tuple(as_clients_send(model, interface, one) for one in arrays)
         expected = [as_clients_see(interface, one) for one in expected]
-    plan = ModelPlan(subject, way, settings.provider, settings.threads, arrays, batch)
+    plan = ModelPlan(subject, way, given.provider, given.threads, arrays, batch)
     return Prepared(
         target, way, "", batch, plan, inputs.origin, expected, source, lambda _, outputs: _named(signature, outputs)
     )
 
 
 @contextmanager
-def prepare_server(address: Address, protocol: str, batch: int, settings: Settings) -> Iterator[Prepared]:
+def prepare_server(address: Address, protocol: str, batch: int, given: Namespace) -> Iterator[Prepared]:
     """Prepare a model on a server. Sends each request twice, and registers shared memory while the block runs.
 
     Raises:
         ServeError: The server cannot be reached, is of another kind, or rejects the requests.
     """
-    model, _, version = settings.model.partition("/")
-    limit_s = max(settings.timeout_s, _PREPARE_S)  # a shorter limit is for the load alone, which counts late answers
+    model, _, version = given.model.partition("/")
+    limit_s = max(given.timeout_s, _PREPARE_S)  # a shorter limit is for the load alone, which counts late answers
     end_ns = monotonic_ns() + int(limit_s * 1e9)
     control = Control(address, model, version, limit_s)
     server, signature = control.describe()
-    if settings.sequences is None and control.has_sequences():
+    if given.sequences is None and control.has_sequences():
         raise invalid_input(
             f"--sequences: expected the requests of each sequence, as '{model}' has sequences, got none"
         )
     base = int.from_bytes(os.urandom(5)) << 20  # sequence ids differ between measurements
+    length = given.sequences or 0
 
-    def encode(tensors: Sequence[Tensor], part: SequencePart | None = None) -> Encoded:
+    def encode(tensors: Sequence[Tensor], sequence: int = 0, *, is_start: bool = True, is_end: bool = True) -> Encoded:
+        part = {"sequence_id": base + sequence, "sequence_start": is_start, "sequence_end": is_end}
+        parameters = part if length else {}
         if address.is_grpc:
-            return encode_grpc(model, version, tensors, part)
-        return encode_rest(tensors, part, is_binary=protocol != "rest")
+            return encode_grpc(model, version, tensors, parameters)
+        return encode_rest(tensors, parameters, is_binary=protocol != "rest")
 
     def ask(one: Arrays) -> Outputs:
-        lone = SequencePart(base, is_start=True, is_end=True) if settings.sequences else None
-        request = encode(tensors_of(signature, one), lone)
+        request = encode(tensors_of(signature, one))
         send = partial(control.infer, request.headers, request.body)
-        answer = _retried(send, end_ns) if settings.allow_errors else send()
+        answer = _retried(send, end_ns) if given.allow_errors else send()
         return _decode(0, answer[0] if address.is_grpc else answer)
 
     try:
-        inputs, arrays = _inputs(signature, model, batch, settings, ask)
+        inputs, arrays = _inputs(signature, model, batch, given, ask)
         answers, expected, source = repeated(ask, arrays, "the server's answers to single requests")
     except _NoAnswerError as error:
         if protocol == "shm":  # answers tell the sizes of the outputs
             raise
-        inputs, arrays = _inputs(signature, model, batch, settings, None)
+        inputs, arrays = _inputs(signature, model, batch, given, None)
         answers, expected, source = (), (), f"nothing, because a request before the load failed: {error.message}"
     read: Callable[[int, Any], Outputs] = _decode
-    origin, length = inputs.origin, settings.sequences or 0
+    origin = inputs.origin
     if length:
         origin = f"{origin}; in sequences of {length} requests"
         expected, source = (), "nothing, because answers depend on earlier requests of a sequence"
-    if settings.compare_outputs and answers:
-        answers, expected, source = _compare_with(settings.compare_outputs, signature, arrays, answers, address.url)
+    if given.compare_outputs and answers:
+        answers, expected, source = _compare_with(given.compare_outputs, signature, arrays, answers, address.url)
     tensors = [tensors_of(signature, one) for one in (arrays[: len(answers)] if answers else arrays)]
     with contextlib.ExitStack() as stack:
         if protocol == "shm":
@@ -239,14 +213,14 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
             read = memory.read
         elif length:
             requests = [
-                encode(tensors[caller % len(tensors)], SequencePart(base + 1 + caller, is_start, is_end))
-                for caller in range(settings.callers)
+                encode(tensors[caller % len(tensors)], 1 + caller, is_start=is_start, is_end=is_end)
+                for caller in range(given.callers)
                 for is_start, is_end in ((True, length == 1), (False, False), (length == 1, True))
             ]
         else:
             requests = list(map(encode, tensors))
         messages = tuple(_message(control, request) for request in requests)
-        plan = ServerPlan(address, messages, protocol == "grpc-stream", settings.connections, length)
+        plan = ServerPlan(address, messages, protocol == "grpc-stream", given.connections, length)
         yield Prepared(address.url, protocol, server, batch, plan, origin, expected, source, read, control)
 
 
@@ -299,15 +273,15 @@ def _retried(call: Callable[[], _Answer], end_ns: int) -> _Answer:
 
 
 def _inputs(
-    signature: ModelSignature, name: str, batch: int, settings: Settings, run: Callable[[Arrays], Any] | None
+    signature: ModelSignature, name: str, batch: int, given: Namespace, run: Callable[[Arrays], Any] | None
 ) -> tuple[Inputs, tuple[Arrays, ...]]:
     """The source of inputs, and the inputs of each request. ``run`` is as in ``make_inputs``."""
     if batch > 1 and not signature.is_batched:
         raise invalid_input(f"--batch: expected 1 for '{name}', got {batch}: {signature.unbatched_because}")
     inputs: Inputs = (
-        make_inputs(signature, settings.inputs, run)
-        if settings.free_dim is None or settings.inputs
-        else SyntheticInputs(InputGenerator(signature, None, free_dim=settings.free_dim))
+        make_inputs(signature, given.inputs, run)
+        if given.free_dim is None or given.inputs
+        else SyntheticInputs(InputGenerator(signature, None, free_dim=given.free_dim))
     )
     return inputs, take_inputs(inputs, batch)
 

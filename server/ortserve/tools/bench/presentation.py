@@ -6,7 +6,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
 
 from ortserve.tools.bench.points import NO_VERDICT, PERCENTS
-from ortserve.tools.bench.result import BenchComparison, BenchResult, OutputCheck, Point
+from ortserve.tools.bench.result import BenchComparison, BenchResult, Point
 from ortserve.tools.page import chart
 from ortserve.tools.report import (
     Block,
@@ -49,8 +49,7 @@ _MUCH: Final = 0.1
 
 def present(result: BenchResult, *, has_pictures: bool) -> Report:
     """The report of a measurement. Only pages show pictures, and drawing them takes seconds."""
-    points = result.points
-    names = _Names(points)
+    points, names = result.points, _Names(result.points)
     facts: dict[str, Cell] = {
         "target": ", ".join(dict.fromkeys(point.target for point in points)),
         "way": ", ".join(dict.fromkeys(point.way for point in points)),
@@ -60,9 +59,8 @@ def present(result: BenchResult, *, has_pictures: bool) -> Report:
         "machine of the generator": result.machine,
         **({"ended": "interrupted by Ctrl-C; the results are partial"} if result.is_interrupted else {}),
     }
-    tables = [_latencies(result, names), _rates(result, names), _capacities(result), *_details(points, names)]
-    blocks: list[Block] = [Facts("Measurement", facts), *(table for table in tables if table.rows)]
-    blocks.append(Findings(_findings(result, names)))
+    tables = (table for table in _tables(result, names) if table.rows)
+    blocks: list[Block] = [Facts("Measurement", facts), *tables, Findings(_findings(result, names))]
     if has_pictures:
         answered = [point for point in points if point.percentiles]
         curves = [list(group) for _, group in groupby(answered, lambda point: (point.target, point.way, point.batch))]
@@ -97,106 +95,91 @@ def _range(low: float | None, high: float | None) -> str | None:
     return None if low is None or high is None else f"{number_text(low)} to {number_text(high)}"
 
 
-def _latencies(result: BenchResult, names: _Names) -> Table:
-    rows: list[dict[str, Cell]] = []
-    for point in result.points:
-        row = names.cells(point)
-        for percent in sorted({*PERCENTS, result.percentile}):
-            found = point.percentile(percent)
-            row[f"p{percent:g}"] = found.ms if found else None
-        row["max"] = point.most_ms
-        asked = point.percentile(result.percentile)
-        row[f"p{result.percentile:g} 95 %"] = _range(asked.low_ms, asked.high_ms) if asked else None
-        rows.append(row)
+def _tables(result: BenchResult, names: _Names) -> Iterator[Table]:
+    """All tables. Those without rows are not shown."""
+    points, percent, slo_ms = result.points, result.percentile, result.slo_ms
     note = (
         "Open loops measure from the time when a request was due. Closed loops measure from the time when it was sent, "
         "and hide stalls, because callers that wait send nothing."
     )
-    return Table.of("Latency in ms", rows, note)
-
-
-def _rates(result: BenchResult, names: _Names) -> Table:
-    rows: list[dict[str, Cell]] = []
-    for point in result.points:
-        usage, rate = point.usage, point.throughput
-        goodput = {} if result.slo_ms is None else {f"within {result.slo_ms:g} ms /s": point.goodput_per_s}
-        rows.append(
-            {
-                **names.cells(point),
-                "answers /s": rate.value,
-                "95 %": _range(rate.low, rate.high),
-                "rows /s": rate.value * point.batch,
-                **goodput,
-                "failed": point.failed,
-                "server CPU µs": usage.cpu_us_per_request if usage else None,
-                "server memory": bytes_text(usage.resident_bytes) if usage else None,
-                "measured": f"{point.seconds:.1f} s, {point.stopped_because}",
-            }
-        )
-    return Table.of("Throughput", rows)
-
-
-def _capacities(result: BenchResult) -> Table:
-    bound = f", and p{result.percentile:g} is within {result.slo_ms:g} ms" if result.slo_ms else ""
-    columns = ["target", "way", "rows", "sustained /s", "not sustained /s"]
+    yield Table.of("Latency in ms", [names.cells(point) | _latencies(point, percent) for point in points], note)
+    yield Table.of("Throughput", [names.cells(point) | _rates(point, slo_ms) for point in points])
+    bound = f", and p{percent:g} is within {slo_ms:g} ms" if slo_ms else ""
     note = f"A sustained rate builds up no backlog, and at most 0.1 % of its requests fail{bound}."
-    return Table("Capacity", columns, [astuple(one) for one in result.capacities], note)
-
-
-def _details(points: Sequence[Point], names: _Names) -> Iterator[Table]:
+    columns = ["target", "way", "rows", "sustained /s", "not sustained /s"]
+    yield Table("Capacity", columns, [astuple(one) for one in result.capacities], note)
     failures = [(names.text(point), one.kind, one.count, one.example) for point in points for one in point.failures]
     yield Table("Failures", ["load", "kind", "count", "example"], failures)
-    phases = list(dict.fromkeys(one.name for point in points for one in point.phases))
-    times: list[dict[str, Cell]] = []
-    for point in (point for point in points if point.phases):
-        found = {one.name: f"{number_text(one.mean_ms)} / {number_text(one.p99_ms)}" for one in point.phases}
-        times.append({"load": names.text(point), **{name: found.get(name) for name in phases}})
-    yield Table.of("Time on the server in ms, mean / p99", times, "As the server reports it.")
+    times = [
+        (
+            names.text(point),
+            {one.name: f"{number_text(one.mean_ms)} / {number_text(one.p99_ms)}" for one in point.phases},
+        )
+        for point in points
+        if point.phases
+    ]
+    phases = list(dict.fromkeys(name for _, found in times for name in found))
+    rows = [(load, *map(found.get, phases)) for load, found in times]
+    yield Table("Time on the server in ms, mean / p99", ["load", *phases], rows, "As the server reports it.")
     batches = [
         (names.text(point), ", ".join(f"{one.rows}: {one.batches:,}" for one in point.batches))
         for point in points
         if point.batches
     ]
     yield Table("Batches", ["load", "rows: batches"], batches, max_rows=30)
-    own: list[dict[str, Cell]] = [
-        {
-            "load": names.text(point),
-            "processes": point.generator.processes,
-            "CPU %": round(100 * point.generator.cpu_share, 1),
-            "late p50 µs": point.generator.late_p50_us,
-            "late p99 µs": point.generator.late_p99_us,
-            "waited µs": point.generator.waited_us,
-            "compared": _compared(point.outputs) if point.outputs else "not compared",
-        }
-        for point in points
-    ]
-    yield Table.of("Generator", own)
+    yield Table.of("Generator", [{"load": names.text(point), **_generator(point)} for point in points])
+
+
+def _latencies(point: Point, percent: float) -> dict[str, Cell]:
+    found = {one: point.percentile(one) for one in sorted({*PERCENTS, percent})}
+    asked = found[percent]
+    return {
+        **{f"p{one:g}": held.ms if held else None for one, held in found.items()},
+        "max": point.most_ms,
+        f"p{percent:g} 95 %": _range(asked.low_ms, asked.high_ms) if asked else None,
+    }
+
+
+def _rates(point: Point, slo_ms: float | None) -> dict[str, Cell]:
+    usage, rate = point.usage, point.throughput
+    return {
+        "answers /s": rate.value,
+        "95 %": _range(rate.low, rate.high),
+        "rows /s": rate.value * point.batch,
+        **({} if slo_ms is None else {f"within {slo_ms:g} ms /s": point.goodput_per_s}),
+        "failed": point.failed,
+        "server CPU µs": usage.cpu_us_per_request if usage else None,
+        "server memory": bytes_text(usage.resident_bytes) if usage else None,
+        "measured": f"{point.seconds:.1f} s, {point.stopped_because}",
+    }
+
+
+def _generator(point: Point) -> dict[str, Cell]:
+    own, outputs = point.generator, point.outputs
+    compared = outputs.expected if outputs else "not compared"
+    return {
+        "processes": own.processes,
+        "CPU %": round(100 * own.cpu_share, 1),
+        "late p50 µs": own.late_p50_us,
+        "late p99 µs": own.late_p99_us,
+        "waited µs": own.waited_us,
+        "compared": f"{outputs.checked:,} with {compared}" if outputs and outputs.checked else compared,
+    }
 
 
 def _findings(result: BenchResult, names: _Names) -> list[Finding]:
-    points = result.points
-    slow = [f"{names.text(point)}: {reason}" for point in points for reason in point.generator.too_slow_because]
-    missed = [problem for problem in result.problems if NO_VERDICT not in problem]
-    overloaded = [f"{names.text(one)}: requests came faster than answers" for one in points if one.is_overloaded]
-    beside = [f"{names.text(one)}: {text}" for one in points if (text := _beside(one))]
-    random = [
-        f"{names.text(one)}: compared with {one.outputs.expected}"
-        for one in points
-        if one.outputs and not one.outputs.checked
-    ]
-    cases = {
-        "generator_too_slow": slow,
-        "generator_beside_server": beside,
-        "missed": missed,
-        "overloaded": overloaded,
-        "outputs_not_compared": random,
-    }
+    cases: dict[str, list[str]] = {kind: [] for kind in _CATALOG.kinds}
+    cases["missed"] = [problem for problem in result.problems if NO_VERDICT not in problem]
+    for point in result.points:
+        name, outputs = names.text(point), point.outputs
+        cases["generator_too_slow"] += [f"{name}: {reason}" for reason in point.generator.too_slow_because]
+        if beside := _beside(point):
+            cases["generator_beside_server"].append(f"{name}: {beside}")
+        if point.is_overloaded:
+            cases["overloaded"].append(f"{name}: requests came faster than answers")
+        if outputs and not outputs.checked:
+            cases["outputs_not_compared"].append(f"{name}: compared with {outputs.expected}")
     return [_CATALOG.finding(kind, "; ".join(found[:_MAX_SEEN]), *found) for kind, found in cases.items() if found]
-
-
-def _compared(outputs: OutputCheck) -> str:
-    """The number of compared answers and what they were compared with; or ``nothing`` and the reason."""
-    return f"{outputs.checked:,} with {outputs.expected}" if outputs.checked else outputs.expected
 
 
 def _beside(point: Point) -> str:

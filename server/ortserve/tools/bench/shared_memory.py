@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor
+from ortserve.core.region import RegionSpan
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.encoding import Outputs, Place, encoded
+from ortserve.tools.bench.encoding import Outputs, Placed, encoded
 from ortserve.tools.control import Control
 
 
@@ -22,13 +23,13 @@ class SharedRequests:
     """
 
     memory: mmap.mmap
-    places: Sequence[tuple[list[tuple[Tensor, Place]], list[tuple[Tensor, Place]]]]
+    places: Sequence[tuple[list[Placed], list[Placed]]]
 
     def read(self, number: int, _: object) -> Outputs:
         """The outputs of a request from the memory. Raises ServeError."""
         outputs: dict[str, Tensor] = {}
         for one, place in self.places[number % len(self.places)][1]:
-            data = self.memory[place.offset : place.offset + place.nbytes]
+            data = self.memory[place.offset : place.offset + place.byte_size]
             array = decode_binary_tensor(data, one.datatype, one.array.shape, one.name, "")
             outputs[one.name] = Tensor(one.name, one.datatype, array)
         return outputs
@@ -52,10 +53,10 @@ def share_requests(
     path = Path("/dev/shm") / name  # noqa: S108 - the folder of POSIX shared memory on Linux
     content = bytearray()
 
-    def place(tensor: Tensor) -> tuple[Tensor, Place]:
+    def place(tensor: Tensor) -> Placed:
         piece, offset = encoded(tensor), len(content)
         content.extend(piece + bytes(64 - len(piece) % 64))  # each tensor begins at a multiple of 64
-        return tensor, Place(name, offset, len(piece))
+        return tensor, RegionSpan(name, offset, len(piece))
 
     pairs = zip(inputs, answers, strict=True)
     places = [([place(one) for one in given], [place(one) for one in got.values()]) for given, got in pairs]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -43,6 +43,11 @@ class Estimate:
         """As a ratio with its interval: ``1.32 (1.21 to 1.44)``."""
         interval = "" if self.low is None or self.high is None else f" ({self.low:.2f} to {self.high:.2f})"
         return f"{self.value:.2f}{interval}"
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether a ratio differs from 1 beyond the noise."""
+        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
     @property
     def relative(self) -> float:
@@ -110,27 +115,20 @@ def estimate_ratio(logs: Sequence[float]) -> Estimate:
     return Estimate(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
-class Comparison(NamedTuple):
-    """The second value divided by the first, its 95 % interval, and whether the difference is beyond the noise."""
+def compare(first: Estimate, second: Estimate) -> Estimate:
+    """The second of two independent estimates of positive values, divided by the first.
 
-    ratio: float
-    low: float | None
-    high: float | None
-    is_significant: bool
-
-
-def compare(first: Estimate, second: Estimate) -> Comparison:
-    """Compare two independent estimates of positive values. Without both intervals, nothing is significant."""
+    The ratio has an interval if both have one. It is NaN if the first value is 0.
+    """
     if first.value <= 0:
-        return Comparison(math.nan, None, None, is_significant=False)
+        return Estimate(math.nan)
     ratio = second.value / first.value
     if not (first.low and first.high and second.low and second.high):
-        return Comparison(ratio, None, None, is_significant=False)
+        return Estimate(ratio)
     # The squared errors of the logarithms add up. At the lower end, the second is too high and the first too low.
     down = math.hypot(math.log(second.value / second.low), math.log(first.high / first.value))
     up = math.hypot(math.log(second.high / second.value), math.log(first.value / first.low))
-    low, high = ratio * math.exp(-down), ratio * math.exp(up)
-    return Comparison(ratio, low, high, is_significant=low > 1 or high < 1)
+    return Estimate(ratio, ratio * math.exp(-down), ratio * math.exp(up))
 
 
 def next_check(count: int) -> int:

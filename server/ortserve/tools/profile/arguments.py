@@ -34,37 +34,28 @@ def _check(parser: ToolParser, given: argparse.Namespace) -> None:
 def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser("profile", _DESCRIPTION, check=_check)
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
     count, seconds = number(int, 1), number(float, 1e-3)
-    help_text = (
-        "Samples, .npz or a folder (default: synthetic inputs). With a URL, they are sent instead of waiting for "
-        "requests."
-    )
-    parser.add_argument("--inputs", type=Path, metavar="DATA", help=help_text)
-    parser.add_argument("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent (1).")
-    runs = parser.add_argument_group("runs in this process")
-    runs.add_argument(
-        "--runs", type=count, default=50, metavar="N", help="Number of runs with profiling, and of runs without (50)."
-    )
-    runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
-    runs.add_argument("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
-    runs.add_argument("--threads", type=count, metavar="N", help="Threads per run.")
-    help_text = "Session setting as in model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
-    runs.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
-    help_text = (
-        f"Compare two models, or two settings of TARGET: KEY=VALUE[,…] (also threads and provider) or {UNCHANGED}."
-    )
-    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help=help_text)
-    server = parser.add_argument_group("batches of a server")
-    server.add_argument(
-        "--requests", type=count, default=100, metavar="N", help="Number of requests whose batches are copied (100)."
-    )
-    server.add_argument(
-        "--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for these requests (30)."
-    )
+    add = parser.add_argument
+    add("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
+    add("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
+    text = "Samples, .npz or a folder (default: synthetic inputs). With a URL, they are sent instead of waiting for "
+    add("--inputs", type=Path, metavar="DATA", help=f"{text}requests.")
+    add("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent (1).")
+    add = parser.add_argument_group("runs in this process").add_argument
+    text = "Number of runs with profiling, and of runs without (50)."
+    add("--runs", type=count, default=50, metavar="N", help=text)
+    add("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
+    add("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
+    add("--threads", type=count, metavar="N", help="Threads per run.")
+    text = "Session setting as in model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = f"Compare two models, or two settings of TARGET: KEY=VALUE[,…] (also threads and provider) or {UNCHANGED}."
+    add("--compare", nargs=2, metavar=("A", "B"), help=text)
+    add = parser.add_argument_group("batches of a server").add_argument
+    text = "Number of requests whose batches are copied (100)."
+    add("--requests", type=count, default=100, metavar="N", help=text)
+    add("--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for these requests (30).")
     add_access(parser)
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="Write ONNX Runtime's trace to this file, for Perfetto."
-    )
+    text = "Write ONNX Runtime's trace to this file, for Perfetto."
+    parser.add_argument("--trace", type=Path, metavar="FILE.json", help=text)
     return parser

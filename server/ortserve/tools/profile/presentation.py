@@ -1,7 +1,7 @@
 """Makes reports of profiles."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.result import Batches, Comparison, Cost, Fusion, OperatorCost, Profile, ProfileResult
@@ -13,7 +13,6 @@ _KNOWN_WITHIN: Final = 0.25
 """Largest error of the profiler's share of a small model that is shown as known."""
 _AREAS: Final = "Areas are self times. Nodes of the same operator are grouped."
 _FLAME: Final = "A quiet run, from left to right; inner graphs are below their node."
-_Row = TypeVar("_Row")
 
 
 def present(result: ProfileResult, runs: Sequence[Runs] = ()) -> Report:
@@ -63,19 +62,19 @@ def _profile(profile: Profile, of: str, order: str) -> Iterator[Block]:
     yield _operators(f"Operator types{of}", profile.operators)
     if profile.copies:
         yield _operators(f"Copies between devices{of}", profile.copies)
-    yield _table(
-        f"Nodes{of}",
-        profile.nodes,
+    nodes = [
         {
-            "node": lambda node: " / ".join((*node.inside, node.name)),
-            "operator": lambda node: node.op,
-            **_columns(profile.nodes),
-            "µs before": lambda node: node.gap_us,
-            "bytes": lambda node: node.call_bytes,
-            "outputs": lambda node: " or ".join(node.output_shapes),
-        },
-        "Per call; µs before are a gap without operators. Nodes of an inner graph are named after those around them.",
-    )
+            "node": " / ".join((*node.inside, node.name)),
+            "operator": node.op,
+            **cells,
+            "µs before": node.gap_us,
+            "bytes": node.call_bytes,
+            "outputs": " or ".join(node.output_shapes),
+        }
+        for node, cells in zip(profile.nodes, _costs(profile.nodes), strict=True)
+    ]
+    note = "Per call; µs before are a gap without operators. Nodes of an inner graph are named after those around them."
+    yield _table(f"Nodes{of}", nodes, note)
     if profile.fusion is not None:
         yield _fusion(profile, profile.fusion, of)
 
@@ -132,34 +131,32 @@ def _balance(profile: Profile, of: str) -> Table:
 
 
 def _operators(title: str, operators: Sequence[OperatorCost]) -> Table:
-    names: Mapping[str, Callable[[OperatorCost], Cell]] = {
-        "operator": lambda one: one.op,
-        "nodes": lambda one: one.nodes,
-    }
-    return _table(title, operators, {**names, **_columns(operators)}, "Per run; ms are self times.")
+    pairs = zip(operators, _costs(operators), strict=True)
+    rows = [{"operator": one.op, "nodes": one.nodes, **cells} for one, cells in pairs]
+    return _table(title, rows, "Per run; ms are self times.")
 
 
-def _columns(costs: Sequence[Cost]) -> Mapping[str, Callable[[Cost], Cell]]:
+def _costs(costs: Sequence[Cost]) -> Iterator[dict[str, Cell]]:
     is_mixed = len({one.provider for one in costs}) > 1
     nests = any(one.total_ms > one.self_ms for one in costs)
-    return {
-        "provider": lambda one: one.provider if is_mixed else None,
-        "calls": lambda one: one.calls,
-        "ms": lambda one: one.self_ms,
-        "ms with inner": lambda one: one.total_ms if nests else None,
-        "%": lambda one: 100 * one.share,
-        "µs a call": lambda one: one.mean_us,
-        "GFLOP/s": lambda one: one.gflops,
-        "GB/s": lambda one: one.gbytes,
-        "% wait": lambda one: None if one.wait_share is None else 100 * one.wait_share,
-    }
+    for one in costs:
+        yield {
+            "provider": one.provider if is_mixed else None,
+            "calls": one.calls,
+            "ms": one.self_ms,
+            "ms with inner": one.total_ms if nests else None,
+            "%": 100 * one.share,
+            "µs a call": one.mean_us,
+            "GFLOP/s": one.gflops,
+            "GB/s": one.gbytes,
+            "% wait": None if one.wait_share is None else 100 * one.wait_share,
+        }
 
 
-def _table(title: str, rows: Sequence[_Row], columns: Mapping[str, Callable[[_Row], Cell]], note: str) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, Cell]], note: str) -> Table:
     """A table without the columns that are empty in all rows."""
-    cells = {name: [read(row) for row in rows] for name, read in columns.items()}
-    shown = {name: column for name, column in cells.items() if not rows or any(cell is not None for cell in column)}
-    return Table(title, tuple(shown), list(zip(*shown.values(), strict=True)), note, _SHOWN)
+    shown = [name for name in (rows[0] if rows else ()) if any(row[name] is not None for row in rows)]
+    return Table(title, shown, [[row[name] for name in shown] for row in rows], note, _SHOWN)
 
 
 def _fusion(profile: Profile, fusion: Fusion, of: str) -> Block:

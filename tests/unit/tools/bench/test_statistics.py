@@ -122,8 +122,8 @@ def test_comparison_separates_noise_from_differences() -> None:
 def test_comparison_without_intervals_decides_nothing() -> None:
     found = compare(Estimate(1.0), Estimate(100.0, 99.0, 101.0))
 
-    assert (found.ratio, found.is_significant) == (100.0, False)
-    assert math.isnan(compare(Estimate(0.0), Estimate(1.0)).ratio)
+    assert (found.value, found.is_significant) == (100.0, False)
+    assert math.isnan(compare(Estimate(0.0), Estimate(1.0)).value)
 
 
 def test_histogram_counts_every_sample() -> None:
