@@ -13,11 +13,14 @@ from typing import Final
 
 from ortserve.clock import monotonic_ns
 from ortserve.config.model import ModelOptions
+from ortserve.core.padding import Padding
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.empty_checks import computes_empty
 from ortserve.engine.instance import Instance
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.placement import Placement, count_operators
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider
@@ -31,11 +34,10 @@ from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter,
 from ortserve.registry.load.device_batches import DeviceBatches, keep_states, prepare_batches, time_on_buffers
 from ortserve.registry.load.empty_axes import find_empty_axes
 from ortserve.registry.load.golden_check import check_loaded
-from ortserve.registry.load.inputs import InputGenerator, Sample
-from ortserve.registry.load.interface import Interface, resolve_padding
+from ortserve.registry.load.inputs import InputGenerator, Sample, make_samples
+from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
 from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
-from ortserve.registry.load.resolved_model import ResolvedModel, resolve_model
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.load.warmup import WarmUpPlan, WarmUpResult, run_once, run_samples, warm_up, why_alone
@@ -127,13 +129,30 @@ class _ModelError(ServeError):
 
 
 @dataclass(frozen=True, slots=True)
+class _ResolvedModel:
+    """The facts about a model that hold for all its sessions.
+
+    Attributes:
+        interface: Interface before warm-up. Warm-up may find that requests must run alone.
+        padding: Padding of batches; None if batches are never padded.
+        samples: Configured samples in the form of ``interface``.
+        operators: Operators by execution provider, as the session places them.
+    """
+
+    interface: Interface
+    padding: Padding | None
+    samples: Sequence[Sample]
+    operators: Placement
+
+
+@dataclass(frozen=True, slots=True)
 class _WarmInstance:
     """The first instance on an execution provider that runs the model, and the results of its warm-up."""
 
     instance: Instance | DeviceInstance
     opened: OpenedSession
     choice: ProviderChoice
-    resolved: ResolvedModel
+    resolved: _ResolvedModel
     found: WarmUpResult
 
 
@@ -189,15 +208,25 @@ class _Load:
             raise ServeError(error.kind, "; ".join(dict.fromkeys(self.failures)) + hint) from error
         return choice.without_first(error.message)
 
-    def resolve(self, opened: OpenedSession) -> ResolvedModel:
-        """Resolve the options against an open session. Frees the session on failure.
+    def resolve(self, opened: OpenedSession) -> _ResolvedModel:
+        """Check the options against an open session, and apply them. Frees the session on failure.
 
         Raises:
             _ModelError: The model or its options are wrong on every provider.
         """
+        options, model = self.options, self.model
+        served = options.served_outputs
+        if served and options.sequences is not None:
+            served = (*served, *(state.output for state in options.sequences.states))
         try:
             self.progress.begin("reading its signature and samples")
-            return resolve_model(self.model, opened, max_rows=self.settings.max_rows())
+            own = model.rows.apply(read_signature(opened.session, model.content, served_outputs=served))
+            if options.pad or options.buckets:
+                own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
+            interface = resolve_interface(options, own, model.folder)
+            padding = resolve_padding(options, interface.model)
+            samples = make_samples(options, interface, model.folder, max_rows=self.settings.max_rows())
+            return _ResolvedModel(interface, padding, samples, count_operators(opened.session))
         except BaseException as error:
             opened.abandon()
             if not isinstance(error, ServeError):
@@ -207,7 +236,7 @@ class _Load:
         raise rejection  # A new error: the traceback of the original one would keep the session alive.
 
     def warm_up(
-        self, opened: OpenedSession, choice: ProviderChoice, resolved: ResolvedModel, *, is_first: bool = False
+        self, opened: OpenedSession, choice: ProviderChoice, resolved: _ResolvedModel, *, is_first: bool = False
     ) -> _WarmInstance:
         """Create an instance of the session and warm it up.
 

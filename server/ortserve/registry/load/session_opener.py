@@ -136,7 +136,9 @@ class SessionOpener:
         if self._cpu_signature is None:
             self._progress.begin("reading the shapes for which TensorRT builds its engine")
             try:
-                session = self._open_file(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
+                session = self._open_session(
+                    ProviderChoice(CPU), 1, settings=SessionSettings(graph_optimization="none")
+                )
                 self._cpu_signature = self._model.rows.apply(read_signature(session, self._model.content))
             except ServeError:  # TensorRT supports models that the CPU does not
                 self._has_profiles = False
@@ -312,28 +314,40 @@ class SessionOpener:
             return other
         return replace(other, options={**other.options, **provider.provider_options(streams.compute, captures=False)})
 
-    def _open_session(self, choice: ProviderChoice, threads: int, device: OpenDevice | None = None) -> Session:
-        """Open a session of the model. An error of a lost device becomes DeviceLostError."""
-        detail = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
-        self._progress.begin(f"opening the session on {choice.name}{detail}")
+    def _open_session(
+        self,
+        choice: ProviderChoice,
+        threads: int,
+        device: OpenDevice | None = None,
+        settings: SessionSettings | None = None,
+    ) -> Session:
+        """Open a session on a thread of the configured nice level. ``settings`` replace the configured ones.
+
+        Raises:
+            ServeError: The error of ``open_session``.
+            DeviceLostError: The device is lost.
+            LoadCancelledError: The load was cancelled.
+        """
+        if settings is None:
+            detail = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
+            self._progress.begin(f"opening the session on {choice.name}{detail}")
+        options = SessionOptions(
+            choice,
+            threads,
+            settings or self._options.session,
+            self._model.libraries,
+            self._runtime.has_global_threads,
+            interruptible=self._progress.interruptible,
+        )
+        opening = partial(open_session, self._model.path, self._name, options, self._model.content)
+        nice = self._options.thread_nice
         try:
-            return self._open_file(choice, threads, self._options.session)
+            return opening() if nice is None else call_with_nice(nice, opening)
         except ServeError as error:
+            self._progress.check()
             cause = error.__cause__
             if isinstance(cause, DEVICE_ERRORS) and (device is not None or choice.name in GPU_PROVIDERS):
                 failure = device_run_error(cause, "the GPU") if device is None else device.run_error(cause)
                 if isinstance(failure, DeviceLostError):
                     raise failure from cause
-            raise
-
-    def _open_file(self, choice: ProviderChoice, threads: int, settings: SessionSettings) -> Session:
-        """Open the file on a thread of the configured nice level. A cancelled load ends with LoadCancelledError."""
-        nice, libraries, is_shared = self._options.thread_nice, self._model.libraries, self._runtime.has_global_threads
-        interruptible = self._progress.interruptible
-        options = SessionOptions(choice, threads, settings, libraries, is_shared, interruptible=interruptible)
-        opening = partial(open_session, self._model.path, self._name, options, self._model.content)
-        try:
-            return opening() if nice is None else call_with_nice(nice, opening)
-        except ServeError:
-            self._progress.check()
             raise

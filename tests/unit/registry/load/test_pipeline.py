@@ -732,7 +732,7 @@ def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
         return Placement(placed, {name: tuple(kinds) for name, kinds in placed.items()})
 
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_on_cpu)
-    monkeypatch.setattr("ortserve.registry.load.resolved_model.count_operators", count_operators)
+    monkeypatch.setattr("ortserve.registry.load.pipeline.count_operators", count_operators)
     path = builders.mlp(tmp_path / "m.onnx")
 
     def load_and_warn(*wishes: str) -> list[dict[str, Any]]:
