@@ -106,25 +106,27 @@ class EmbeddingsRequest:
         return "embeddings", self._body, ()
 
 
-class TextRequest:
-    """The request of one text to a model with one input. An ``EncodedRequest``."""
+class TextsRequest:
+    """The request of some texts of a call, each a row, to a model with one input. An ``EncodedRequest``."""
 
     json_bytes: Final = 0
     growth_bytes: Final = 0
 
-    def __init__(self, model_name: str, text_input: TensorSpec, output: str, text: str) -> None:
+    def __init__(self, model_name: str, text_input: TensorSpec, output: str, texts: list[str]) -> None:
         self.model_name = model_name
         self.is_short = True
         self._input = text_input
         self._output = output
-        self._text = text
+        self._texts = texts
 
     def reading(self) -> Reading:
         return Reading.INLINE
 
     def read(self) -> InferRequest:
-        array = object_array([self._text], (1,) * len(self._input.shape))
-        tensor = Tensor(self._input.name, DataType.BYTES, array)
+        shape = [1] * len(self._input.shape)
+        if self._input.batch_axis is not None:
+            shape[self._input.batch_axis] = len(self._texts)
+        tensor = Tensor(self._input.name, DataType.BYTES, object_array(self._texts, tuple(shape)))
         return InferRequest(self.model_name, "", "", (tensor,), (RequestedOutput(self._output),), {})
 
 
@@ -138,12 +140,12 @@ def find_text_input(model: str, inputs: Sequence[TensorSpec]) -> TensorSpec:
     return required[0]
 
 
-def find_vector_output(model: str, outputs: Sequence[TensorSpec]) -> str:
-    """Return the name of the output of a model that is the vector. Raises ServeError: invalid_input."""
+def find_vector_output(model: str, outputs: Sequence[TensorSpec]) -> TensorSpec:
+    """Return the output of a model that is the vector. Raises ServeError: invalid_input."""
     floats = [spec for spec in outputs if spec.datatype in _FLOATS]
     for spec in floats:
         if len(floats) == 1 or spec.name == _USUAL_OUTPUT:
-            return spec.name
+            return spec
     raise invalid_input(
         f"model '{model}' returns no embeddings: expected one output of floating-point numbers, or one with the name "
         f"'{_USUAL_OUTPUT}', got {_show(outputs)}"
@@ -155,47 +157,50 @@ def _show(specs: Sequence[TensorSpec]) -> str:
 
 
 class VectorEncoder:
-    """Encodes the vector of one text as an entry of the answer's ``data``. An ``AnswerEncoder``."""
+    """Encodes the vectors of some texts as entries of the answer's ``data``. An ``AnswerEncoder``."""
 
-    def __init__(self, index: int, parameters: Mapping[str, Parameter]) -> None:
-        """``index`` is the position of the text; ``parameters`` are those of ``decode_embeddings_request``."""
-        self._index = index
+    def __init__(self, first: int, count: int, parameters: Mapping[str, Parameter]) -> None:
+        """``first`` is the position of the first text; ``parameters`` are those of ``decode_embeddings_request``."""
+        self._first = first
+        self._count = count
         self._is_base64 = parameters[FORMAT] == "base64"
         self._size = parameters.get(DIMENSIONS)
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         return response.outputs[0].array.size > INLINE_ELEMENTS
 
-    def encode(
-        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
-    ) -> bytes | memoryview:
-        """Encode the vector as an array, or as base64 of FP32 in little-endian order.
+    def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
+        """Encode each vector as an array, or as base64 of FP32 in little-endian order.
 
         Raises:
             ServeError: invalid_input, if the output is no vector, or has another size than the call expects.
         """
         tensor = response.outputs[0]
         array, model = tensor.array, response.model_name
-        if array.size != max(array.shape, default=1):
+        size = max(array.shape[1:] if self._count > 1 else array.shape, default=1)
+        if array.size != self._count * size:
             raise invalid_input(
                 f"model '{model}' returns no embeddings: expected a vector for each text, got output '{tensor.name}' "
-                f"of shape {format_shape(array.shape)}"
+                f"of shape {format_shape(array.shape)} for {self._count} of them"
             )
-        if self._size is not None and self._size != array.size:
-            raise invalid_input(f"{DIMENSIONS}: the vectors of model '{model}' have {array.size}, got {self._size}")
-        vector: Any
-        if self._is_base64:
-            numbers = widen(array) if tensor.datatype is DataType.BF16 else array
-            vector = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
-        else:
-            vector = encode_json_data(array, tensor.datatype)
-        entry = {"object": "embedding", "index": self._index, "embedding": vector}
-        return write_json(entry, response.outputs, memory)
+        if self._size is not None and self._size != size:
+            raise invalid_input(f"{DIMENSIONS}: the vectors of model '{model}' have {size}, got {self._size}")
+        entries = []
+        for index, vector in enumerate(array.reshape(self._count, size), self._first):
+            value: Any
+            if self._is_base64:
+                numbers = widen(vector) if tensor.datatype is DataType.BF16 else vector
+                value = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+            else:
+                value = encode_json_data(vector, tensor.datatype)
+            entry = {"object": "embedding", "index": index, "embedding": value}
+            entries.append(write_json(entry, response.outputs))
+        return b",".join(entries)
 
 
-def embeddings_answer(model: str, entries: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+def embeddings_answer(model: str, entries: Sequence[bytes]) -> list[bytes]:
     """Return the parts of the answer with the encoded ``entries``. Its ``usage`` is 0: the server counts no tokens."""
-    parts: list[bytes | memoryview] = [b'{"object":"list","model":%b,"data":[' % orjson.dumps(model)]
+    parts = [b'{"object":"list","model":%b,"data":[' % orjson.dumps(model)]
     for entry in entries:
         parts += (entry, b",")
     parts[-1] = b'],"usage":{"prompt_tokens":0,"total_tokens":0}}'

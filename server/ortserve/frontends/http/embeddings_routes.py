@@ -1,7 +1,7 @@
 """``POST /v1/embeddings``, the call of OpenAI's API, through FastAPI.
 
-Each text is a request of its own, so that tokenizers that take one text serve any number, and texts of all callers
-share batches.
+The texts of a call are rows of one or more requests. A model without a batch axis, such as a tokenizer that takes one
+text, gets a request for each text; texts of all callers share the batches of the other steps of its ensemble.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from ortserve.codecs.bounds import INLINE_BINARY_BYTES, TEXT_BYTES
 from ortserve.codecs.embeddings import (
     EmbeddingsRequest,
-    TextRequest,
+    TextsRequest,
     VectorEncoder,
     embeddings_answer,
     find_text_input,
@@ -23,19 +23,20 @@ from ortserve.codecs.embeddings import (
 from ortserve.core.encoded import JsonRequest
 from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
-from ortserve.errors import ServeError
 from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
 from ortserve.service.codec_threads import decoded_in, hold_until_decoded
 from ortserve.service.gate import json_too_large
 
 _JSON: Final = "application/json"
 
+_ROWS: Final = 64
+"""Maximum number of texts in a request to a model with a batch axis."""
 _AT_ONCE: Final = 64
-"""Maximum number of texts of one request that are queued or run at one time, so that it does not fill the queue."""
+"""Maximum number of requests of a call that are queued or run at one time, so that it does not fill the queue."""
 _PIECE_BYTES: Final = 256 * 1024
 """Minimum size of the pieces of a long answer."""
 _PER_TURN: Final = 8
-"""Number of texts that begin in one turn of the event loop, in about 0.5 ms."""
+"""Number of requests that begin in one turn of the event loop, in about 0.5 ms."""
 
 _REQUEST: Final[dict[str, Any]] = {
     "requestBody": {
@@ -81,7 +82,7 @@ class Embeddings:
         self._read_json = read_json
 
     async def answer(self, request: Request) -> Response:
-        """Answer one request. Raises ServeError: The request, or that of one of its texts, failed."""
+        """Answer one request. Raises ServeError: The call, or a request of some of its texts, failed."""
         models = self._calls.models
         async with self._calls.receive(request, "embeddings") as received:
             with received.counting():
@@ -92,8 +93,11 @@ class Embeddings:
                 text_input = find_text_input(name, metadata.inputs)
                 output = find_vector_output(name, metadata.outputs)
             texts: list[str] = decoded.inputs[0].array.tolist()
-            requests = [TextRequest(name, text_input, output, text) for text in texts]
-            encoders = [VectorEncoder(index, decoded.parameters) for index in range(len(texts))]
+            has_rows = text_input.batch_axis is not None and output.batch_axis == 0
+            step = _ROWS if has_rows else 1
+            firsts = range(0, len(texts), step)
+            requests = [TextsRequest(name, text_input, output.name, texts[first : first + step]) for first in firsts]
+            encoders = [VectorEncoder(first, min(step, len(texts) - first), decoded.parameters) for first in firsts]
             entries, timing = await self._run(received, requests, encoders)
         parts, headers = embeddings_answer(name, entries), received.headers(timing)
         if sum(map(len, parts)) <= INLINE_BINARY_BYTES:
@@ -118,28 +122,23 @@ class Embeddings:
         return decoded
 
     async def _run(
-        self, received: JsonCall, requests: list[TextRequest], encoders: list[VectorEncoder]
-    ) -> tuple[list[bytes | memoryview], Timing]:
-        """Run the requests of all texts.
+        self, received: JsonCall, requests: list[TextsRequest], encoders: list[VectorEncoder]
+    ) -> tuple[list[bytes], Timing]:
+        """Run the requests of a call.
 
         Returns:
-            The encoded vectors in the order of the texts, and the times of the text that was answered last.
+            Their encoded vectors in the order of the texts, and the times of the request that was answered last.
 
         Raises:
-            ServeError: The error of the first text that failed; the others are cancelled.
+            ServeError: The error of the first request that failed; the others are cancelled.
         """
-        entries: list[bytes | memoryview] = [b""] * len(requests)
+        entries = [b""] * len(requests)
         answered: list[Timing] = []
         slots = asyncio.Semaphore(_AT_ONCE)
 
         async def run(index: int) -> None:
             call = received.begin()
-            try:
-                entries[index] = await self._calls.inference.serve(call, requests[index], encoders[index])
-            except ServeError as error:
-                raise ServeError(
-                    error.kind, f"text {index}: {error.message}", retry_after_s=error.retry_after_s
-                ) from None
+            entries[index] = await self._calls.inference.serve(call, requests[index], encoders[index])
             answered[:] = [call.timing]
             slots.release()
 
@@ -155,7 +154,7 @@ class Embeddings:
         return entries, answered[0]
 
 
-async def _in_turns(parts: list[bytes | memoryview]) -> AsyncIterator[bytes]:
+async def _in_turns(parts: list[bytes]) -> AsyncIterator[bytes]:
     """Join parts to pieces of at least ``_PIECE_BYTES``, except the last one: joining all would block the loop."""
     piece = bytearray()
     for part in parts:
