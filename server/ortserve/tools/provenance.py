@@ -199,13 +199,11 @@ def write_provenance(provenance: Provenance, file: Path) -> None:
 
 def describe_model(path: Path, name: str, version: int | None) -> Origin:
     """Digest and size of a model with its external data."""
-    digest, nbytes = hashlib.sha256(), 0
-    for file in (path, *external_files(path)):
+    digest, files = hashlib.sha256(), (path, *external_files(path))
+    for file in files:
         with file.open("rb") as stream:
-            while part := stream.read(1 << 20):
-                digest.update(part)
-                nbytes += len(part)
-    return Origin(name, version, digest.hexdigest(), nbytes)
+            hashlib.file_digest(stream, lambda: digest)  # adds the file to the digest
+    return Origin(name, version, digest.hexdigest(), sum(file.stat().st_size for file in files))
 
 
 def external_files(model: Path) -> list[Path]:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import quote
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AliasPath, Field, TypeAdapter, ValidationError
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
@@ -65,21 +65,13 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Duration:
-    count: int | None = None
-    ns: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Durations:
-    success: _Duration = _Duration()
-    fail: _Duration = _Duration()
-
-
-@dataclass(frozen=True, slots=True)
 class _Counts:
+    """The counts of a version, with the places that its statistics have them in."""
+
     version: str = ""
-    inference_stats: _Durations = _Durations()
+    requests: Annotated[int | None, Field(validation_alias=AliasPath("inference_stats", "success", "count"))] = None
+    failed: Annotated[int | None, Field(validation_alias=AliasPath("inference_stats", "fail", "count"))] = None
+    answered_ns: Annotated[int | None, Field(validation_alias=AliasPath("inference_stats", "success", "ns"))] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +191,15 @@ def _status(entry: IndexEntry, labels: ModelLabels, ready: list[str], counts: _C
     # Only a server with labels is known to number its versions. The longest number is the highest.
     highest = max(ready, key=lambda number: (len(number), number), default="")
     is_default = entry.state == "READY" and entry.version == labels.versions.get(_LATEST_LABEL, highest)
-    success, failed = counts.inference_stats.success, counts.inference_stats.fail
+    mean_ms = counts.answered_ns / counts.requests / 1e6 if counts.requests and counts.answered_ns is not None else None
     return VersionStatus(
         model=entry.name,
         version=entry.version,
         state=entry.state,
         labels=tuple(name for name, number in labels.versions.items() if number == entry.version and number),
         is_default=None if labels.labels is None else is_default,
-        requests=success.count,
-        failed=failed.count,
-        mean_ms=round(success.ns / success.count / 1e6, 3) if success.count and success.ns is not None else None,
+        requests=counts.requests,
+        failed=counts.failed,
+        mean_ms=None if mean_ms is None else round(mean_ms, 3),
         reason=entry.reason,
     )
