@@ -1,7 +1,7 @@
 """The end of a search: drops decisions of the winner that gain nothing, and confirms the others in new processes."""
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ortserve.errors import ServeError
@@ -50,23 +50,18 @@ def end_search(experiment: Experiment, winner: Point, guess: float) -> Ending:
         ServeError: A configuration that worked in the search fails now.
     """
     kept, gains = leave_out(experiment, winner, guess) if len(winner) > 1 else (winner, ())
-    confirmation, why = confirm(experiment, kept, guess)
-    if why or not is_confirmed(confirmation.ratio):
-        return Ending({}, confirmation, why=why)
+    ending = confirm(experiment, kept, guess)
+    if not ending.point:
+        return ending
     if len(kept) == 1:  # the confirmation is also the comparison without this decision
         (name,) = kept
-        gain = KeyGain(name, changes_of(experiment.space, kept), confirmation.ratio, is_kept=True)
+        gain = KeyGain(name, changes_of(experiment.space, kept), ending.confirmation.ratio, is_kept=True)
         gains = (*(one for one in gains if one.parameter != name), gain)
-    return Ending(kept, confirmation, gains)
+    return replace(ending, gains=gains)
 
 
-def confirm(experiment: Experiment, point: Point, guess: float) -> tuple[Confirmation, str]:
-    """Compare a configuration with the current one in new processes, for a number of pairs that is set beforehand.
-
-    Returns:
-        The comparison, and why it confirms nothing whatever its ratio: the bound is missed, or there was no time. The
-        reason is empty if the ratio decides.
-    """
+def confirm(experiment: Experiment, point: Point, guess: float) -> Ending:
+    """Compare a configuration with the current one in new processes, for a number of pairs that is set beforehand."""
     changes = changes_of(experiment.space, point)
     experiment.show(f"confirming {describe(changes)}")
     goal, budget, logs = experiment.goal, experiment.budget, list[float]()
@@ -90,7 +85,7 @@ def confirm(experiment: Experiment, point: Point, guess: float) -> tuple[Confirm
     confirmation = Confirmation(ratio, len(logs), figures, of_best, *rates)
     too_few = len(logs) < min(pairs, MIN_PAIRS)
     why = "no time was left to confirm it; allow more with --max-minutes" if too_few else goal.misses(best, current)
-    return confirmation, why
+    return Ending({} if why or not is_confirmed(ratio) else point, confirmation, why=why)
 
 
 def sustain(experiment: Experiment, side: Side) -> float | None:
