@@ -5,8 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import get_terminal_size
@@ -20,7 +19,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.console import OutputClosedError, print_report, printable
 from ortserve.tools.page import render_page
 from ortserve.tools.report import LEVELS, Finding, Report
-from ortserve.tools.staging import naming, replacement
+from ortserve.tools.staging import naming, replacement, signals_handled_by
 
 _Value = TypeVar("_Value")
 _Number = TypeVar("_Number", int, float)
@@ -171,7 +170,7 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     logging.getLogger("ortserve").addHandler(logging.NullHandler())  # results contain the warnings that matter
     try:
         expect_writable("PAGE.html", page, b"<!doctype html")
-        with _interrupted_by_signals():
+        with signals_handled_by(signal.default_int_handler):  # the block removes its unfinished files
             outcome = run(arguments)
         try:
             if page is not None:
@@ -237,20 +236,6 @@ def _print(outcome: Outcome, *, as_json: bool) -> None:
 def _discard_output() -> None:
     """Discard the rest of the output, whose reader has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM raise KeyboardInterrupt, so that the block removes unfinished files."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def json_text(result: Any) -> str:

@@ -4,9 +4,10 @@ import os
 import secrets
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 
 @contextmanager
@@ -82,27 +83,29 @@ def install_files(staged: Path, target: Path) -> None:
     files = sorted((file for file in staged.rglob("*") if file.is_file()), key=lambda file: file.name == target.name)
     for file in files:
         sync(file)
-    with _without_interruption():
+    came: list[int] = []
+    with signals_handled_by(lambda number, _: came.append(number)):
         for file in files:
             place = target.parent / file.relative_to(staged)
             place.parent.mkdir(parents=True, exist_ok=True)
             file.replace(place)
+    if came:
+        signal.raise_signal(came[0])
     sync(target.parent)
 
 
 @contextmanager
-def _without_interruption() -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM at the end of the block."""
-    came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+def signals_handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM by ``handler`` within the block, unless the process ignores them. Main thread only."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, usual in previous.items():
+        if usual is not signal.SIG_IGN:
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        for number, usual in previous.items():
+            signal.signal(number, usual)
 
 
 def sync(path: Path) -> None:
