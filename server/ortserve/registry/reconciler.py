@@ -128,14 +128,17 @@ class Reconciler:
 
         Models in ``forced`` are loaded even if they could be loaded on demand.
         """
-        coming = {name: change.source for name, change in self._coming.items()}
-        sources = reject_cycles(sources, self._sources | coming)
+        known = self._sources | {name: change.source for name, change in self._coming.items()}
+        sources = reject_cycles(sources, known)
+        known |= {source.name: source for source in sources}
         applied = {source.name for source in sources}
 
         async def apply(source: ModelSource) -> None:
-            members = [self._coming[member].task for member in members_of(source) if member in self._coming]
-            if members:
-                await asyncio.wait(members)
+            members = closure_of([source.name], known)[
+                1:
+            ]  # Also those of unchanged members, which follow their change.
+            if changing := [self._coming[member].task for member in members if member in self._coming]:
+                await asyncio.wait(changing)
             async with self.lock(source.name):
                 if self._is_newest(source.name, asyncio.current_task()):  # otherwise a newer change follows
                     await self.apply(source, applied, is_forced=source.name in forced)

@@ -31,6 +31,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry import load_retries, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
+from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
@@ -648,6 +649,24 @@ async def test_ensemble_that_contains_itself_is_reported_once_and_not_at_each_po
     assert "circular dependency between ensembles" in state_of(registry, "one")[0][1]
     for name in ("one", "two"):
         assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": name, "outcome": "failed"}) == 1
+
+
+async def test_ensemble_that_changes_with_the_member_of_its_member_uses_the_new_load_of_both(
+    tmp_path: Path, load: Load
+) -> None:
+    put(tmp_path, members.affine, "m")
+    members.add_ensemble(tmp_path, "inner", ["x"], ["y"], [("m", {"a": "x"}, {"b": "y"})])
+    members.add_ensemble(tmp_path, "outer", ["x"], ["y"], [("inner", {"x": "x"}, {"y": "y"})])
+    registry = await load()
+    members.affine(tmp_path / "m" / "1" / "model.onnx", 3, 0)
+    with (tmp_path / "outer" / "model.yaml").open("a") as file:
+        file.write("\nmax_rows: 4")
+    await registry.poll()
+    inner, outer = registry.find("inner", ""), registry.find("outer", "")
+    assert isinstance(inner, ServedEnsemble)
+    assert isinstance(outer, ServedEnsemble)
+    assert outer.members == (inner,)
+    assert inner.members == (registry.find("m", ""),)
 
 
 async def test_poll_during_a_load_supersedes_it_once(tmp_path: Path, pipes: Callable[[str], Path], load: Load) -> None:
