@@ -5,7 +5,7 @@ import resource
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar
+from typing import ClassVar, Final, TypeAlias, TypeVar
 
 from ortserve.core.region import RegionMemory, RegionSpan
 from ortserve.core.thread_pool import ThreadPool
@@ -31,6 +31,7 @@ _MAX_NAME: Final = 1024
 class RegionStatus:
     """A registered region as the protocol describes it; sizes in bytes."""
 
+    memory: ClassVar = "system"
     name: str
     key: str
     offset: int
@@ -41,12 +42,13 @@ class RegionStatus:
 class CudaRegionStatus:
     """A registered region on a GPU as the protocol describes it; size in bytes."""
 
+    memory: ClassVar = "cuda"
     name: str
     device_id: int
     byte_size: int
 
 
-_Status = TypeVar("_Status", RegionStatus, CudaRegionStatus)
+_Status = TypeVar("_Status", bound=RegionStatus | CudaRegionStatus)
 
 
 class _Region:
@@ -131,25 +133,31 @@ class SharedMemory:
             raise
         self._regions[name] = region
 
-    def unregister(self, name: str) -> None:
-        """Unregister a region, or all for ``""``. Requests that use it continue; an unknown name is not an error."""
-        self._unregister(RegionStatus, name)
+    def unregister(self, kind: type[RegionStatus | CudaRegionStatus], name: str) -> None:
+        """Unregister a region of a kind, or all for ``""``. An unknown name is not an error.
 
-    def unregister_cuda(self, name: str) -> None:
-        """Like ``unregister``, for regions on GPUs."""
-        self._unregister(CudaRegionStatus, name)
+        Requests that use the region continue.
+        """
+        found = [self._regions.get(name)] if name else list(self._regions.values())
+        released = [region for region in found if region is not None and isinstance(region.status, kind)]
+        for region in released:
+            del self._regions[region.status.name]
+        self._release(released)
 
-    def status(self, name: str) -> list[RegionStatus]:
-        """Describe a region, or all for ``""`` in the order of registration.
+    def status(self, kind: type[_Status], name: str) -> list[_Status]:
+        """Describe a region of a kind, or all for ``""`` in the order of registration.
 
         Raises:
             ServeError: not_found.
         """
-        return self._describe(RegionStatus, name, "system")
-
-    def cuda_status(self, name: str) -> list[CudaRegionStatus]:
-        """Like ``status``, for regions on GPUs."""
-        return self._describe(CudaRegionStatus, name, "cuda")
+        found: list[_Status] = [
+            region.status
+            for region in self._regions.values()
+            if isinstance(region.status, kind) and name in ("", region.status.name)
+        ]
+        if name and not found:
+            raise ServeError(ErrorKind.NOT_FOUND, f"Unable to find {kind.memory} shared memory region: '{name}'")
+        return found
 
     def lease(self, spans: Iterable[RegionSpan]) -> "Leases":
         """Keep the regions of all ``spans`` open until the leases are released.
@@ -197,23 +205,6 @@ class SharedMemory:
                 ErrorKind.OVERLOADED,
                 f"cannot register shared memory region '{name}': expected at most {self._max_regions} regions",
             )
-
-    def _unregister(self, kind: type[RegionStatus] | type[CudaRegionStatus], name: str) -> None:
-        found = [self._regions.get(name)] if name else list(self._regions.values())
-        released = [region for region in found if region is not None and isinstance(region.status, kind)]
-        for region in released:
-            del self._regions[region.status.name]
-        self._release(released)
-
-    def _describe(self, kind: type[_Status], name: str, memory: str) -> list[_Status]:
-        found = [
-            region.status
-            for region in self._regions.values()
-            if isinstance(region.status, kind) and name in ("", region.status.name)
-        ]
-        if name and not found:
-            raise ServeError(ErrorKind.NOT_FOUND, f"Unable to find {memory} shared memory region: '{name}'")
-        return found
 
     def _require_allowed(self) -> None:
         if not self.is_allowed:

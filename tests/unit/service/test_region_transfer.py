@@ -20,7 +20,7 @@ from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.gate import BodyGate
 from ortserve.service.region_transfer import RegionTransfer
-from ortserve.service.shared_memory import SharedMemory
+from ortserve.service.shared_memory import RegionStatus, SharedMemory
 from ortserve.service.shared_object import FOLDER, SharedObject
 from scarcity import no_threads
 
@@ -199,7 +199,7 @@ async def test_region_stays_open_during_the_copy_of_a_cancelled_call(
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    large.unregister("")
+    large.unregister(RegionStatus, "")
     assert gate.held_bytes == LARGE
     go_on.set()
     assert await asyncio.to_thread(closed.wait, 60)
@@ -237,7 +237,7 @@ async def test_failed_copy_of_a_cancelled_call_is_not_reported(
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    large.unregister("")
+    large.unregister(RegionStatus, "")
     go_on.set()
     await closed.wait()
     assert gate.held_bytes == 0
@@ -253,7 +253,7 @@ async def test_memory_of_inputs_is_reserved(regions: SharedMemory, owned: Owned)
             RegionTransfer(regions, RegionUse([given(8)], {}), gate)
         assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == 0
-    regions.unregister("r")
+    regions.unregister(RegionStatus, "r")
     regions.threads.shutdown()
     assert str(owned.path) not in open_files(), "the rejected request still leases the region"
 
@@ -272,7 +272,7 @@ async def test_large_tensors_are_copied_and_regions_closed_while_no_thread_can_s
         with RegionTransfer(large, use, gate) as transfer:
             (x,) = await transfer.fetch("m")
             await transfer.place([Tensor("y", DataType.UINT8, x.array + 1)])
-        large.unregister("r")
+        large.unregister(RegionStatus, "r")
     assert gate.held_bytes == 0
     assert owned.content() == b"\1" * LARGE
     large.threads.shutdown()

@@ -51,10 +51,10 @@ def refusal(regions: SharedMemory, name: str = "r", key: str = "/none", offset: 
 def test_registered_regions_are_described_in_the_order_of_registration(regions: SharedMemory, key: str) -> None:
     regions.register("b", key, 8, 16)
     regions.register("a", key[1:], 0, 64)
-    assert regions.status("") == [RegionStatus("b", key, 8, 16), RegionStatus("a", key[1:], 0, 64)]
-    assert regions.status("a") == [RegionStatus("a", key[1:], 0, 64)]
+    assert regions.status(RegionStatus, "") == [RegionStatus("b", key, 8, 16), RegionStatus("a", key[1:], 0, 64)]
+    assert regions.status(RegionStatus, "a") == [RegionStatus("a", key[1:], 0, 64)]
     with pytest.raises(ServeError, match="Unable to find system shared memory region: 'c'") as caught:
-        regions.status("c")
+        regions.status(RegionStatus, "c")
     assert caught.value.kind is ErrorKind.NOT_FOUND
 
 
@@ -62,20 +62,20 @@ def test_name_in_use_is_rejected_until_it_is_free(regions: SharedMemory, key: st
     regions.register("r", key, 0, 8)
     error = refusal(regions, key=key)
     assert (error.kind, error.message) == (ErrorKind.ALREADY_EXISTS, "shared memory region 'r' already in manager")
-    regions.unregister("r")
+    regions.unregister(RegionStatus, "r")
     regions.register("r", key, 0, 8)
 
 
 def test_unregistering_closes_one_region_or_all_and_never_fails(regions: SharedMemory, key: str) -> None:
     for name in "abc":
         regions.register(name, key, 0, 8)
-    regions.unregister("b")
-    regions.unregister("b")
-    assert [region.name for region in regions.status("")] == ["a", "c"]
+    regions.unregister(RegionStatus, "b")
+    regions.unregister(RegionStatus, "b")
+    assert [region.name for region in regions.status(RegionStatus, "")] == ["a", "c"]
     assert is_open(key)
-    regions.unregister("")
-    regions.unregister("")
-    assert regions.status("") == []
+    regions.unregister(RegionStatus, "")
+    regions.unregister(RegionStatus, "")
+    assert regions.status(RegionStatus, "") == []
     settle(regions)
     assert not is_open(key)
 
@@ -93,10 +93,10 @@ def test_unregistering_all_regions_is_one_task_of_the_threads(
         return submit(*work)
 
     monkeypatch.setattr(regions.threads, "submit", count_tasks)
-    regions.unregister("")
+    regions.unregister(RegionStatus, "")
     assert tasks == 1
     settle(regions)
-    assert regions.status("") == []
+    assert regions.status(RegionStatus, "") == []
     assert not is_open(key)
 
 
@@ -104,13 +104,13 @@ def test_leased_region_outlives_its_registration(regions: SharedMemory, key: str
     regions.register("r", key, 8, 16)
     span = RegionSpan("r", 4, 2)
     first, second = regions.lease([span, span]), regions.lease([span])
-    regions.unregister("r")
+    regions.unregister(RegionStatus, "r")
     regions.register("r", key, 0, 8)  # the leases do not refer to the new region
     assert first.memory(span).read(4, 2) == bytes([12, 13])
     first.release()
     assert second.memory(span).read(4, 2) == bytes([12, 13])
     second.release()
-    regions.unregister("r")
+    regions.unregister(RegionStatus, "r")
     settle(regions)
     assert not is_open(key)
 
@@ -132,7 +132,7 @@ def test_span_beyond_the_end_of_its_region_is_rejected(
         regions.lease([RegionSpan("r", 0, 16), span])
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message.startswith(text)
-    regions.unregister("r")
+    regions.unregister(RegionStatus, "r")
     settle(regions)
     assert not is_open(key)  # there was no lease
 
@@ -152,9 +152,9 @@ async def test_only_unregistering_works_if_the_operator_does_not_allow_regions(k
     for error in (refusal(regions, key=key), leased.value, on_gpu.value):
         assert error.kind is ErrorKind.UNSUPPORTED
         assert error.message.startswith("Client shared memory is disabled. Start the server with '--allow-client-shm'")
-    regions.unregister("")
-    regions.unregister("r")
-    assert regions.status("") == []
+    regions.unregister(RegionStatus, "")
+    regions.unregister(RegionStatus, "r")
+    assert regions.status(RegionStatus, "") == []
 
 
 async def test_regions_on_gpus_are_rejected_without_gpus(regions: SharedMemory) -> None:
@@ -162,11 +162,11 @@ async def test_regions_on_gpus_are_rejected_without_gpus(regions: SharedMemory) 
         await regions.register_cuda("r", bytes(64), 0, 8)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == "failed to register CUDA shared memory region: 'r', GPUs not supported"
-    regions.unregister_cuda("")
-    regions.unregister_cuda("r")
-    assert regions.cuda_status("") == []
+    regions.unregister(CudaRegionStatus, "")
+    regions.unregister(CudaRegionStatus, "r")
+    assert regions.status(CudaRegionStatus, "") == []
     with pytest.raises(ServeError, match="Unable to find cuda shared memory region: 'r'") as unknown:
-        regions.cuda_status("r")
+        regions.status(CudaRegionStatus, "r")
     assert unknown.value.kind is ErrorKind.NOT_FOUND
 
 
@@ -189,7 +189,7 @@ def test_number_of_regions_is_limited_to_leave_descriptors_for_connections(key: 
     error = refusal(regions, "c", key)
     assert error.kind is ErrorKind.OVERLOADED
     assert error.message == "cannot register shared memory region 'c': expected at most 2 regions"
-    regions.unregister("a")
+    regions.unregister(RegionStatus, "a")
     regions.register("c", key, 0, 8)
 
 
@@ -248,24 +248,29 @@ async def test_regions_on_gpus_share_only_the_name_space_with_others(key: str) -
     regions.register("host", key, 0, 8)
     await regions.register_cuda("gpu", b"handle", 1, 16)
     assert gpus.asked == [("gpu", b"handle", 1, 16)]
-    assert regions.cuda_status("") == regions.cuda_status("gpu") == [CudaRegionStatus("gpu", 1, 16)]
-    assert regions.status("") == [RegionStatus("host", key, 0, 8)]
-    for status, name in ((regions.status, "gpu"), (regions.cuda_status, "host")):
-        with pytest.raises(ServeError, match=f"shared memory region: '{name}'"):
-            status(name)
+    assert (
+        regions.status(CudaRegionStatus, "")
+        == regions.status(CudaRegionStatus, "gpu")
+        == [CudaRegionStatus("gpu", 1, 16)]
+    )
+    assert regions.status(RegionStatus, "") == [RegionStatus("host", key, 0, 8)]
+    with pytest.raises(ServeError, match="Unable to find system shared memory region: 'gpu'"):
+        regions.status(RegionStatus, "gpu")
+    with pytest.raises(ServeError, match="Unable to find cuda shared memory region: 'host'"):
+        regions.status(CudaRegionStatus, "host")
     for name in ("host", "gpu"):
         with pytest.raises(ServeError, match=f"region '{name}' already in manager"):
             await regions.register_cuda(name, b"handle", 1, 16)
     assert refusal(regions, "gpu", key).kind is ErrorKind.ALREADY_EXISTS
-    regions.unregister("gpu")
-    regions.unregister("")
-    assert regions.status("") == []
-    assert regions.cuda_status("")
+    regions.unregister(RegionStatus, "gpu")
+    regions.unregister(RegionStatus, "")
+    assert regions.status(RegionStatus, "") == []
+    assert regions.status(CudaRegionStatus, "")
 
     span = RegionSpan("gpu", 4, 2)
     leases = regions.lease([span])
-    regions.unregister_cuda("")
-    assert regions.cuda_status("") == []
+    regions.unregister(CudaRegionStatus, "")
+    assert regions.status(CudaRegionStatus, "") == []
     assert leases.may_wait
     assert leases.memory(span).read(4, 2) == bytes([4, 5])
     leases.release()
@@ -293,7 +298,7 @@ async def test_memory_is_closed_if_its_name_was_taken_while_it_was_opened(key: s
         await registering
     settle(regions)
     assert [memory.is_open for memory in gpus.opened] == [False]
-    assert regions.cuda_status("") == []
+    assert regions.status(CudaRegionStatus, "") == []
 
 
 async def test_memory_is_closed_if_its_registration_was_cancelled_while_it_was_opened() -> None:
@@ -311,4 +316,4 @@ async def test_memory_is_closed_if_its_registration_was_cancelled_while_it_was_o
             break
         await asyncio.sleep(0.01)
     assert [memory.is_open for memory in gpus.opened] == [False]
-    assert regions.cuda_status("") == []
+    assert regions.status(CudaRegionStatus, "") == []

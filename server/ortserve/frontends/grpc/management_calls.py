@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -13,8 +15,8 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting, awaiting_bytes
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management, ModelStatistics, Setting
-from ortserve.service.shared_memory import RegionStatus, SharedMemory
-from ortserve.telemetry.statistics import Duration
+from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
+from ortserve.telemetry.statistics import BatchSizeStatistics, Duration, InferStatistics
 
 
 class ManagementCalls:
@@ -105,19 +107,19 @@ class SharedMemoryCalls:
 
     async def _system_status(self, request: memory_pb.SystemSharedMemoryStatusRequest) -> Message:
         # On a thread, because there may be thousands of regions.
-        return await asyncio.to_thread(_system_regions, self._regions.status(request.name))
+        return await asyncio.to_thread(_system_regions, self._regions.status(RegionStatus, request.name))
 
     def _register_system(self, request: memory_pb.SystemSharedMemoryRegisterRequest) -> Message:
         self._regions.register(request.name, request.key, request.offset, request.byte_size)
         return memory_pb.SystemSharedMemoryRegisterResponse()
 
     def _unregister_system(self, request: memory_pb.SystemSharedMemoryUnregisterRequest) -> Message:
-        self._regions.unregister(request.name)
+        self._regions.unregister(RegionStatus, request.name)
         return memory_pb.SystemSharedMemoryUnregisterResponse()
 
     def _cuda_status(self, request: memory_pb.CudaSharedMemoryStatusRequest) -> Message:
         response = memory_pb.CudaSharedMemoryStatusResponse()
-        for known in self._regions.cuda_status(request.name):
+        for known in self._regions.status(CudaRegionStatus, request.name):
             entry = response.regions[known.name]
             entry.name, entry.device_id, entry.byte_size = known.name, known.device_id, known.byte_size
         return response
@@ -127,7 +129,7 @@ class SharedMemoryCalls:
         return memory_pb.CudaSharedMemoryRegisterResponse()
 
     def _unregister_cuda(self, request: memory_pb.CudaSharedMemoryUnregisterRequest) -> Message:
-        self._regions.unregister_cuda(request.name)
+        self._regions.unregister(CudaRegionStatus, request.name)
         return memory_pb.CudaSharedMemoryUnregisterResponse()
 
 
@@ -157,37 +159,24 @@ def _parameters(given: Mapping[str, pb.ModelRepositoryParameter]) -> dict[str, L
 
 def _model_statistics(one: ModelStatistics) -> pb.ModelStatistics:
     numbers = one.version
-    parts = numbers.inference
     return pb.ModelStatistics(
         name=numbers.name,
         version=numbers.version,
         last_inference=one.last_inference_ms,
         inference_count=numbers.inference_count,
         execution_count=numbers.execution_count,
-        inference_stats=pb.InferStatistics(
-            success=_duration(parts.success),
-            fail=_duration(parts.fail),
-            queue=_duration(parts.queue),
-            compute_input=_duration(parts.compute_input),
-            compute_infer=_duration(parts.compute_infer),
-            compute_output=_duration(parts.compute_output),
-            cache_hit=_duration(parts.cache_hit),
-            cache_miss=_duration(parts.cache_miss),
-        ),
-        batch_stats=[
-            pb.InferBatchStatistics(
-                batch_size=batch.batch_size,
-                compute_input=_duration(batch.compute_input),
-                compute_infer=_duration(batch.compute_infer),
-                compute_output=_duration(batch.compute_output),
-            )
-            for batch in numbers.batches
-        ],
+        # The fields of the records have the names of the protocol.
+        inference_stats=pb.InferStatistics(**_fields(numbers.inference)),
+        batch_stats=[pb.InferBatchStatistics(**_fields(batch)) for batch in numbers.batches],
     )
 
 
-def _duration(duration: Duration) -> pb.StatisticDuration:
-    return pb.StatisticDuration(count=duration.count, ns=duration.ns)
+def _fields(record: InferStatistics | BatchSizeStatistics) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {
+        name: pb.StatisticDuration(count=value.count, ns=value.ns) if isinstance(value, Duration) else value
+        for name, value in values.items()
+    }
 
 
 def _requested(setting: pb.LogSettingsRequest.SettingValue) -> object:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from ortserve.core.dtypes import DATATYPES
 from ortserve.core.version_names import VERSION_PATTERN
+from ortserve.telemetry.statistics import BatchSizeStatistics, InferStatistics
 
 ModelName: TypeAlias = Annotated[str, Path(description="Name of the model", examples=["digits"])]
 ModelVersion: TypeAlias = Annotated[
@@ -193,38 +194,15 @@ class RolloutDocument(BaseModel):
     ended: dict[str, Any] | None = Field(description="How the last rollout ended")
 
 
-class StatisticDurationDocument(BaseModel):
-    count: int
-    ns: int
-
-
-class InferStatisticsDocument(BaseModel):
-    success: StatisticDurationDocument
-    fail: StatisticDurationDocument
-    queue: StatisticDurationDocument
-    compute_input: StatisticDurationDocument
-    compute_infer: StatisticDurationDocument
-    compute_output: StatisticDurationDocument
-    cache_hit: StatisticDurationDocument
-    cache_miss: StatisticDurationDocument
-
-
-class BatchStatisticsDocument(BaseModel):
-    batch_size: int
-    compute_input: StatisticDurationDocument
-    compute_infer: StatisticDurationDocument
-    compute_output: StatisticDurationDocument
-
-
 class ModelStatisticsDocument(BaseModel):
     name: str
     version: str
     last_inference: int = Field(description="Milliseconds since the epoch; 0 without requests")
     inference_count: int = Field(description="Rows of successful requests")
     execution_count: int = Field(description="Number of executed batches")
-    inference_stats: InferStatisticsDocument
+    inference_stats: InferStatistics
     response_stats: dict[str, Any] = Field(description="Empty: for decoupled models only")
-    batch_stats: list[BatchStatisticsDocument]
+    batch_stats: list[BatchSizeStatistics]
     memory_usage: list[Any] = Field(
         description="Empty: ONNX Runtime does not report the memory of weights and computation, and the known size of "
         "the input and output buffers alone would be misleading"
@@ -261,13 +239,6 @@ class RegistrationDocument(BaseModel):
     byte_size: int = Field(ge=0, description="Size of the region, in bytes")
 
 
-class RegionDocument(BaseModel):
-    name: str
-    key: str
-    offset: int
-    byte_size: int
-
-
 class CudaHandleDocument(BaseModel):
     b64: str = Field(description="The 64 bytes of a cudaIpcMemHandle_t, in base64")
 
@@ -276,12 +247,6 @@ class CudaRegistrationDocument(BaseModel):
     raw_handle: CudaHandleDocument
     device_id: int = Field(ge=0, description="Number of the GPU on the server")
     byte_size: int = Field(ge=0, description="Size of the region in bytes, from the beginning of the allocation")
-
-
-class CudaRegionDocument(BaseModel):
-    name: str
-    device_id: int
-    byte_size: int
 
 
 def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict[str, Any]:

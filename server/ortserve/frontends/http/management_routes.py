@@ -17,7 +17,6 @@ from ortserve.codecs.json_text import LoadParameter, parameters_of
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.http.asgi_exchange import exchange_of
 from ortserve.frontends.http.documents import (
-    CudaRegionDocument,
     CudaRegistrationDocument,
     IndexEntryDocument,
     IndexRequestDocument,
@@ -26,7 +25,6 @@ from ortserve.frontends.http.documents import (
     ModelName,
     ModelVersion,
     ProfileRequestDocument,
-    RegionDocument,
     RegionName,
     RegistrationDocument,
     TraceSettingsDocument,
@@ -182,25 +180,10 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
 def shared_memory_routes(regions: SharedMemory) -> APIRouter:
     """Create the routes for shared memory of the system and of GPUs."""
     router = APIRouter(prefix="/v2", tags=["shared memory"])
-    router.include_router(_system_routes(regions), prefix="/systemsharedmemory")
-    router.include_router(_cuda_routes(regions), prefix="/cudasharedmemory")
-    return router
+    system = _region_routes(regions, RegionStatus, list[RegionStatus], "")
+    cuda = _region_routes(regions, CudaRegionStatus, list[CudaRegionStatus], " on GPUs")
 
-
-def _system_routes(regions: SharedMemory) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/status", response_model=list[RegionDocument])
-    async def status_of_all() -> Response:
-        """All registered regions."""
-        return _regions(regions.status(""))
-
-    @router.get("/region/{region}/status", response_model=list[RegionDocument])
-    async def status(region: RegionName) -> Response:
-        """One registered region, as a list of one."""
-        return _regions(regions.status(region))
-
-    @router.post("/region/{region}/register", openapi_extra=_REGISTRATION_BODY, response_class=Response)
+    @system.post("/region/{region}/register", openapi_extra=_REGISTRATION_BODY, response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
         """Register a shared memory object for requests, if the operator allows it."""
         document = await read_json_object(request)
@@ -208,35 +191,7 @@ def _system_routes(regions: SharedMemory) -> APIRouter:
         regions.register(region, _key(document), offset, byte_size)
         return _nothing()
 
-    @router.post("/region/{region}/unregister", response_class=Response)
-    async def unregister(region: RegionName) -> Response:
-        """Unregister a region; a region that is not registered is no error."""
-        regions.unregister(region)
-        return _nothing()
-
-    @router.post("/unregister", response_class=Response)
-    async def unregister_all() -> Response:
-        """Unregister all regions."""
-        regions.unregister("")
-        return _nothing()
-
-    return router
-
-
-def _cuda_routes(regions: SharedMemory) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/status", response_model=list[CudaRegionDocument])
-    async def cuda_status_of_all() -> Response:
-        """All registered regions on GPUs."""
-        return _regions(regions.cuda_status(""))
-
-    @router.get("/region/{region}/status", response_model=list[CudaRegionDocument])
-    async def cuda_status(region: RegionName) -> Response:
-        """One registered region on a GPU, as a list of one."""
-        return _regions(regions.cuda_status(region))
-
-    @router.post("/region/{region}/register", openapi_extra=_CUDA_REGISTRATION_BODY, response_class=Response)
+    @cuda.post("/region/{region}/register", openapi_extra=_CUDA_REGISTRATION_BODY, response_class=Response)
     async def register_cuda(region: RegionName, request: Request) -> Response:
         """Register memory of another process on a GPU for requests, if the operator allows it and a GPU is present."""
         document = await read_json_object(request)
@@ -244,16 +199,36 @@ def _cuda_routes(regions: SharedMemory) -> APIRouter:
         await regions.register_cuda(region, _handle(document), device_id, byte_size)
         return _nothing()
 
+    router.include_router(system, prefix="/systemsharedmemory")
+    router.include_router(cuda, prefix="/cudasharedmemory")
+    return router
+
+
+def _region_routes(
+    regions: SharedMemory, kind: type[RegionStatus | CudaRegionStatus], document: Any, where: str
+) -> APIRouter:
+    """Create the routes that both kinds of regions have. ``where`` follows "regions" in their descriptions."""
+    router = APIRouter()
+
+    @router.get("/status", response_model=document, description=f"All regions{where}.")
+    async def status_of_all() -> Response:
+        return _regions(regions.status(kind, ""))
+
+    @router.get(
+        "/region/{region}/status", response_model=document, description=f"One of the regions{where}, in a list."
+    )
+    async def status(region: RegionName) -> Response:
+        return _regions(regions.status(kind, region))
+
     @router.post("/region/{region}/unregister", response_class=Response)
-    async def unregister_cuda(region: RegionName) -> Response:
-        """Unregister a region on a GPU; a region that is not registered is no error."""
-        regions.unregister_cuda(region)
+    async def unregister(region: RegionName) -> Response:
+        """Unregister a region; a region that is not registered is no error."""
+        regions.unregister(kind, region)
         return _nothing()
 
-    @router.post("/unregister", response_class=Response)
-    async def unregister_all_cuda() -> Response:
-        """Unregister all regions on GPUs."""
-        regions.unregister_cuda("")
+    @router.post("/unregister", response_class=Response, description=f"Unregister all regions{where}.")
+    async def unregister_all() -> Response:
+        regions.unregister(kind, "")
         return _nothing()
 
     return router
