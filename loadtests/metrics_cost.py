@@ -89,7 +89,7 @@ def compare_scrapes(rounds: int, models: int) -> tuple[str, float]:
     versions = [metrics.model(f"model-{number}", "1") for number in range(models)]
     for model in versions:
         model.set_state("ready")
-        model.set_batching_source(lambda: numbers)
+        model.batching.connect(lambda: numbers)
         model.saturation = lambda: 0.5
         model.observe_success("rest", TIMING, 1)
     writers: dict[str, Callable[[], bytes]] = {

@@ -82,7 +82,7 @@ def describe_live(record: VersionRecord) -> dict[str, Any]:
         ),
         "memory": metrics.memory(),
         "cache": asdict(metrics.cache) if metrics.cache is not None else None,
-        "sequences": asdict(metrics.sequences()) if metrics.sequences is not None else None,
+        "sequences": asdict(metrics.sequences.read()) if metrics.sequences.was_connected else None,
     }
     if isinstance(served, ServedModel):
         learned = served.learned()

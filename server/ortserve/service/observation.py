@@ -277,7 +277,7 @@ class Observation:
 
     def _rates(self, version: _Version, before: Counts, after: Counts) -> Rates:
         metrics = version.record.metrics
-        queue_rows = metrics.batching().queue_rows
+        queue_rows = metrics.batching.read().queue_rows
         if after == before and not queue_rows:
             return IDLE
         return rates(before, after, queue_rows=queue_rows, saturation=metrics.saturation())

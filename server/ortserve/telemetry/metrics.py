@@ -209,13 +209,13 @@ class Metrics(Collector):
         yield Family(declared.BATCH_ROWS, histograms=rows)
         saturations = ((model.labels, model.saturation()) for model in models)
         yield Family(declared.SATURATION, {labels: value for labels, value in saturations if value is not None})
-        yield from _batching([(model.labels, model.batching()) for model in models])
+        yield from _batching([(model.labels, model.batching.read()) for model in models])
         yield from _response_cache(models, self.read_cache())
         yield from _sequences(models)
-        staging = [(model.labels, model.staging()) for model in models]
+        staging = [(model.labels, model.staging.read()) for model in models]
         yield Family(declared.STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
-        yield _by_last_label(declared.RECORDED_REQUESTS, ((model.labels, model.recorded()) for model in models))
+        yield _by_last_label(declared.RECORDED_REQUESTS, ((model.labels, model.recorded.read()) for model in models))
         yield from _rollouts(self.read_rollouts())
         rejected = (((model,), by_reason.copy()) for model, by_reason in list(self._rejected.items()))
         yield _by_last_label(declared.REJECTED, rejected)
@@ -233,7 +233,7 @@ class Metrics(Collector):
             for state in MODEL_STATES
         }
         yield Family(declared.MODEL_STATE, states)
-        runs = ((model.labels, model.device_runs()) for model in models if model.device_runs)
+        runs = ((model.labels, model.device_runs.read()) for model in models if model.device_runs.was_connected)
         yield from _devices(self.read_devices(), runs)
         yield from _event_loop(self.read_loop(), self.read_polls())
         if self.read_stores is not None:
@@ -292,7 +292,7 @@ def _stores(reading: StoresReading) -> Iterator[Family]:
 
 
 def _sequences(models: Iterable[ModelMetrics]) -> Iterator[Family]:
-    known = [(model.labels, model.sequences()) for model in models if model.sequences is not None]
+    known = [(model.labels, model.sequences.read()) for model in models if model.sequences.was_connected]
     states = ((labels, {"active": of.active, "waiting": of.waiting}) for labels, of in known)
     yield _by_last_label(declared.SEQUENCES, states)
     yield _by_last_label(declared.SEQUENCES_ENDED, ((labels, of.ended) for labels, of in known))

@@ -7,7 +7,7 @@ Prometheus' families at a scrape.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from ortserve.core.batch import BatchResult
 from ortserve.core.padding import StagedElements
@@ -22,6 +22,8 @@ from ortserve.telemetry.readings import (
     StepTimes,
     add_counts,
 )
+
+_Counts = TypeVar("_Counts")
 
 _NS_PER_S: Final = 1_000_000_000
 _DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
@@ -56,6 +58,34 @@ class BatchSeries:
     return_ns: int = 0
 
 
+class CountSource(Generic[_Counts]):
+    """Counts of a version that another room holds.
+
+    They continue those of an earlier load of the version, whose source was released. ``connect`` and ``release`` run on
+    the event loop; any thread may read.
+    """
+
+    def __init__(self, nothing: _Counts, add: Callable[[_Counts, _Counts], _Counts]) -> None:
+        """``nothing`` are the counts before any load. ``add`` adds earlier counts to later ones."""
+        self._add = add
+        self._state: tuple[_Counts, Callable[[], _Counts] | None] = (nothing, None)
+        self.was_connected = False
+
+    def connect(self, source: Callable[[], _Counts]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
+        self._state = (self.read(), source)
+        self.was_connected = True
+
+    def release(self) -> None:
+        """Drop the source before its owner is freed. Its last counts stay."""
+        self._state = (self.read(), None)
+
+    def read(self) -> _Counts:
+        """The counts of all loads."""
+        earlier, source = self._state  # read once: the loop may replace both meanwhile
+        return earlier if source is None else self._add(source(), earlier)
+
+
 class ModelMetrics:
     """The series of one model version, with its labels bound. All methods run on the event loop.
 
@@ -72,6 +102,12 @@ class ModelMetrics:
         cache: Lookups in the response cache; None for a model without a cache.
         steps: Times of the steps of an ensemble; None for other models.
         tags: Further labels of all series of the model, as its configuration sets them.
+        batching: Numbers of the batchers.
+        staging: Counts of staged elements.
+        device_runs: Runs on devices; never connected for a model without devices.
+        recorded: Recorded requests by outcome. Released versions keep the source, because their last requests may still
+            be written.
+        sequences: Sequences; never connected for a model without sequences.
         saturation: Returns the ratio of offered rows to the capacity, None while it is unknown. Called at each scrape,
             on the scraping thread, and by ``Metrics.total_saturation``: it must only read.
         memory: Reads the host memory of the version by kind, at each scrape.
@@ -94,12 +130,12 @@ class ModelMetrics:
         self.batches: dict[int, BatchSeries] = {}
         self.cache: CacheCounts | None = None
         self.steps: StepTimes | None = None
-        self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
-        self.staging: Callable[[], StagedElements] = StagedElements
+        self.batching: Final = CountSource(BatchingNumbers(), BatchingNumbers.after)
+        self.staging: Final = CountSource(StagedElements(), StagedElements.__add__)
+        self.device_runs: Final = CountSource(DeviceRuns(), DeviceRuns.after)
+        self.recorded: Final[CountSource[dict[str, int]]] = CountSource({}, add_counts)
+        self.sequences: Final = CountSource(SequenceReading(), SequenceReading.after)
         self.saturation: Callable[[], float | None] = lambda: None
-        self.device_runs: Callable[[], DeviceRuns] | None = None
-        self.recorded: Callable[[], dict[str, int]] = dict
-        self.sequences: Callable[[], SequenceReading] | None = None
         self.memory: Callable[[], dict[str, int]] = dict
 
     @property
@@ -145,49 +181,13 @@ class ModelMetrics:
         series.compute_ns += result.computed_ns - result.staged_ns
         series.return_ns += returned_ns - result.computed_ns
 
-    def set_batching_source(self, source: Callable[[], BatchingNumbers]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read.
-
-        Its counts continue those of an earlier load, whose sources were released. The same holds for the other sources
-        of counts.
-        """
-        earlier = self.batching()
-        self.batching = lambda: source().after(earlier)
-
-    def set_staging_source(self, source: Callable[[], StagedElements]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        earlier = self.staging()
-        self.staging = lambda: earlier + source()
-
-    def set_device_source(self, source: Callable[[], DeviceRuns]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        earlier = DeviceRuns() if self.device_runs is None else self.device_runs()
-        self.device_runs = lambda: source().after(earlier)
-
-    def set_recording_source(self, source: Callable[[], dict[str, int]]) -> None:
-        """Read recorded requests by outcome from ``source`` at each scrape, on the scraping thread: it must only read.
-
-        Released versions keep it, because their last requests may still be written.
-        """
-        earlier = self.recorded()
-        self.recorded = lambda: add_counts(earlier, source())
-
-    def set_sequences_source(self, source: Callable[[], SequenceReading]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        earlier = SequenceReading() if self.sequences is None else self.sequences()
-        self.sequences = lambda: source().after(earlier)
-
     def release_sources(self) -> None:
         """Drop the sources before their instances are freed. Their last counts stay; the saturation becomes unknown."""
-        numbers, staged = self.batching(), self.staging()
-        self.batching, self.staging = lambda: numbers, lambda: staged
         self.saturation = lambda: None
-        if self.device_runs is not None:
-            runs = self.device_runs()
-            self.device_runs = lambda: runs
-        if self.sequences is not None:
-            sequences = self.sequences()
-            self.sequences = lambda: sequences
+        self.batching.release()
+        self.staging.release()
+        self.device_runs.release()
+        self.sequences.release()
 
     def set_state(self, state: str) -> None:
         """Set the state of the version.

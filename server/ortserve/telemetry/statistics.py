@@ -200,7 +200,7 @@ _OF_VERSION: Final[tuple[tuple[Declaration, Callable[[ModelMetrics, VersionStati
     ),
     (
         gauge("nv_inference_pending_request_count", _VERSION, "Requests in the queue."),
-        lambda model, _: model.batching().queue_requests,
+        lambda model, _: model.batching.read().queue_requests,
     ),
     (
         counter("nv_cache_num_hits_per_model", _VERSION, "Requests answered from the response cache."),

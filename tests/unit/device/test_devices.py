@@ -48,7 +48,7 @@ def test_runs_copies_and_memory_are_in_the_metrics(tmp_path: Path) -> None:
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
         for rows in (1, 2, 3):
             landed(made.start(batch_of((np.ones((rows, 4), np.float32),))))
-        metrics.model("m", "1").set_device_source(lambda: read_runs([made.instance.counts]))
+        metrics.model("m", "1").device_runs.connect(lambda: read_runs([made.instance.counts]))
         metrics.read_devices = lambda: [
             DeviceReading(
                 "host:0",

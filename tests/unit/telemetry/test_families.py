@@ -111,7 +111,7 @@ class World:
         model.load_ns = 1_500_000_000
         decisions = {f"decision_{number}": number for number in range(11)}
         latency_s = {2**power: 0.001 for power in range(7)}
-        model.set_batching_source(lambda: BatchingNumbers(1, decisions, latency_s, 0.001, 1))
+        model.batching.connect(lambda: BatchingNumbers(1, decisions, latency_s, 0.001, 1))
         model.saturation = lambda: 0.5
         return model
 

@@ -95,7 +95,7 @@ def test_unknown_names_never_become_labels(metrics: Metrics, registry: Collector
 
 def test_queue_rows_are_read_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
     waiting = [7, 8]
-    metrics.model("m", "1").set_batching_source(lambda: BatchingNumbers(waiting.pop(0)))
+    metrics.model("m", "1").batching.connect(lambda: BatchingNumbers(waiting.pop(0)))
 
     labels = {"model": "m", "version": "1"}
     assert registry.get_sample_value("ortserve_queue_rows", labels) == 7
@@ -106,7 +106,7 @@ def test_learned_times_and_decisions_of_a_batcher_are_shown_in_seconds(
     metrics: Metrics, registry: CollectorRegistry
 ) -> None:
     numbers = BatchingNumbers(3, {"batches": 7, "left": 0}, {1: 0.002, 8: 0.004}, 0.001)
-    metrics.model("m", "1").set_batching_source(lambda: numbers)
+    metrics.model("m", "1").batching.connect(lambda: numbers)
     labels = {"model": "m", "version": "1"}
 
     def value(name: str, **more: str) -> float | None:
@@ -133,7 +133,7 @@ def test_padding_is_read_at_each_scrape(metrics: Metrics, registry: CollectorReg
     model = metrics.model("m", "1")
     assert registry.get_sample_value("ortserve_staged_elements_total", labels) == 0
     counts: list[StagedElements] = []
-    model.set_staging_source(lambda: counts[-1])
+    model.staging.connect(lambda: counts[-1])
     for staged, padded in ((64, 5), (128, 9)):
         counts.append(StagedElements(staged, padded))
         assert registry.get_sample_value("ortserve_staged_elements_total", labels) == staged
@@ -183,11 +183,11 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.observe_success("rest", TIMING, 1)
     model.observe_batch(1, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
     numbers = BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2, {"agreed": 5})
-    model.set_batching_source(lambda: numbers)
+    model.batching.connect(lambda: numbers)
     model.saturation = lambda: 0.5
     model.cache = CacheCounts(hits=3, misses=1)
-    model.set_recording_source(lambda: {"recorded": 6})
-    model.set_sequences_source(lambda: SequenceReading(3, 2, 64, {"expired": 1}))
+    model.recorded.connect(lambda: {"recorded": 6})
+    model.sequences.connect(lambda: SequenceReading(3, 2, 64, {"expired": 1}))
     rollout = RolloutReading("m", "2", "shadow", {"agreed": 1}, {"max": 0.1}, {"stable": 0.1, "candidate": None})
     metrics.read_rollouts = lambda: [rollout]
     metrics.rejected("", "overloaded")
@@ -199,7 +199,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     metrics.batch_overdue(model.name)
     model.load_ns = 1
     by_direction = {"in": 1, "out": 2}
-    model.set_device_source(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))
+    model.device_runs.connect(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))
     model.memory = lambda: {"sessions": 7, "runs": 1}
     metrics.memory_budget_bytes = 8
     metrics.gpu_memory_budget_bytes = 8

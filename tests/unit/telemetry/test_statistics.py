@@ -106,7 +106,7 @@ def registry() -> CollectorRegistry:
     model.observe_batch(7, 0, BatchResult((), 1, 2, 1), 3)
     model.observe_failure("grpc", ErrorKind.DEADLINE, 1)
     model.observe_failure("grpc", ErrorKind.INVALID_INPUT, 1)
-    model.set_batching_source(lambda: BatchingNumbers(queue_rows=9, queue_requests=4))
+    model.batching.connect(lambda: BatchingNumbers(queue_rows=9, queue_requests=4))
     return registry
 
 

@@ -83,7 +83,7 @@ class ServedEnsemble(ServedVersion):
         self._is_closed = False
         self._times: Final = metrics.steps or StepTimes()
         metrics.steps = self._times
-        metrics.set_batching_source(self._numbers)
+        metrics.batching.connect(self._numbers)
         for member in members:
             member.hold()
 

@@ -127,7 +127,7 @@ class Assembly:
         has_texts = any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs)
         batcher = Batcher(runs, limits, self._clock, has_texts=has_texts)
         sequences = self._sequence_runs(loaded, options, batcher, metrics)
-        metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks, sequences))
+        metrics.batching.connect(lambda: _numbers(batcher.learned(), queue, checks, sequences))
         metrics.saturation = batcher.saturation
         _report_instances(loaded, metrics)
         served = ServedModel(
@@ -178,7 +178,7 @@ class Assembly:
         else:
             make_strategy = partial(OldestRuns, enqueue=partial(_enqueue_turn, batcher, shapes))
         runs = SequenceRuns(metrics.name, tensors, table, limits, make_strategy, self._loop, self._clock)
-        metrics.set_sequences_source(runs.reading)
+        metrics.sequences.connect(runs.reading)
         return runs
 
     def serve_ensemble(
@@ -227,7 +227,7 @@ class Assembly:
             _warn_without_effect(metrics, "record: the server has no record_dir")
             return None
         recording = self._recordings.begin(metrics.name, metrics.version, loaded.signature, options.record)
-        metrics.set_recording_source(recording.counts)
+        metrics.recorded.connect(recording.counts)
         return recording
 
     def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
@@ -293,14 +293,14 @@ def _report_rows(served: ServedModel, loaded: LoadedModel, max_rows: int) -> Non
 
 def _report_instances(loaded: LoadedModel, metrics: ModelMetrics) -> None:
     """Connect the metrics to the counters of the instances. Elements that warm-up staged are subtracted."""
-    metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
+    metrics.staging.connect(partial(_staged_since, _staged(loaded.instances), loaded.instances))
     on_devices = [instance.counts for instance in loaded.instances if isinstance(instance, DeviceInstance)]
     if on_devices:
-        metrics.set_device_source(partial(read_runs, on_devices))
+        metrics.device_runs.connect(partial(read_runs, on_devices))
     elif loaded.on_device.no_buffers_because:
         captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
         earlier = metrics.batch_count
-        metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count - earlier}, captures))
+        metrics.device_runs.connect(lambda: DeviceRuns({"plain_unbound": metrics.batch_count - earlier}, captures))
 
 
 def _numbers(

@@ -319,7 +319,7 @@ async def test_metrics_count_the_requests_that_wait_for_earlier_ones(clock: Cloc
 
 def waiting(served: ServedEnsemble) -> tuple[int, int]:
     """The rows and the requests that wait in the ensemble, as metrics show them."""
-    numbers = served.metrics.batching()
+    numbers = served.metrics.batching.read()
     assert served.queued_rows == numbers.queue_rows
     return numbers.queue_rows, numbers.queue_requests
 

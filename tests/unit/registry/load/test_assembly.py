@@ -139,7 +139,7 @@ async def test_rows_are_checked_if_unproven_or_configured(
     metrics = Metrics(CollectorRegistry())
     path = build(tmp_path / "model.onnx")
     served = serve(assembly, path, None, metrics, **{"max_rows": 4} | chosen)
-    assert bool(metrics.model("model", "1").batching().row_checks) is is_checked
+    assert bool(metrics.model("model", "1").batching.read().row_checks) is is_checked
     await served.close()
 
 
