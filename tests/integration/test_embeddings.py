@@ -27,6 +27,10 @@ WIDE = INLINE_ELEMENTS + 1
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("embeddings")
     add_model(folder, "words", builders.word_counts)
+    limited = add_model(folder, "limited", builders.word_counts)
+    (limited / "model.yaml").write_text("max_rows: 3\n")
+    alone = add_model(folder, "alone", builders.word_counts)
+    (alone / "model.yaml").write_text("batched: false\n")
     add_model(folder, "wide", builders.word_counts, words=[f"w{number}" for number in range(WIDE)])
     add_model(folder, "one_text", builders.identity, datatype=DataType.BYTES, shape=(1,))
     add_model(folder, "mlp", builders.mlp)
@@ -79,14 +83,21 @@ def test_long_list_is_answered_in_order_beside_another(server: ServerProcess, mo
         np.testing.assert_array_equal(found, np.eye(3)[np.arange(MAX_TEXTS) % 3])
 
 
-def test_texts_are_rows_of_requests_if_the_model_has_rows(server: ServerProcess) -> None:
+@pytest.mark.parametrize(("model", "rows"), [("words", None), ("limited", 3), ("alone", 1)])
+def test_texts_are_as_many_rows_of_a_request_as_the_model_runs_together(
+    server: ServerProcess, model: str, rows: int | None
+) -> None:
     def requests() -> float:
-        return read_metrics(server).by_labels("nv_inference_request_success", "model").get("words", 0)
+        return read_metrics(server).by_labels("nv_inference_request_success", "model").get(model, 0)
 
     before = requests()
-    answer = post(server, {"model": "words", "input": ["red"] * 130})
+    answer = post(server, {"model": model, "input": ["red"] * 130})
     assert answer.status_code == 200, answer.text[:200]
-    assert requests() - before == 3
+    assert [entry["embedding"] for entry in answer.json()["data"]] == [[1, 0, 0]] * 130
+    if rows is None:  # warm-up chose the maximum
+        assert 3 <= requests() - before < 130
+    else:
+        assert requests() - before == -(-130 // rows)
 
 
 def test_long_vectors_are_encoded_beside_the_loop_and_streamed(client: openai.OpenAI) -> None:

@@ -38,7 +38,13 @@ class ServerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """Metadata of a model. ``versions`` are the ready ones; ``properties`` tell operators how the model runs."""
+    """Metadata of a model.
+
+    Attributes:
+        versions: The ready ones.
+        properties: How the model runs, for operators.
+        max_rows: Maximum number of rows that run together.
+    """
 
     name: str
     versions: tuple[str, ...]
@@ -46,6 +52,7 @@ class ModelMetadata:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     properties: Mapping[str, str]
+    max_rows: int
 
 
 class ModelService:
@@ -186,5 +193,11 @@ class ModelService:
         if served.recording is not None:
             properties = {**properties, "recording": served.recording.describe()}
         return ModelMetadata(
-            served.name, versions, served.platform, served.signature.inputs, served.signature.outputs, properties
+            served.name,
+            versions,
+            served.platform,
+            served.signature.inputs,
+            served.signature.outputs,
+            properties,
+            served.max_rows,
         )

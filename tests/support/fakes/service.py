@@ -175,4 +175,5 @@ class FakeModelService:
             (TensorSpec("IN0", DataType.FP32, (-1, 4)),),
             (TensorSpec("OUT0", DataType.FP32, (-1, 4)),),
             {"batching": "verified"},
+            64,
         )

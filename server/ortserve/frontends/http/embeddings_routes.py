@@ -94,7 +94,7 @@ class Embeddings:
                 output = find_vector_output(name, metadata.outputs)
             texts: list[str] = decoded.inputs[0].array.tolist()
             has_rows = text_input.batch_axis is not None and output.batch_axis == 0
-            step = _ROWS if has_rows else 1
+            step = min(_ROWS, metadata.max_rows) if has_rows else 1
             firsts = range(0, len(texts), step)
             requests = [TextsRequest(name, text_input, output.name, texts[first : first + step]) for first in firsts]
             encoders = [VectorEncoder(first, min(step, len(texts) - first), decoded.parameters) for first in firsts]
