@@ -5,7 +5,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +23,9 @@ from ortserve.tools.doctor.machine import read_memory, read_processors
 from ortserve.tools.opening import read_graph
 from ortserve.tools.provenance import external_files, make_provenance
 from ortserve.tools.quantize.making import LARGE_NBYTES
-from ortserve.tools.quantize.plan import Wish, check_source, choose_settings, consequences, left_out
+from ortserve.tools.quantize.plan import check_source, choose_settings, consequences, left_out
 from ortserve.tools.quantize.presentation import present
 from ortserve.tools.quantize.result import QuantizedOperator, QuantizeResult, Settings
-from ortserve.tools.quantize.samples import Files
 from ortserve.tools.quantize.search import Tried, find_nodes
 from ortserve.tools.quantize.workbench import Workbench
 from ortserve.tools.report import bytes_text
@@ -52,8 +51,7 @@ def run(given: argparse.Namespace) -> Outcome:
     check_destination(given, source)
     bounds = _bounds(given)
     model = read_graph(source.path)
-    wish = Wish(**{field.name: getattr(given, field.name) for field in fields(Wish)})
-    settings = choose_settings(wish, model, read_processors(MachineFiles()).instruction_sets)
+    settings = choose_settings(given, model, read_processors(MachineFiles()).instruction_sets)
     check_source(model, str(source.path))
     result: QuantizeResult | None = None
     error: OSError | None = None
@@ -116,13 +114,12 @@ def _quantize(
     """Write the best model that the search finds to ``target``, and collect its evidence."""
     source_nbytes = model_nbytes(source.path, model)
     _check_room(source_nbytes, target.parent)
-    files = Files(given.calibration, given.inputs, given.labels, given.samples)
     tried: list[Tried] = []
     deadline, left = time.monotonic() + given.minutes * 60, 0
     with (
         staging_folder(target.parent) as folder,
         progress("reading the samples") as step,
-        ObjectApart(_LIMIT_S, Workbench, source, files, settings) as workbench,
+        ObjectApart(_LIMIT_S, Workbench, source, given, settings) as workbench,
     ):
         step(0, "preparing the model")
         ready = workbench.call(Workbench.prepare, folder, source_nbytes, given.exclude)

@@ -1,6 +1,7 @@
 """Chooses the settings and the nodes of a quantization, for a processor with given instruction sets. Pure."""
 
 import re
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -40,21 +41,6 @@ _WEIGHT_INPUT: Final = {"Gather": 0, "EmbedLayerNormalization": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """The options that the user gave. None and empty values mean the defaults of this machine."""
-
-    mode: str
-    bits: int | None = None
-    block: int | None = None
-    calibrator: str | None = None
-    per_channel: bool | None = None
-    activations: str | None = None
-    weights: str | None = None
-    reduce_range: str = "auto"
-    operators: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Candidates:
     """The nodes that are quantized at first.
 
@@ -69,8 +55,8 @@ class Candidates:
     excluded: tuple[str, ...] = ()
 
 
-def choose_settings(wish: Wish, model: Model, instruction_sets: Mapping[str, bool]) -> Settings:
-    """The settings for a model on a processor.
+def choose_settings(given: Namespace, model: Model, instruction_sets: Mapping[str, bool]) -> Settings:
+    """The settings for a model on a processor. Arguments that are None or empty mean the defaults of the processor.
 
     On x86 only unsigned activations with signed weights have fast kernels: a static ResNet-18 ran 2.6 times as fast
     with them, and 1.0 times with signed activations, ONNX Runtime's default. On ARM both are fast.
@@ -78,43 +64,43 @@ def choose_settings(wish: Wish, model: Model, instruction_sets: Mapping[str, boo
     Raises:
         ServeError: invalid_input: an option does not fit the mode.
     """
-    _check_options(wish)
+    _check_options(given)
     is_arm = "asimd" in instruction_sets
     lacks_vnni = not is_arm and bool(instruction_sets) and not any(instruction_sets.get(name) for name in _VNNI)
-    operators = wish.operators or _usual_operators(wish.mode, model)
-    if wish.mode == "weights":
-        bits = wish.bits or 4
-        return Settings("weights", bits, wish.block or 32, "", True, "", f"uint{bits}", False, operators)
-    is_static = wish.mode == "static"
+    operators = given.operators or _usual_operators(given.mode, model)
+    if given.mode == "weights":
+        bits = given.bits or 4
+        return Settings("weights", bits, given.block or 32, "", True, "", f"uint{bits}", False, operators)
+    is_static = given.mode == "static"
     return Settings(
-        mode=wish.mode,
+        mode=given.mode,
         bits=8,
         block=None,
-        calibrator=(wish.calibrator or "minmax") if is_static else "",
-        per_channel=wish.per_channel is not False,
-        activations=wish.activations or ("int8" if is_arm and is_static else "uint8"),
-        weights=wish.weights or "int8",
-        reduce_range=lacks_vnni if wish.reduce_range == "auto" else wish.reduce_range == "on",
+        calibrator=(given.calibrator or "minmax") if is_static else "",
+        per_channel=given.per_channel is not False,
+        activations=given.activations or ("int8" if is_arm and is_static else "uint8"),
+        weights=given.weights or "int8",
+        reduce_range=lacks_vnni if given.reduce_range == "auto" else given.reduce_range == "on",
         operators=operators,
     )
 
 
-def _check_options(wish: Wish) -> None:
+def _check_options(given: Namespace) -> None:
     belongs = {
-        "--bits": (wish.bits, ("weights",)),
-        "--block": (wish.block, ("weights",)),
-        "--calibrator": (wish.calibrator, ("static",)),
-        "--activations": (wish.activations, ("static",)),
-        "--weights": (wish.weights, ("dynamic", "static")),
-        "--per-channel and --per-tensor": (wish.per_channel, ("dynamic", "static")),
-        "--reduce-range": (wish.reduce_range if wish.reduce_range != "auto" else None, ("dynamic", "static")),
+        "--bits": (given.bits, ("weights",)),
+        "--block": (given.block, ("weights",)),
+        "--calibrator": (given.calibrator, ("static",)),
+        "--activations": (given.activations, ("static",)),
+        "--weights": (given.weights, ("dynamic", "static")),
+        "--per-channel and --per-tensor": (given.per_channel, ("dynamic", "static")),
+        "--reduce-range": (given.reduce_range if given.reduce_range != "auto" else None, ("dynamic", "static")),
     }
     for flag, (value, modes) in belongs.items():
-        if value is not None and wish.mode not in modes:
-            raise invalid_input(f"{flag}: expected --mode {' or '.join(modes)}, got {wish.mode}")
-    if wish.block is not None and (wish.block < 16 or wish.block & (wish.block - 1)):
-        raise invalid_input(f"--block: expected a power of two from 16, got {wish.block}")
-    if wish.mode == "weights" and (others := [name for name in wish.operators if name not in _WEIGHTS]):
+        if value is not None and given.mode not in modes:
+            raise invalid_input(f"{flag}: expected --mode {' or '.join(modes)}, got {given.mode}")
+    if given.block is not None and (given.block < 16 or given.block & (given.block - 1)):
+        raise invalid_input(f"--block: expected a power of two from 16, got {given.block}")
+    if given.mode == "weights" and (others := [name for name in given.operators if name not in _WEIGHTS]):
         raise invalid_input(f"--ops: expected {' or '.join(_WEIGHTS)} with --mode weights, got {', '.join(others)}")
 
 

@@ -1,5 +1,6 @@
 """The samples for calibration and for the comparison with the source. They should not be the same."""
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,23 +19,6 @@ _MIN_TO_DIVIDE: Final = 16
 """Fewer calibration samples than this are not divided."""
 _HELD_OUT: Final = 4
 """Every fourth sample is held out of calibration."""
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """The files that the user gave; None for those that were not given.
-
-    Attributes:
-        calibration: Samples for calibration, a file or a folder.
-        inputs: Samples for the comparison, a file or a folder.
-        labels: Labels of ``inputs``, or of ``calibration`` if there are no ``inputs``.
-        most: Maximum number of samples for each use.
-    """
-
-    calibration: Path | None
-    inputs: Path | None
-    labels: Path | None
-    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +65,18 @@ class Samples:
         return Samples(f"{self.origin}: {len(numbers)} {use}", [self.arrays[int(one)] for one in numbers], labels)
 
 
-def read_samples(model: OpenModel, files: Files) -> tuple[Samples | None, Samples]:
+def read_samples(model: OpenModel, given: Namespace) -> tuple[Samples | None, Samples]:
     """Read the samples for calibration (None without a file) and those for the comparison with the source.
 
     Raises:
         ServeError: invalid_input: a file does not fit the model or the labels, or the model rejects synthetic inputs.
     """
-    calibration, most = files.calibration, files.most
-    if calibration is None or files.inputs is not None:
-        evaluation = _read(model, files.inputs, "--inputs", most, files.labels) if files.inputs else None
+    calibration, most = given.calibration, given.samples
+    if calibration is None or given.inputs is not None:
+        evaluation = _read(model, given.inputs, "--inputs", most, given.labels) if given.inputs else None
         chosen = _read(model, calibration, "--calibration", most) if calibration else None
         return chosen, evaluation or _synthetic(model, most)
-    every = _read(model, calibration, "--calibration", 2 * most, files.labels)
+    every = _read(model, calibration, "--calibration", 2 * most, given.labels)
     if every.samples < _MIN_TO_DIVIDE:
         note = f"calibrated and compared with the same {every.samples} samples, so the errors look too small"
         return every, replace(every, notes=(f"{note}: give {_MIN_TO_DIVIDE} or more, or others by --inputs",))

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.quantize.making import Prepared, calibrate, make, prepare
 from ortserve.tools.quantize.plan import Candidates, find_candidates
 from ortserve.tools.quantize.result import Settings
-from ortserve.tools.quantize.samples import Files, read_samples
+from ortserve.tools.quantize.samples import read_samples
 from ortserve.tools.quantize.search import Tried
 from ortserve.tools.speed import Feeds
 from ortserve.tools.subject import Subject
@@ -46,7 +47,7 @@ class Ready:
 class Workbench:
     """The source, its samples, and a folder for files. Call ``prepare`` first, then ``calibrate`` if needed."""
 
-    def __init__(self, source: Subject, files: Files, settings: Settings) -> None:
+    def __init__(self, source: Subject, given: Namespace, settings: Settings) -> None:
         """Open the source, read the samples, and run it with them.
 
         Raises:
@@ -54,7 +55,7 @@ class Workbench:
         """
         self._settings: Final = settings
         self._source: Final = open_model(source, provider="cpu")
-        self._calibration, self._evaluation = read_samples(self._source, files)
+        self._calibration, self._evaluation = read_samples(self._source, given)
         self._compare(self._source)  # errors here are not those of a quantized model
 
     def prepare(self, folder: Path, nbytes: int, exclude: list[str]) -> Ready:

@@ -9,17 +9,20 @@ from onnx import helper
 from models import builders, patterns
 from ortserve.errors import ServeError
 from ortserve.model_file.reading import read_model
+from ortserve.tools.quantize.arguments import build_parser
 from ortserve.tools.quantize.making import LARGE_NBYTES, Prepared, calibrate, make, prepare
-from ortserve.tools.quantize.plan import Wish, choose_settings, find_candidates
+from ortserve.tools.quantize.plan import choose_settings, find_candidates
 from ortserve.tools.quantize.result import Settings
 
 
-def settings_of(wish: Wish, path: Path) -> Settings:
-    return choose_settings(wish, read_model(path), {"avx512_vnni": True})
+def settings_of(words: str, path: Path) -> Settings:
+    """The settings for arguments that begin with a mode."""
+    given = build_parser().read(["m.onnx", "--mode", *words.split()])
+    return choose_settings(given, read_model(path), {"avx512_vnni": True})
 
 
-def prepared_by(wish: Wish, path: Path, folder: Path, nbytes: int = 0) -> tuple[Settings, Prepared]:
-    settings = settings_of(wish, path)
+def prepared_by(words: str, path: Path, folder: Path, nbytes: int = 0) -> tuple[Settings, Prepared]:
+    settings = settings_of(words, path)
     folder.mkdir()
     return settings, prepare(path, folder, settings, nbytes)
 
@@ -29,10 +32,10 @@ def run(path: Path, x: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("wish", [Wish("dynamic"), Wish("weights", bits=8), Wish("weights", bits=4)], ids=str)
-def test_a_large_model_keeps_its_weights_in_a_file_beside_it(wish: Wish, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["dynamic", "weights --bits 8", "weights --bits 4"])
+def test_a_large_model_keeps_its_weights_in_a_file_beside_it(words: str, tmp_path: Path) -> None:
     source = builders.mlp(tmp_path / "source.onnx", hidden=512)
-    settings, prepared = prepared_by(wish, source, tmp_path / "work", LARGE_NBYTES)
+    settings, prepared = prepared_by(words, source, tmp_path / "work", LARGE_NBYTES)
     candidates = find_candidates(read_model(prepared.path), settings, prepared.dtypes, (), "source")
     target = tmp_path / "made" / "out.onnx"
     target.parent.mkdir()
@@ -56,7 +59,7 @@ def test_preparation_names_nodes_drops_wrong_shapes_and_converts_old_opsets(tmp_
     model.graph.value_info.append(patterns.value("a", "batch", 17))
     onnx.save(model, path)
 
-    settings, prepared = prepared_by(Wish("dynamic", operators=("MatMul",)), path, tmp_path / "work")
+    settings, prepared = prepared_by("dynamic --ops MatMul", path, tmp_path / "work")
 
     ready = onnx.load(prepared.path)
     assert prepared.notes == ("converted from opset 11 to 13",)
@@ -70,7 +73,7 @@ def test_preparation_names_nodes_drops_wrong_shapes_and_converts_old_opsets(tmp_
 def test_opsets_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
     node = helper.make_node("Unknown", ["x"], ["y"])
     path = patterns.write(tmp_path / "m.onnx", [node], [patterns.value("x", 2)], [patterns.value("y", 2)], opset=12)
-    settings = settings_of(Wish("dynamic"), path)
+    settings = settings_of("dynamic", path)
     with pytest.raises(ServeError, match="expected opset 13 for these settings, the model has 12"):
         prepare(path, tmp_path, settings, 0)
 
@@ -80,7 +83,7 @@ def test_ranges_cover_all_samples_or_leave_out_rare_values(calibrator: str, tmp_
     node = helper.make_node("Conv", ["x", "w"], ["y"], name="conv")
     ends, outputs = [patterns.value("x", "batch", 1, "h", "w")], [patterns.value("y", "batch", 1, "h", "w")]
     path = patterns.write(tmp_path / "m.onnx", [node], ends, outputs, {"w": np.ones((1, 1, 1, 1), np.float32)})
-    settings, prepared = prepared_by(Wish("static", calibrator=calibrator), path, tmp_path / "work")
+    settings, prepared = prepared_by(f"static --calibrator {calibrator}", path, tmp_path / "work")
     samples = np.random.default_rng(1).standard_normal((20, 1, 1, 100, 100)).astype(np.float32)
     samples[0, 0, 0, 0, 0] = 50.0
     samples[-1, 0, 0, 0, 0] = -6.0
@@ -100,7 +103,7 @@ def test_preparation_keeps_free_dimensions_and_the_current_folder(
     source = Path(__file__).parents[3] / "rows" / "corpus" / "optimized_bert.onnx"
     (tmp_path / "current").mkdir()
     monkeypatch.chdir(tmp_path / "current")
-    _, prepared = prepared_by(Wish("static"), source, tmp_path / "work")
+    _, prepared = prepared_by("static", source, tmp_path / "work")
     assert list(Path.cwd().iterdir()) == []
     assert read_model(prepared.path).graph.outputs == read_model(source).graph.outputs
 
@@ -119,7 +122,7 @@ def test_old_models_that_list_their_weights_as_inputs_are_prepared(tmp_path: Pat
     model.ir_version = 3
     onnx.save(model, path)
 
-    settings, prepared = prepared_by(Wish("dynamic"), path, tmp_path / "work")
+    settings, prepared = prepared_by("dynamic", path, tmp_path / "work")
 
     found = find_candidates(read_model(prepared.path), settings, prepared.dtypes, (), "old")
     make(prepared, tmp_path / "out.onnx", settings, found.nodes)
@@ -143,7 +146,7 @@ def test_weights_that_several_gemms_share_are_not_transposed_twice(tmp_path: Pat
     ends, outputs = [patterns.value("x", "batch", 4)], [patterns.value("z", "batch", 4)]
     path = patterns.write(tmp_path / "m.onnx", nodes, ends, outputs, weights)
 
-    _, prepared = prepared_by(Wish("dynamic"), path, tmp_path / "work")
+    _, prepared = prepared_by("dynamic", path, tmp_path / "work")
 
     x = random.standard_normal((2, 4)).astype(np.float32)
     np.testing.assert_allclose(run(prepared.path, x), run(path, x), atol=1e-5)

@@ -1,3 +1,4 @@
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,8 @@ from models import patterns
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import FLOAT, Model
 from ortserve.model_file.reading import read_model
+from ortserve.tools.quantize.arguments import build_parser
 from ortserve.tools.quantize.plan import (
-    Wish,
     check_source,
     choose_settings,
     consequences,
@@ -22,6 +23,11 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 VNNI = {"avx2": True, "avx512_vnni": True}
 AVX2 = {"avx2": True, "avx512_vnni": False, "avx_vnni": False}
 ARM = {"asimd": True, "i8mm": True}
+
+
+def asked(words: str) -> Namespace:
+    """The arguments that begin with a mode."""
+    return build_parser().read(["m.onnx", "--mode", *words.split()])
 
 
 @pytest.fixture
@@ -53,31 +59,31 @@ def network(tmp_path: Path) -> Model:
 def test_types_are_those_with_fast_kernels(
     sets: dict[str, bool], mode: str, activations: str, reduced: bool, network: Model
 ) -> None:
-    settings = choose_settings(Wish(mode), network, sets)
+    settings = choose_settings(asked(mode), network, sets)
     assert (settings.activations, settings.weights, settings.per_channel) == (activations, "int8", True)
     assert settings.reduce_range is reduced
 
 
 @pytest.mark.parametrize(
-    ("wish", "problem"),
+    ("words", "problem"),
     [
-        (Wish("dynamic", bits=4), "--bits: expected --mode weights, got dynamic"),
-        (Wish("weights", calibrator="entropy"), "--calibrator: expected --mode static"),
-        (Wish("dynamic", activations="int8"), "--activations: expected --mode static"),
-        (Wish("weights", reduce_range="on"), "--reduce-range: expected --mode dynamic or static"),
-        (Wish("weights", per_channel=False), "--per-channel and --per-tensor"),
-        (Wish("weights", block=24), "--block: expected a power of two from 16, got 24"),
-        (Wish("weights", operators=("Conv",)), "--ops: expected MatMul or Gather with --mode weights, got Conv"),
+        ("dynamic --bits 4", "--bits: expected --mode weights, got dynamic"),
+        ("weights --calibrator entropy", "--calibrator: expected --mode static"),
+        ("dynamic --activations int8", "--activations: expected --mode static"),
+        ("weights --reduce-range on", "--reduce-range: expected --mode dynamic or static"),
+        ("weights --per-tensor", "--per-channel and --per-tensor"),
+        ("weights --block 24", "--block: expected a power of two from 16, got 24"),
+        ("weights --ops Conv", "--ops: expected MatMul or Gather with --mode weights, got Conv"),
     ],
 )
-def test_options_of_other_modes_are_refused(wish: Wish, problem: str, network: Model) -> None:
+def test_options_of_other_modes_are_refused(words: str, problem: str, network: Model) -> None:
     with pytest.raises(ServeError, match=problem):
-        choose_settings(wish, network, VNNI)
+        choose_settings(asked(words), network, VNNI)
 
 
 def test_additions_of_transformers_stay_in_floating_point() -> None:
-    assert "Add" in choose_settings(Wish("static"), read_model(CORPUS / "torch_cnn.onnx"), VNNI).operators
-    assert "Add" not in choose_settings(Wish("static"), read_model(CORPUS / "dynamo_encoder.onnx"), VNNI).operators
+    assert "Add" in choose_settings(asked("static"), read_model(CORPUS / "torch_cnn.onnx"), VNNI).operators
+    assert "Add" not in choose_settings(asked("static"), read_model(CORPUS / "dynamo_encoder.onnx"), VNNI).operators
 
 
 @pytest.mark.parametrize(
@@ -98,13 +104,13 @@ def test_sources_that_would_only_lose_are_refused(name: str, problem: str) -> No
 
 def test_the_opset_holds_the_types(network: Model) -> None:
     wanted = {
-        Wish("dynamic"): 13,
-        Wish("dynamic", per_channel=False): 11,
-        Wish("static", activations="uint16"): 21,
-        Wish("weights"): 21,
-        Wish("weights", operators=("MatMul",)): 13,
+        "dynamic": 13,
+        "dynamic --per-tensor": 11,
+        "static --activations uint16": 21,
+        "weights": 21,
+        "weights --ops MatMul": 13,
     }
-    assert {wish: needed_opset(choose_settings(wish, network, VNNI)) for wish in wanted} == wanted
+    assert {words: needed_opset(choose_settings(asked(words), network, VNNI)) for words in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -118,13 +124,13 @@ def test_the_opset_holds_the_types(network: Model) -> None:
 def test_each_mode_has_its_candidates(
     mode: str, nodes: dict[str, str], passing: tuple[str, ...], network: Model
 ) -> None:
-    settings = choose_settings(Wish(mode), network, VNNI)
+    settings = choose_settings(asked(mode), network, VNNI)
     found = find_candidates(network, settings, {"a": FLOAT, "b": FLOAT, "y": FLOAT}, (), "m.onnx")
     assert (found.nodes, found.passing) == (nodes, passing)
 
 
 def test_excluded_nodes_are_no_candidates(network: Model) -> None:
-    settings = choose_settings(Wish("dynamic"), network, VNNI)
+    settings = choose_settings(asked("dynamic"), network, VNNI)
     found = find_candidates(network, settings, {}, ["lookup"], "m.onnx")
     assert (list(found.nodes), found.excluded) == (["first"], ("lookup",))
     with pytest.raises(ServeError, match="--exclude: expected nodes of the model, got 'lokup'; it has lookup"):
@@ -135,15 +141,15 @@ def test_excluded_nodes_are_no_candidates(network: Model) -> None:
 
 def test_notes_name_what_stays_in_floating_point() -> None:
     fused = read_model(CORPUS / "optimized_bert.onnx")
-    (note,) = left_out(fused, choose_settings(Wish("static"), fused, VNNI))
+    (note,) = left_out(fused, choose_settings(asked("static"), fused, VNNI))
     assert "fused nodes stay in floating point" in note
     nested = read_model(CORPUS / "torch_greedy_decoder.onnx")
-    notes = left_out(nested, choose_settings(Wish("dynamic"), nested, VNNI))
+    notes = left_out(nested, choose_settings(asked("dynamic"), nested, VNNI))
     assert any("nodes inside of If, Loop and Scan" in note for note in notes)
 
 
 def test_notes_say_what_the_user_gets(network: Model) -> None:
-    settings = choose_settings(Wish("dynamic"), network, AVX2)
+    settings = choose_settings(asked("dynamic"), network, AVX2)
     assert consequences(settings, 1.1, None, "rows meet") == [
         "weights have 7 bits, for processors without VNNI",
         "the model is not smaller than its source, which has too few weights for a gain",
