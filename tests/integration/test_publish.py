@@ -25,6 +25,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.registry.repository.source import read_source
 from ortserve.tools.provenance import make_provenance
 from ortserve.tools.publish import folder as folder_module
+from ortserve.tools.publish.arguments import build_parser
 from ortserve.tools.publish.folder import publish_version
 from ortserve.tools.subject import find_model
 from pages import DOCS, commands
@@ -137,9 +138,9 @@ def test_publishers_at_the_same_time_get_different_numbers(
     waited: set[threading.Thread] = set()
     monkeypatch.setattr(folder_module, "_sync_all", wait_and_sync)
     provenance = make_provenance(find_model(str(better)), better, arguments=("publish", str(better)))
-    publish = partial(publish_version, allow_changed_interface=False, keeps_golden=True)
+    given = build_parser().read([str(better), str(repository / target)])
     with ThreadPoolExecutor(3) as pool:
-        work = [pool.submit(publish, better, str(repository / target), provenance) for _ in range(3)]
+        work = [pool.submit(publish_version, better, given.target, provenance, given) for _ in range(3)]
         assert sorted(one.result().version for one in work) == numbers
     assert served_versions(repository, target) == [numbers[-1]]
     assert not list(repository.rglob(".ortserve-*"))

@@ -94,9 +94,7 @@ def deliver(staged: Path, source: Subject, provenance: Provenance, arguments: ar
     if arguments.output is not None:
         write_provenance(provenance, provenance_beside(staged))
     if arguments.publish is not None:
-        target, changed = _target(arguments, source), arguments.allow_changed_interface
-        keeps = arguments.golden == "keep"
-        published = publish_version(staged, target, provenance, allow_changed_interface=changed, keeps_golden=keeps)
+        published = publish_version(staged, _target(arguments, source), provenance, arguments)
     if arguments.output is not None:
         try:
             with naming(arguments.output, instead_of=staged.parent):

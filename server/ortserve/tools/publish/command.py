@@ -32,14 +32,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     source = find_model(arguments.model)
     find_place(arguments.target)
     provenance, notes = trace(source, arguments.command_line)
-    published = publish_version(
-        source.path,
-        arguments.target,
-        provenance,
-        _read_options(arguments.options),
-        allow_changed_interface=arguments.allow_changed_interface,
-        keeps_golden=arguments.golden == "keep",
-    )
+    options_text = _read_options(arguments.options)
+    published = publish_version(source.path, arguments.target, provenance, arguments, options_text)
     result = PublishResult(
         model=published.name,
         version=published.version,

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -59,10 +60,8 @@ def publish_version(
     model: Path,
     target: str,
     provenance: Provenance,
+    given: Namespace,
     options_text: str | None = None,
-    *,
-    allow_changed_interface: bool,
-    keeps_golden: bool,
 ) -> Published:
     """Make a model the next version of ``REPOSITORY/name``, which is created if it is new.
 
@@ -70,10 +69,8 @@ def publish_version(
         model: The file to copy, with its external data beside it.
         target: The model in the repository.
         provenance: The provenance of the version.
+        given: The arguments, with ``--allow-changed-interface`` and ``--golden``.
         options_text: The new text of the model's ``model.yaml``; None to leave the file as it is.
-        allow_changed_interface: Whether inputs and outputs may differ from those of the version that is served.
-        keeps_golden: Whether the golden samples of the version that is served become the new version's, which must
-            agree with them.
 
     Raises:
         ServeError: invalid_input: the model does not open, its interface differs, it disagrees with the golden samples,
@@ -85,9 +82,10 @@ def publish_version(
         try:
             with staging_folder(place.beside) as staging, progress("publishing") as step:
                 place = replace(place, options=_stage_options(staging, options_text, place))
+                keeps_golden = given.golden == "keep"
                 path = _stage_version(model, staging / "version", place, provenance, step, keeps_golden=keeps_golden)
                 subject = Subject(place.name, path, place.folder, trial_options(place.options))
-                notes = _check_interface(model, subject, place, step, allows_changes=allow_changed_interface)
+                notes = _check_interface(model, subject, place, step, allows_changes=given.allow_changed_interface)
                 if (staging / "version" / GOLDEN_FOLDER).is_dir():
                     step(0, "checking golden samples in another process")
                     notes.append(f"golden samples: {_check_golden(model, subject)}")
