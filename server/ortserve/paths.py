@@ -1,16 +1,19 @@
-"""Checks what a path leads to. Each function raises OSError if the system cannot tell.
+"""Checks what a path leads to, and opens files. Each function raises OSError if the system cannot tell.
 
 From Python 3.14 on, ``Path.is_dir``, ``is_file`` and ``exists`` return False in that case: the models of a network file
 system that fails for a moment would look as if they had been removed.
 """
 
 import errno
+import os
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Final
+from typing import BinaryIO, Final
 
 MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Errors of a path that leads to nothing, for example because it is a link to itself."""
+NO_FILE: Final = "expected a file, got something else"
+"""The problem of a path that leads to a pipe, a socket, a device or a folder. A pipe would block its reader."""
 
 
 def is_folder(path: Path) -> bool:
@@ -31,6 +34,34 @@ def is_model_file(path: Path) -> bool:
 def exists(path: Path) -> bool:
     """Whether anything is there. A broken link leads to nothing."""
     return _mode(path) != 0
+
+
+def is_other(path: Path) -> bool:
+    """Whether something is there that is neither a regular file nor a link to one."""
+    mode = _mode(path)
+    return mode != 0 and not S_ISREG(mode)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, to read it. Raises OSError for anything else, without waiting for it."""
+    return open(path, "rb", opener=_open_regular)
+
+
+def read_file(path: Path) -> bytes:
+    """The content of what ``open_file`` opens. Raises OSError as it does."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def _open_regular(path: str, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # another program, such as a file server, has a lease on it, which only files can have
+        descriptor = os.open(path, flags)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, NO_FILE)
+    return descriptor
 
 
 def _mode(path: Path) -> int:

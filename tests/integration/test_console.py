@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,8 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 import console_pictures
 from browser import DESKTOP, NEEDS_CHROMIUM, PHONE, chromium, open_page, violations
+from held_files import held_file
+from http_wire import wait_until
 from models import builders
 from ortserve.core.dtypes import DataType
 from ortserve.example import repository_path
@@ -48,7 +51,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[ServerProcess]:
-    """Models that serve, a model that keeps loading while the tests run, and a model whose load failed."""
+    """Models that serve, and a model whose load failed."""
     shutil.copytree(repository_path(), repository)
     for datatype in DataType:
         add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
@@ -61,17 +64,29 @@ def server(repository: Path) -> Iterator[ServerProcess]:
     (repository / "color" / "model.yaml").write_text("outputs: {scores: {labels: labels.txt}}\n")
     (repository / "color" / "labels.txt").write_text("zero\none\ntwo\nthree\n<b>four</b>\n")
     (repository / "broken.onnx").write_bytes(b"no model")
-    os.mkfifo(repository / "patient.onnx")
     flags = (*CONTROL, "--warmup-s", "0.1", "--intra-op-threads", "1")
     with starting(repository, *flags) as server:
         for model in ("digits", "color", "identity_bytes", "identity_fp32", "pair", "renewed"):
             server.wait_for_line("model is ready", f"model={model} ")
         server.wait_for_line("model cannot be served", "model=broken ")
-        yield server
-        real = builders.identity(repository.parent / "real").read_bytes()
-        (repository / "patient.onnx").write_bytes(real)
         server.wait_until_loaded()
+        yield server
         server.stop()
+
+
+@pytest.fixture
+def patient(server: ServerProcess, repository: Path) -> Iterator[None]:
+    """The model ``patient`` keeps loading while the test runs."""
+    calls = f"{server.url}/v2/repository/models/patient"
+    file = builders.identity(repository / "patient.onnx")
+    with ThreadPoolExecutor(1) as threads, held_file(file) as hold:
+        loading = threads.submit(httpx.post, f"{calls}/load", timeout=LONG_S)
+        wait_until(lambda: hold.is_awaited)
+        yield
+        hold.release()
+        loading.result().raise_for_status()
+    httpx.post(f"{calls}/unload", timeout=LONG_S).raise_for_status()
+    file.unlink()
 
 
 @pytest.fixture
@@ -115,9 +130,10 @@ def memory_bytes(text: str) -> float:
     return float(number.replace(",", "")) * 1024 ** ("B", "KiB", "MiB", "GiB").index(unit) if number else 0.0
 
 
+@pytest.mark.usefixtures("patient")
 def test_list_shows_models_that_serve_load_and_fail(page: Page) -> None:
     assert "ready" in row_of(page, "digits")
-    expect(page.get_by_text(re.compile(r"loading: opening the session .* for \d+ s"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"loading: waiting for its file, for \d+ s"))).to_be_visible()
     assert "failed: " in row_of(page, "broken")
     expect(page.get_by_text("1 failed")).to_be_visible()
 
@@ -164,9 +180,10 @@ def test_failed_model_shows_its_reason_and_configuration(page: Page, server: Ser
     expect(page.get_by_role("heading", name="Try it")).to_have_count(0)
 
 
+@pytest.mark.usefixtures("patient")
 def test_loading_model_shows_its_step_and_configuration(page: Page, server: ServerProcess) -> None:
     open_model(page, server, "patient")
-    state = page.get_by_role("status").filter(has_text=re.compile(r"^loading: opening the session .* for \d+ s$"))
+    state = page.get_by_role("status").filter(has_text=re.compile(r"^loading: waiting for its file, for \d+ s$"))
     expect(state).to_be_visible()
     before = state.inner_text()
     expect(state).not_to_have_text(before)  # the shown time advances
@@ -371,12 +388,11 @@ def test_reload_shows_its_step_and_its_failure_beside_the_version_that_serves(
     with open_page(browser, f"{server.url}/#/models/renewed/1", expects_errors=True) as page:
         state = page.locator("main").get_by_role("status").first
         expect(state).to_have_text("ready")
-        file.unlink()
-        os.mkfifo(file)
-        act(page, "Reload", "Reload: under way")
-        expect(state).to_have_text(re.compile(r"^ready; reloading: .+, for \d+ s$"))
-        expect(state).to_have_class("warn")
         file.write_bytes(b"no model")
+        with held_file(file):
+            act(page, "Reload", "Reload: under way")
+            expect(state).to_have_text(re.compile(r"^ready; reloading: .+, for \d+ s$"))
+            expect(state).to_have_class("warn")
         expect(page.get_by_text(re.compile("^Reload: failed to load 'renewed'"))).to_be_visible()
         expect(state).to_have_text(re.compile("^ready; latest problem: "))
 

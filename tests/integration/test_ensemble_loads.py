@@ -1,6 +1,5 @@
 """Loads of ensembles and their members, by calls, by changed folders, and with faults."""
 
-import os
 import shutil
 import threading
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
+from held_files import held_file
 from models import builders, members, sequences
 from models.members import Step, add_ensemble, ensemble_text
 from ortserve.core.dtypes import DataType
@@ -261,17 +261,18 @@ def test_an_ensemble_whose_reload_failed_follows_its_members_and_leaves_with_the
 
 @pytest.mark.parametrize("to", ["load", "unload"])
 def test_a_change_of_an_ensemble_that_waits_to_follow_a_member_fails_no_request(repository: Path, to: str) -> None:
-    content = members.affine(repository / "real.onnx").read_bytes()
-    (repository / "real.onnx").unlink()
-    os.mkfifo(repository / "held.onnx")
     (repository / "plus" / "2").mkdir()
     members.affine(repository / "plus" / "2" / "model.onnx", 1, 9)
     (repository / "plus" / "model.yaml").write_text("version_policy: {all: true}\nlabels: {stable: 1}\n")
     # A budget makes loads sequential.
     flags = (*EXPLICIT, "--load-model", "chain", "--memory-budget-bytes", "8000000000")
-    with serving(repository, *flags) as server, ThreadPoolExecutor(2) as threads:
+    with (
+        held_file(members.affine(repository / "held.onnx")) as file,
+        serving(repository, *flags) as server,
+        ThreadPoolExecutor(2) as threads,
+    ):
         holding = threads.submit(change, server, "held")
-        while "opening the session" not in states(server)["held"]:
+        while not file.is_awaited:
             time.sleep(LOOK_S)
         url = f"{server.url}/v2/models/plus/labels"
         httpx.put(url, json={"labels": {"stable": 2}}, timeout=LONG_S).raise_for_status()
@@ -281,7 +282,7 @@ def test_a_change_of_an_ensemble_that_waits_to_follow_a_member_fails_no_request(
         server.wait_for_line("load cancelled", "model=chain")
         if to == "load":
             assert answer(server) == [4, 6]
-        (repository / "held.onnx").write_bytes(content)
+        file.release()
         assert (holding.result().status_code, changing.result().status_code) == (200, 200)
         if to == "load":
             assert answer(server) == [20, 22]

@@ -1,6 +1,5 @@
 """The shown state of a model that takes long to load, for operators and clients."""
 
-import os
 import re
 from pathlib import Path
 
@@ -11,24 +10,20 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
+from held_files import held_file
 from models import builders
 from ortserve.engine.process_limits import cpu_budget
 from servers import starting, triton_clients
 
-OPENING = r"opening the session on CPUExecutionProvider, for \d+ s"
+OPENING = r"waiting for its file, for \d+ s"
 ONES = {"x": np.ones((1, 4), np.float32)}
 
 
 def test_long_load_reports_its_step_on_both_protocols_and_in_the_log(tmp_path: Path) -> None:
-    """The model is read from a pipe, so that ONNX Runtime opens it until the test ends the load.
-
-    The server answers meanwhile, which shows that ONNX Runtime releases the interpreter lock.
-    """
-    repository = tmp_path / "repository"
-    repository.mkdir()
-    os.mkfifo(repository / "m.onnx")
-    with starting(repository, "--warmup-s", "0", "--intra-op-threads", "1") as server:
-        line = server.wait_for_line("model is still loading", "opening the session")
+    file = builders.identity(tmp_path / "m.onnx")
+    flags = ("--warmup-s", "0", "--intra-op-threads", "1")
+    with held_file(file) as hold, starting(tmp_path, *flags) as server:
+        line = server.wait_for_line("model is still loading", "waiting for its file")
         assert re.search(rf' model=m version=1 doing="{OPENING}" seconds=1\d\.\d+$', line)
         with triton_clients(server) as (http, grpc):
             (entry,) = http.get_model_repository_index()
@@ -40,7 +35,7 @@ def test_long_load_reports_its_step_on_both_protocols_and_in_the_log(tmp_path: P
             for client, library in ((http, triton_http), (grpc, triton_grpc)):
                 with pytest.raises(InferenceServerException, match=rf"LOADING \({OPENING}\)"):
                     client.infer("m", triton_inputs(library, ONES))
-            (repository / "m.onnx").write_bytes(builders.identity(tmp_path / "real").read_bytes())
+            hold.release()
             server.wait_until_loaded()
             assert http.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
             http.infer("m", triton_inputs(triton_http, ONES))
@@ -51,12 +46,12 @@ def test_long_load_reports_its_step_on_both_protocols_and_in_the_log(tmp_path: P
 def test_slow_model_delays_no_other_load_and_no_shutdown(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
-    os.mkfifo(repository / "a_slow.onnx")
+    slow = builders.identity(repository / "a_slow.onnx")
     (repository / "b_broken.onnx").write_bytes(b"no model")
     names = [f"m{number}" for number in range(8)]
     for name in names:
         builders.identity(repository / f"{name}.onnx")
-    with starting(repository, "--warmup-s", "0.5") as server:
+    with held_file(slow), starting(repository, "--warmup-s", "0.5") as server:
         for name in names:
             server.wait_for_line("model is ready", f"model={name} ")
         with triton_clients(server) as (http, grpc):

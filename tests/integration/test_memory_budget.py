@@ -17,6 +17,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
+from held_files import held_file
 from http_wire import wait_until
 from models import builders, costly, members
 from servers import (
@@ -82,13 +83,10 @@ def ask_briefly(server: ServerProcess, model: str, inputs: dict[str, np.ndarray]
 
 
 def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_path: Path) -> None:
-    """The model is read from a pipe, so that its load lasts until the test ends it."""
     repository = tmp_path / "repository"
     write_options(add_model(repository, "other", builders.identity), "required: true")
-    pipe = repository / "m.onnx"
-    os.mkfifo(pipe)
-    content = builders.identity(tmp_path / "real").read_bytes()
     with (
+        held_file(builders.identity(repository / "m.onnx")) as file,
         serving(repository, "--load-policy", "on_demand", *SHORT_LOADS) as server,
         triton_clients(server) as (http, grpc),
         ThreadPoolExecutor(2) as threads,
@@ -102,7 +100,7 @@ def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_pa
         assert states(server)["m"][0] == "LOADING"
         by_http = threads.submit(ask, server, "m", ROW)
         by_grpc = threads.submit(grpc.infer, "m", triton_inputs(triton_grpc, ROW))
-        pipe.write_bytes(content)
+        file.release()
         np.testing.assert_array_equal(by_http.result(LONG_S), ROW["x"])
         np.testing.assert_array_equal(by_grpc.result(LONG_S).as_numpy("y"), ROW["x"])
         samples = read_metrics(server)
@@ -113,13 +111,12 @@ def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_pa
 
 
 def test_requests_wait_for_the_newer_load_that_cancels_the_one_they_waited_for(tmp_path: Path) -> None:
-    """A load that a pipe delays holds the only slot, so that the model's load is cancelled while it waits."""
+    """A load that a held file delays holds the only slot, so that the model's load is cancelled while it waits."""
     repository = tmp_path / "repository"
     folder = add_model(repository, "m", members.affine, offset=1)
-    pipe = repository / "slow.onnx"
-    os.mkfifo(pipe)
     flags = ("--model-control-mode", "explicit", "--load-model", "*", "--load-policy", "on_demand")
     with (
+        held_file(builders.identity(repository / "slow.onnx")) as file,
         serving(repository, *flags, "--memory-budget-bytes", str(1024 * MIB), *SHORT_LOADS) as server,
         ThreadPoolExecutor(4) as threads,
     ):
@@ -131,7 +128,7 @@ def test_requests_wait_for_the_newer_load_that_cancels_the_one_they_waited_for(t
         load = threads.submit(httpx.post, f"{server.url}/v2/repository/models/m/load", timeout=LONG_S)
         server.wait_for_line("load cancelled", "model=m")
         assert TOO_LATE in ask_briefly(server, "m", PAIR)
-        pipe.write_bytes(builders.identity(tmp_path / "real").read_bytes())
+        file.release()
         np.testing.assert_array_equal(early.result(LONG_S), PAIR["a"] + 2)
         assert load.result(LONG_S).status_code == 200
         np.testing.assert_array_equal(slow.result(LONG_S), ROW["x"])
@@ -202,7 +199,7 @@ def test_load_on_demand_of_a_removed_file_fails_with_the_reason(tmp_path: Path) 
     folder = add_model(tmp_path, "m", members.affine, offset=1)
     with serving(tmp_path, "--load-policy", "on_demand", *SHORT_LOADS) as server:
         publish_another_version(folder)
-        with pytest.raises(InferenceServerException, match=r"failed to load 'm', version 1: .*found no regular file"):
+        with pytest.raises(InferenceServerException, match=r"failed to load 'm', version 1: .*there is no such file"):
             ask(server, "m", PAIR)
 
 
@@ -315,23 +312,26 @@ def test_ensemble_whose_members_do_not_fit_together_fails_and_evicts_nothing_mor
 
 
 def test_ensemble_on_demand_loads_a_member_again_that_leaves_before_it_is_held(tmp_path: Path) -> None:
-    """The load of ``c`` waits behind that of ``b``, which a pipe delays, and evicts ``a`` before the ensemble loads."""
+    """The load of ``c`` waits behind that of ``b``, whose file is held, and evicts ``a`` before the ensemble loads."""
     repository = tmp_path / "repository"
-    for name in ("a", "c"):
+    for name in ("a", "b", "c"):
         add_model(repository, name, costly.weighty, width=1000, layers=1)
-    os.mkfifo(repository / "b.onnx")
     steps = [(name, {"x": "x"}, {"y": f"of_{name}"}) for name in ("a", "b")]
     members.add_ensemble(repository, "ab", ["x"], ["of_a", "of_b"], steps)
     wide = {"x": np.ones((1, 1000), np.float32)}
     flags = ("--load-policy", "on_demand", "--memory-budget-bytes", str(12 * MIB), *SHORT_LOADS)
-    with serving(repository, *flags, through=PLAIN) as server, ThreadPoolExecutor(2) as threads:
+    with (
+        held_file(repository / "b" / "1" / "model.onnx") as file,
+        serving(repository, *flags, through=PLAIN) as server,
+        ThreadPoolExecutor(2) as threads,
+    ):
         expected = ask(server, "a", wide)
         stays_until_s = time.monotonic() + 1  # five times its load, or more
         whole = threads.submit(ask, server, "ab", wide)
         wait_until(partial(is_loading, server, "b"))
         other = threads.submit(ask, server, "c", wide)
         wait_until(lambda: is_loading(server, "c") and time.monotonic() > stays_until_s)
-        (repository / "b.onnx").write_bytes((repository / "a" / "1" / "model.onnx").read_bytes())
+        file.release()
         for answer in (whole, other):
             np.testing.assert_allclose(answer.result(LONG_S), expected, rtol=1e-5)
         assert read_metrics(server).by_labels("ortserve_model_evictions_total", "model")["a"] >= 1

@@ -1,7 +1,6 @@
 """Loading, reloading and unloading while clients send requests, by calls and by changed folders."""
 
 import base64
-import os
 import re
 import shutil
 import threading
@@ -20,6 +19,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import rest_json, triton_inputs
+from held_files import held_file
 from http_wire import wait_until
 from models import builders, members
 from servers import (
@@ -349,21 +349,18 @@ def states(index: list[dict[str, str]]) -> set[tuple[str, str]]:
 
 
 def test_load_that_does_not_end_delays_no_change_of_other_models(tmp_path: Path) -> None:
-    """A model is read from a pipe, so that its load lasts until the test replaces the pipe and writes it."""
     add_model(tmp_path, "old", builders.identity)
-    content = builders.identity(tmp_path / "real").read_bytes()
-    with serving(tmp_path, *POLL) as server, triton_clients(server) as (http, _):
-        pipe = tmp_path / "slow.onnx"
-        os.mkfifo(pipe)
+    slow = builders.identity(tmp_path / ".slow")
+    with held_file(slow) as file, serving(tmp_path, *POLL) as server, triton_clients(server) as (http, _):
+        slow.rename(tmp_path / "slow.onnx")
         wait_until(lambda: ("slow", "LOADING") in states(index_of(server)))
         shutil.move(tmp_path / "old", tmp_path / ".old")
         add_model(tmp_path, "new", builders.identity)
         wait_until(lambda: {("new", "READY"), ("old", "UNAVAILABLE")} <= states(index_of(server)))
         assert ("slow", "LOADING") in states(index_of(server))
-        kept = tmp_path / ".pipe"
-        pipe.rename(kept)
-        pipe.write_bytes(content)
-        kept.write_bytes(content)  # ends the load that the new file cancels
+        builders.identity(tmp_path / ".new").rename(tmp_path / "slow.onnx")
+        server.wait_for_line("its files or options have changed")
+        file.release()  # ends the load that the new file cancels
         wait_until(lambda: ("slow", "READY") in states(index_of(server)))
         assert http.is_model_ready("slow")
 

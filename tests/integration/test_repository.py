@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
+from held_files import held_file
 from http_wire import wait_until
 from models import builders, interfaces
 from ortserve.registry.load.coordination import MAX_LOADS
@@ -99,12 +101,12 @@ def test_files_that_are_not_models_are_ignored(mixed_server: ServerProcess) -> N
 
 
 def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> None:
-    """All concurrent loads read models from pipes; the test opens the other ends last."""
+    """The files of all concurrent loads are held."""
     names = [f"a_slow_{number}" for number in range(MAX_LOADS)]
-    for name in names:
-        os.mkfifo(tmp_path / f"{name}.onnx")
     add_model(tmp_path, "identity", builders.identity)
-    with starting(tmp_path) as server:
+    with ExitStack() as stack:
+        held_files = [stack.enter_context(held_file(builders.identity(tmp_path / f"{name}.onnx"))) for name in names]
+        server = stack.enter_context(starting(tmp_path))
         labels = {"model": names[0], "version": "1", "state": "loading"}
         wait_for_sample(server, "ortserve_model_state", lambda value: value == 1, **labels)
         document = {"inputs": [json_input("x", ROW["x"])]}
@@ -117,9 +119,8 @@ def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> Non
         ready = httpx.get(f"http://{server.http}/v2/models/identity/ready", timeout=LONG_S)
         assert (ready.status_code, ready.json()) == (400, {"error": "Model version not ready"})
 
-        content = (tmp_path / "identity" / "1" / "model.onnx").read_bytes()
-        for name in names:
-            (tmp_path / f"{name}.onnx").write_bytes(content)
+        for file in held_files:
+            file.release()
         server.wait_until_loaded()
         np.testing.assert_array_equal(rest_json(server, "identity", ROW)["y"], ROW["x"])
         assert httpx.post(rest_url(server, "nowhere"), json=document, timeout=LONG_S).status_code == 404

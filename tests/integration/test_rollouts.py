@@ -1,6 +1,5 @@
 """Shadow and canary rollouts on real servers: wrong, slow and crashing candidates do not affect callers."""
 
-import os
 import re
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ import tritonclient.utils.shared_memory as shared_memory
 from onnx import TensorProto, helper, numpy_helper
 
 from encodings_of_requests import triton_inputs
+from held_files import held_file
 from http_wire import wait_until
 from models import builders
 from ortserve.cli.main import main
@@ -404,7 +404,7 @@ def test_rollout_of_the_file_begins_when_its_candidate_has_arrived(tmp_path: Pat
 
 @pytest.mark.parametrize("next_rollout", ["", "rollout: {candidate: 3, mode: canary, share: 1}\n"])
 def test_rollout_that_the_file_drops_ends_before_new_versions_are_loaded(tmp_path: Path, next_rollout: str) -> None:
-    """The new file names a sample that is a pipe, so that the loads wait until the test ends them."""
+    """The new file names a sample that is held, so that the loads wait until the test ends them."""
     repository = tmp_path / "repository"
     add_pair(repository, "m", builders.identity, builders.identity)
     folder = add_model(repository, "m", builders.identity, version=3)
@@ -412,20 +412,17 @@ def test_rollout_that_the_file_drops_ends_before_new_versions_are_loaded(tmp_pat
     (folder / "model.yaml").write_text(f"labels: {{stable: 1}}\n{begun}")
     sample = folder / "warmup" / "row"
     sample.parent.mkdir()
-    os.mkfifo(sample)
+    sample.write_bytes(ONES["x"].tobytes())
     polled = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
-    with serving(repository, *polled) as server, calling(server, "m") as caller:
+    with held_file(sample) as file, serving(repository, *polled) as server, calling(server, "m") as caller:
         assert caller.ask()[0] == "2"
         samples = "warmup_samples: [{inputs: {x: {file: row}}}]\n"
         (tmp_path / "model.yaml").write_text(f"labels: {{stable: 1}}\n{ALL}{samples}{next_rollout}")
         (tmp_path / "model.yaml").replace(folder / "model.yaml")
-        with sample.open("wb") as writer:  # returns when a load opens the sample
-            wait_until(lambda: caller.ask()[0] == "1")
-            document = rollout_of(server, "m")
-            assert (document["rollout"] is None, document["figures"]["requests"]) == (not next_rollout, 0)
-            sample.unlink()
-            sample.write_bytes(ONES["x"].tobytes())
-            writer.write(ONES["x"].tobytes())
+        wait_until(lambda: file.is_awaited and caller.ask()[0] == "1")
+        document = rollout_of(server, "m")
+        assert (document["rollout"] is None, document["figures"]["requests"]) == (not next_rollout, 0)
+        file.release()
         server.wait_for_line("model is ready", "version=3")
         wait_until(lambda: caller.ask()[0] == ("3" if next_rollout else "1"))
     assert "rollout has no effect" not in server.output

@@ -1,6 +1,5 @@
 """Versions that crash or hang ONNX Runtime while they load, with ``trial_load``: the server and its models go on."""
 
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from encodings_of_requests import rest_json
+from held_files import held_file
 from http_wire import wait_until
 from models import builders, interfaces
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting
@@ -78,16 +78,17 @@ def test_version_is_tried_again_only_if_it_has_changed(tmp_path: Path) -> None:
 
 
 def test_file_that_replaces_the_tried_one_is_not_loaded_untried(tmp_path: Path) -> None:
-    """The trial waits for a sample, which it reads from a pipe after it has opened the model."""
+    """The trial waits for a sample, which it reads after it has opened the model."""
     folder = add_model(tmp_path, "m", builders.identity)
-    (folder / "warmup").mkdir()
-    os.mkfifo(folder / "warmup" / "pipe")
-    (folder / "model.yaml").write_text("trial_load: true\nwarmup_samples: [{inputs: {x: {file: pipe}}}]\n")
-    with serving(tmp_path, *EXPLICIT) as server, ThreadPoolExecutor(1) as clients:
+    sample = folder / "warmup" / "row"
+    sample.parent.mkdir()
+    sample.write_bytes(ROW["x"].tobytes())
+    (folder / "model.yaml").write_text("trial_load: true\nwarmup_samples: [{inputs: {x: {file: row}}}]\n")
+    with held_file(sample) as hold, serving(tmp_path, *EXPLICIT) as server, ThreadPoolExecutor(1) as clients:
         loading = clients.submit(httpx.post, f"{server.url}/v2/repository/models/m/load", timeout=LONG_S)
-        with (folder / "warmup" / "pipe").open("wb") as pipe:
-            crashing(tmp_path / "new.onnx").replace(folder / "1" / "model.onnx")
-            pipe.write(ROW["x"].tobytes())
+        wait_until(lambda: hold.is_awaited)
+        crashing(tmp_path / "new.onnx").replace(folder / "1" / "model.onnx")
+        hold.release()
         answer = loading.result()
         assert "trial_load: model.onnx changed after" in answer.json()["error"]
         server.wait_for_line("trial load passed")
@@ -102,12 +103,11 @@ def test_trial_reports_the_error_of_the_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["unload", "stop"])
 def test_hanging_trial_ends_with_its_load_or_its_server(tmp_path: Path, ending: str) -> None:
-    """The model is a pipe, so that ONNX Runtime would open it for ever."""
-    os.mkfifo(tmp_path / "m.onnx")
+    file = builders.identity(tmp_path / "m.onnx")
     poll = ("--model-control-mode", "poll", "--repository-poll-s", "0.05")
-    with starting(tmp_path, "--trial-load", *poll, *SHORT_WARMUP) as server:
+    with held_file(file) as hold, starting(tmp_path, "--trial-load", *poll, *SHORT_WARMUP) as server:
         process = psutil.Process(server.pid)
-        wait_until(lambda: len(trials(process)) > 0)
+        wait_until(lambda: hold.is_awaited)
         (child,) = trials(process)
         if ending == "stop":
             server.stop()

@@ -25,7 +25,7 @@ from ortserve.config.options import (
 from ortserve.config.repository_url import Repository
 from ortserve.config.triton_names import hint_for_flag
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
-from ortserve.paths import is_model_file
+from ortserve.paths import is_model_file, open_file
 
 _REPORT_S: Final = 5.0
 """Time after which a repository that does not answer, such as NFS without its server, is reported."""
@@ -68,7 +68,7 @@ def _repository_problem(repository: Repository) -> str:
         report.start()
     try:
         # The dot needs the right to search the folder, too.
-        with repository.open("rb") if is_model_file(repository) else os.scandir(f"{repository}/."):
+        with open_file(repository) if is_model_file(repository) else os.scandir(f"{repository}/."):
             return ""
     except OSError as error:
         expected = "a folder of models or an .onnx file"

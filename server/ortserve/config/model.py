@@ -21,6 +21,7 @@ from ortserve.config.triton_names import hint_for
 from ortserve.config.versions import MAX_LABELS, Label, LatestVersions, Version, VersionPolicy
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
+from ortserve.paths import read_file
 
 MAX_INSTANCES: Final = 64
 """Maximum number of instances of one version."""
@@ -314,7 +315,7 @@ def says_required(path: Path) -> bool:
     except ValueError:
         pass
     try:
-        return _REQUIRED.search(path.read_text(errors="replace")) is not None
+        return _REQUIRED.search(read_file(path).decode(errors="replace")) is not None
     except OSError:
         return False
 

@@ -341,7 +341,7 @@ def _shared_port(options: ServerOptions) -> str:
 def _read_file(path: Path) -> dict[str, object]:
     """Read the file and validate it strictly and separately, so that errors are found even if a flag overrides them."""
     try:
-        given = read_yaml(path)
+        given = read_yaml(path, Path.read_bytes)  # which may be a pipe, as of `--config <(generate)`
     except ValueError as error:
         raise OptionsError(f"{path}: {error}") from None
     try:

@@ -4,10 +4,13 @@ YAML allows more than options need. Tags, recursive values and duplicate keys ar
 become texts. So the result holds only JSON's types and has a bounded size.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import yaml
+
+from ortserve.paths import read_file
 
 MAX_LEVELS: Final = 64
 """Maximum nesting of mappings and lists; options need at most seven levels."""
@@ -24,14 +27,16 @@ _NOTHING: Final = "tag:yaml.org,2002:null"
 _NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
-def read_yaml(path: Path) -> dict[str, object]:
+def read_yaml(path: Path, read: Callable[[Path], bytes] = read_file) -> dict[str, object]:
     """Read a mapping from a file; an empty file is an empty mapping. Keys and dates are texts, as written.
+
+    ``read`` reads the content of the file. Unless it is given, only a regular file is read.
 
     Raises:
         ValueError: The file is unreadable or invalid. The message names the problem and the line, never the path.
     """
     try:
-        loader = yaml.SafeLoader(path.read_bytes())
+        loader = yaml.SafeLoader(read(path))
         try:
             root = loader.get_single_node()
             if root is None or root.tag == _NOTHING:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.model_file.graph import Model
+from ortserve.paths import open_file
 
 _POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
 _LARGEST_POINTER: Final = 1024
@@ -31,10 +32,8 @@ def find_damage(path: Path, model: Model) -> str:
     if pointer := find_pointer(path, model):
         return pointer
     if not model.is_readable:
-        if not path.is_file():
-            return "expected an ONNX model, found no regular file"
-        problem = "it is not one or is truncated" if path.stat().st_size else "the file is empty"
-        return f"expected an ONNX model, {_read_error(path) or problem}"
+        problem = _read_error(path) or ("it is not one or is truncated" if path.stat().st_size else "the file is empty")
+        return f"expected an ONNX model, {problem}"
     for name, needed in model.external_files.items():
         problem = _read_error(file := path.parent / name)
         if not problem and (found := file.stat().st_size) < needed.nbytes:
@@ -45,22 +44,22 @@ def find_damage(path: Path, model: Model) -> str:
 
 
 def _read_error(file: Path) -> str:
-    """Why a file cannot be opened, such as missing permission; empty if it can. A pipe is not opened."""
+    """Why a file cannot be opened, such as missing permission; empty if it can."""
     try:
-        if not file.is_file():
-            return "there is no such file"
-        file.open("rb").close()
+        open_file(file).close()
+    except FileNotFoundError:
+        return "there is no such file"
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     return ""
 
 
 def _is_pointer(file: Path) -> bool:
-    """Whether a file is a Git LFS pointer; False for an unreadable file. A pipe is not opened."""
+    """Whether a file is a Git LFS pointer; False for an unreadable file."""
     try:
-        if not file.is_file() or file.stat().st_size >= _LARGEST_POINTER:
+        if file.stat().st_size >= _LARGEST_POINTER:
             return False
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             return stream.read(len(_POINTER)) == _POINTER
     except OSError:
         return False

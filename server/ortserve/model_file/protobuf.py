@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from ortserve.paths import open_file
+
 VARINT: Final = 0
 """The wire type of single numbers."""
 _FIXED64: Final = 1
@@ -23,12 +25,10 @@ def mapped_file(path: Path) -> Iterator[memoryview]:
     """The content of a file, mapped into memory within the ``with``.
 
     Raises:
-        OSError: The file cannot be read. A pipe is not opened, because it can be read only once, by ONNX Runtime.
+        OSError: The file cannot be read, or is no regular file.
         ValueError: The file is empty.
     """
-    if not path.is_file():
-        raise OSError("not a regular file")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         view = memoryview(content)
         try:
             yield view

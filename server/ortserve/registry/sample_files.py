@@ -17,6 +17,7 @@ import numpy as np
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import invalid_input
+from ortserve.paths import open_file
 
 MAX_ARRAYS: Final = 1024
 """Maximum number of arrays in one file."""
@@ -34,7 +35,7 @@ def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
     """
     arrays: dict[str, np.ndarray] = {}
     try:
-        with ZipFile(file) as archive:
+        with open_file(file) as opened, ZipFile(opened) as archive:
             members = archive.infolist()
             nbytes = sum(member.file_size for member in members)
             if len(members) > MAX_ARRAYS or nbytes > max_bytes:

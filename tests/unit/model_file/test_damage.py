@@ -24,4 +24,4 @@ def test_pointer_is_recognized_by_its_first_line_and_its_size(tmp_path: Path) ->
 def test_file_that_is_not_there_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
 
-    assert find_damage(path, read_model(path)) == "expected an ONNX model, found no regular file"
+    assert find_damage(path, read_model(path)) == "expected an ONNX model, there is no such file"

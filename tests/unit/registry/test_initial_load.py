@@ -1,7 +1,6 @@
 """The start of a registry with a folder and a store in memory, with the real ONNX Runtime."""
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +11,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from fakes.store import StoreInMemory
+from held_files import held_file
 from models import members
 from ortserve.config.model import LoadOptions
 from ortserve.engine.process_memory import HeldMemory
@@ -89,18 +89,15 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_ensemble_whose_member_loads_since_an_earlier_arrival_waits_for_it(start: Start) -> None:
-    pipe = start.models / "slow.onnx"
-    os.mkfifo(pipe)
     members.add_ensemble(
         start.models, "chain", ["x"], ["y"], [("slow", {"a": "x"}, {"b": "t"}), ("far", {"a": "t"}, {"b": "y"})]
     )
     members.add_ensemble(start.models, "outer", ["x"], ["y"], [("chain", {"x": "x"}, {"y": "y"})])
-    loading = asyncio.create_task(start.registry.load_all())
-    await start.reach(lambda: any("opening" in record.explanation for record in start.registry.records_of("slow")))
-    start.arrive.set()
-    await start.reach(lambda: start.states().get("far") is State.READY)
-    content = members.affine(start.models.parent / "slow", 1, 1).read_bytes()
-    await asyncio.to_thread(pipe.write_bytes, content)
+    with held_file(members.affine(start.models / "slow.onnx", 1, 1)) as file:
+        loading = asyncio.create_task(start.registry.load_all())
+        await file.wait()
+        start.arrive.set()
+        await start.reach(lambda: start.states().get("far") is State.READY)
     await asyncio.wait_for(loading, LONG_S)
     assert start.states() == dict.fromkeys(("slow", "far", "chain", "outer"), State.READY)
     assert start.failed_loads() == {}

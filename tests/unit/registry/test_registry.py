@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from fakes.inflight import submit_to
+from held_files import HeldFile, held_file
 from interpreted import interpreted_only
 from models import builders, interfaces, members
 from ortserve.batching.response_cache import ResponseCache
@@ -243,19 +244,10 @@ async def test_models_queued_for_loading_are_known_but_not_ready(tmp_path: Path)
 
 
 @pytest.fixture
-def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Creates models whose opening lasts until the test writes them."""
-    made: list[Path] = []
-
-    def make_pipe(name: str) -> Path:
-        made.append(tmp_path / f"{name}.onnx")
-        os.mkfifo(made[-1])
-        return made[-1]
-
-    yield make_pipe
-    for pipe in made:
-        with suppress(OSError):  # no reader is left, unless the test failed; then the loader's thread would remain
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+def slow_file(tmp_path: Path) -> Iterator[Callable[[str], HeldFile]]:
+    """Creates models whose opening lasts until the test releases them."""
+    with ExitStack() as files:
+        yield lambda name: files.enter_context(held_file(builders.unnamed_dims(tmp_path / f"{name}.onnx")))
 
 
 async def is_reached(condition: Callable[[], bool]) -> None:
@@ -266,18 +258,14 @@ async def is_reached(condition: Callable[[], bool]) -> None:
     raise AssertionError
 
 
-def is_opening(registry: Registry, name: str) -> bool:
-    return any("opening" in record.explanation for record in registry.models().get(name, ()))
-
-
 UNMEASURED = LoadOptions(warmup_s=0, intra_op_threads=1)
 
 
 async def test_models_are_opened_concurrently(
-    tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slow_file: Callable[[str], HeldFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_loader, "cpu_budget", lambda: 3)
-    slow = [pipes("a_slow"), pipes("b_slow")]
+    slow = [slow_file("a_slow"), slow_file("b_slow")]
     put(tmp_path, builders.not_onnx, "c_broken")
     names = [f"m{number}" for number in range(8)]
     for name in names:
@@ -286,15 +274,14 @@ async def test_models_are_opened_concurrently(
     loading_all = asyncio.create_task(registry.load_all())
     await is_reached(lambda: all(registry.ready_versions(name) for name in names))
     assert state_of(registry, "c_broken")[1][0] is State.FAILED
-    assert all(is_opening(registry, path.stem) for path in slow)
+    assert all(file.is_awaited for file in slow)
     for name in names:
         np.testing.assert_array_equal(await double(registry, name), np.full((1, 4), 2))
     await registry.unload("m1")
     assert registry.ready_versions("m1") == []
     unloading = asyncio.create_task(registry.unload("a_slow"))
-    content = builders.unnamed_dims(tmp_path.parent / "real").read_bytes()
-    for path in slow:
-        await asyncio.to_thread(path.write_bytes, content)
+    for file in slow:
+        file.release()
     await loading_all
     await unloading
     assert registry.ready_versions("a_slow") == []
@@ -303,20 +290,20 @@ async def test_models_are_opened_concurrently(
 
 
 async def test_cancelled_loading_starts_no_further_model(
-    tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slow_file: Callable[[str], HeldFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_loader, "cpu_budget", lambda: 2)
-    slow = [pipes("a_slow"), pipes("b_slow")]
+    slow = [slow_file("a_slow"), slow_file("b_slow")]
     put(tmp_path, builders.unnamed_dims, "m")
     registry = Registry([tmp_path], UNMEASURED, Metrics(CollectorRegistry()), time.monotonic_ns)
     loading_all = asyncio.create_task(registry.load_all())
-    await is_reached(lambda: all(is_opening(registry, path.stem) for path in slow))
+    for file in slow:
+        await file.wait()
     loading_all.cancel()
     await asyncio.gather(loading_all, return_exceptions=True)
     await asyncio.wait_for(registry.close(), 30)
-    content = builders.unnamed_dims(tmp_path.parent / "real").read_bytes()
-    for path in slow:
-        await asyncio.to_thread(path.write_bytes, content)
+    for file in slow:
+        file.release()
     assert state_of(registry, "m") == {1: (State.LOADING, "")}
     assert [record.explanation for record in registry.models()["m"]] == [WAITING]
 
@@ -669,13 +656,14 @@ async def test_ensemble_that_changes_with_the_member_of_its_member_uses_the_new_
     assert inner.members == (registry.find("m", ""),)
 
 
-async def test_poll_during_a_load_supersedes_it_once(tmp_path: Path, pipes: Callable[[str], Path], load: Load) -> None:
+async def test_poll_during_a_load_supersedes_it_once(
+    tmp_path: Path, slow_file: Callable[[str], HeldFile], load: Load
+) -> None:
     registry = await load(warmup_s=0, intra_op_threads=1)
-    pipe = pipes("slow")
+    file = slow_file("slow")
     loading = await registry.begin_poll()
-    await is_reached(lambda: is_opening(registry, "slow"))
-    kept = tmp_path / ".pipe"
-    pipe.rename(kept)
+    await file.wait()
+    (tmp_path / "slow.onnx").rename(tmp_path / ".kept")
     for number in range(3):
         builders.unnamed_dims(tmp_path / "slow.onnx")
         os.utime(tmp_path / "slow.onnx", ns=(number, number))
@@ -683,7 +671,7 @@ async def test_poll_during_a_load_supersedes_it_once(tmp_path: Path, pipes: Call
         unchanged = await registry.begin_poll()
         await asyncio.wait_for(unchanged, 30)
         assert not superseding.done()
-    await asyncio.to_thread(kept.write_bytes, builders.unnamed_dims(tmp_path.parent / "real").read_bytes())
+    file.release()
     await asyncio.wait_for(asyncio.gather(loading, superseding), 30)
     assert state_of(registry, "slow") == {1: (State.READY, "")}
     assert registry.records_of("slow")[0].source == registry._sources["slow"].versions[1]
@@ -890,14 +878,15 @@ async def test_version_replacements_are_limited(load: Load, tmp_path: Path) -> N
 
 
 async def test_version_that_fails_while_its_successor_loads_is_not_loaded_again(load: Load, tmp_path: Path) -> None:
-    """The labels of the next version are read from a pipe, so that its load lasts until the test ends it."""
+    """The labels of the next version are held, so that its load lasts until the test ends it."""
     put(tmp_path, builders.identity, "m")
     registry = await load(warmup_s=0)
     (record,) = registry.records()
     put(tmp_path, builders.unnamed_dims, "m", 2, options="outputs: {y: {labels: labels.txt}}")
-    os.mkfifo(tmp_path / "m" / "labels.txt")
-    loading = asyncio.ensure_future(registry.load("m"))
-    with await asyncio.to_thread((tmp_path / "m" / "labels.txt").open, "w"):  # returns when the load opens the file
+    (tmp_path / "m" / "labels.txt").touch()
+    with held_file(tmp_path / "m" / "labels.txt") as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()
         registry._versions._on_abandoned(record, _Stuck(), "its run did not end", True)
     await asyncio.wait_for(loading, 30)
     while registry.is_changing:  # noqa: ASYNC110 - there is no event for it
@@ -912,11 +901,11 @@ async def test_reload_that_fails_after_the_serving_load_did_is_not_logged_as_if_
     registry = await load(warmup_s=0)
     (record,) = registry.records()
     (tmp_path / "m" / "model.yaml").write_text("outputs: {y: {labels: labels.txt}}")
-    os.mkfifo(tmp_path / "m" / "labels.txt")
-    loading = asyncio.ensure_future(registry.load("m"))
-    with await asyncio.to_thread((tmp_path / "m" / "labels.txt").open, "wb") as labels:
+    (tmp_path / "m" / "labels.txt").write_bytes(b"\xff")
+    with held_file(tmp_path / "m" / "labels.txt") as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()
         registry._versions._on_abandoned(record, _Stuck(), "its run did not end", True)
-        labels.write(b"\xff")
     with pytest.raises(ServeError, match="expected text in UTF-8"):
         await asyncio.wait_for(loading, 30)
     assert "model cannot be served" in caplog.messages
@@ -942,18 +931,13 @@ class _Stuck:
 
 
 async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
-    """The model is read from a pipe, so that its load lasts until the test ends it."""
     registry = await load(warmup_s=0, intra_op_threads=1)
-    pipe = tmp_path / "m.onnx"
-    os.mkfifo(pipe)
-    loading = asyncio.ensure_future(registry.load("m"))
-    writer = await asyncio.to_thread(pipe.open, "wb")  # returns when ONNX Runtime opens the file
-    unloading = asyncio.ensure_future(registry.unload("m"))
-    for _ in range(3):
-        await asyncio.sleep(0)
-    content = builders.identity(tmp_path.parent / "real").read_bytes()
-    with writer:
-        await asyncio.to_thread(writer.write, content)
+    with held_file(builders.identity(tmp_path / "m.onnx")) as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()
+        unloading = asyncio.ensure_future(registry.unload("m"))
+        for _ in range(3):
+            await asyncio.sleep(0)
     with pytest.raises(ServeError, match="its load was cancelled: the model is unloaded"):
         await asyncio.wait_for(loading, 30)
     await asyncio.wait_for(unloading, 30)
@@ -976,20 +960,48 @@ async def test_measured_request_shares_no_batch_with_those_of_callers(tmp_path: 
     assert max(rows) > 1
 
 
+@pytest.mark.parametrize(
+    ("pipe", "reason"),
+    [
+        ("m.onnx", "version 1: m.onnx: expected"),
+        ("m/1/model.onnx", "version 1: version folder 1: model.onnx: expected"),
+        ("m/1/weights", "version 1: weights: expected"),
+        ("m/1/golden/golden.yaml", "version 1: golden: golden.yaml: cannot be read: expected"),
+        ("m/1/golden/a.npz", "version 1: golden: a.npz: expected a file written by numpy.savez, got: expected"),
+        ("m/ops.so", "version 1: ops.so: expected"),
+        ("m/labels.txt", "version 1: labels of output 'y': 'labels.txt' cannot be read: expected"),
+        ("m/warmup/row", "version 1: warm-up sample '0': input 'x': 'warmup/row' cannot be read: expected"),
+        ("m/config.pbtxt", "failed to poll from model repository: config.pbtxt: expected"),
+    ],
+)
+async def test_pipe_in_place_of_a_file_fails_its_model_and_is_not_awaited(
+    tmp_path: Path, load: Load, pipe: str, reason: str
+) -> None:
+    file = tmp_path / pipe
+    options = {"ops.so": "session: {operator_libraries: [ops.so]}", "labels.txt": "outputs: {y: {labels: labels.txt}}"}
+    options["row"] = "warmup_samples: [{inputs: {x: {file: row}}}]"
+    if pipe != "m.onnx":
+        build = partial(builders.external_weights, location="weights") if file.name == "weights" else builders.identity
+        put(tmp_path, build, "m", options=options.get(file.name, ""))
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    with pytest.raises(ServeError, match=f"failed to load 'm', {reason} a file, got something else"):
+        await asyncio.wait_for(registry.load("m"), 30)
+
+
 async def test_load_fails_if_the_model_file_is_replaced_meanwhile(tmp_path: Path, load: Load) -> None:
     """The graph was read before, so that the rows of the new model would run together without a proof."""
     registry = await load(warmup_s=0.05, intra_op_threads=1)
     put(tmp_path, builders.identity, "m", options="outputs: {y: {labels: .labels}}")
-    pipe = tmp_path / "m" / ".labels"
-    os.mkfifo(pipe)
-    loading = asyncio.ensure_future(registry.load("m"))
-    writer = await asyncio.to_thread(pipe.open, "wb")  # returns when the load, which has read the graph, reads labels
-    builders.row_mixer(tmp_path / "m" / "1" / "model.onnx")
-    writer.close()
+    (tmp_path / "m" / ".labels").touch()
+    with held_file(tmp_path / "m" / ".labels") as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()  # the load, which has read the graph, reads labels
+        builders.row_mixer(tmp_path / "m" / "1" / "model.onnx")
     with pytest.raises(ServeError, match=r"model.onnx changed while it was loaded: expected files that stay"):
         await asyncio.wait_for(loading, 30)
-    pipe.unlink()
-    pipe.touch()
     await registry.load("m")
     assert registry.find("m", "").properties["batching"].startswith("not batched")
 

@@ -2,15 +2,13 @@
 
 import asyncio
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from held_files import held_file
 from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.registry.catalog import Catalog, State, VersionRecord
@@ -23,7 +21,7 @@ from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import Metrics
 
-OPENING = "opening the session on CPUExecutionProvider, for 0 s"
+OPENING = "waiting for its file, for 0 s"
 
 
 class Lines(logging.Handler):
@@ -38,18 +36,9 @@ class Lines(logging.Handler):
             self.fields.put_nowait(vars(record)["fields"])
 
 
-@pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[Path]:
-    """The model ``m``, whose opening lasts until the test writes it."""
-    path = tmp_path / "m.onnx"
-    os.mkfifo(path)
-    yield path
-    with suppress(OSError):  # no reader is left, unless the test failed; then the loader's thread would remain
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-
-
-async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_long_load_is_logged_until_it_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = LoadOptions.model_validate({"warmup_s": 0, "intra_op_threads": 1})
+    file = builders.identity(tmp_path / "m.onnx")
     source = read_source("m", [tmp_path], options)
     assert source is not None
     before = asyncio.all_tasks()
@@ -62,7 +51,7 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
     loader = VersionLoader(catalog, ledger, assembly, lambda: 0, progress_log_interval_s=0.001)
     versions = Versions(catalog, room, loader, draining, metrics, lambda: 0)
     lines = Lines()
-    with caplog.at_level(logging.INFO):
+    with held_file(file) as hold, caplog.at_level(logging.INFO):
         logging.getLogger("ortserve.registry.version_loader").addHandler(lines)
         try:
             loading = asyncio.create_task(versions.load(record, source.versions[1]))
@@ -70,8 +59,7 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
                 pass
             assert fields == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
             assert (record.state, record.explanation) == (State.LOADING, OPENING)
-            content = builders.identity(tmp_path / "real").read_bytes()
-            await asyncio.to_thread(pipe.write_bytes, content)
+            hold.release()
             assert await loading == ""
         finally:
             logging.getLogger("ortserve.registry.version_loader").removeHandler(lines)

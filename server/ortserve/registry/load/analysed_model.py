@@ -1,11 +1,14 @@
 """Analyses a model before a session is open: its file, its options and its row axes."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ortserve.config.model import ModelOptions
+from ortserve.errors import invalid_input
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.paths import NO_FILE, is_other, open_file
 from ortserve.registry.load.row_axes import RowAxes, find_row_axes
 from ortserve.registry.repository.model_files import operator_libraries
 
@@ -41,11 +44,31 @@ class AnalysedModel:
         return operator_libraries(self.options, self.folder)
 
 
+def find_file(path: Path) -> None:
+    """Wait until the model file can be opened. Blocks on the disk.
+
+    Raises:
+        ServeError: invalid_input, for something else than a file, which ONNX Runtime would open and might wait for.
+    """
+    with suppress(OSError):  # opening the session gives the reason
+        open_file(path).close()
+    _reject_others(path)
+
+
 def analyse_model(path: Path, name: str, options: ModelOptions, folder: Path | None = None) -> AnalysedModel:
     """Read the file and follow rows through its graph. Blocks on the disk; takes about 70 µs per node.
 
     Raises:
-        ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.
+        ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output, and for weights or libraries that
+            are no files.
     """
     content = read_model(path)
+    _reject_others(*(path.parent / file for file in content.external_files), *operator_libraries(options, folder))
     return AnalysedModel(path, name, options, folder, content, find_row_axes(content, options))
+
+
+def _reject_others(*files: Path) -> None:
+    for file in files:
+        with suppress(OSError):  # opening the session gives the reason
+            if is_other(file):
+                raise invalid_input(f"{file.name}: {NO_FILE}")

@@ -27,7 +27,7 @@ from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.thread_priority import own_nice
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
-from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model
+from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model, find_file
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
@@ -93,6 +93,8 @@ def load_model(
     runtime, trials = runtime or DeviceRuntime(), trials or CaptureTrials()
     limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(monotonic_ns)
     with limiter.permit(partial(progress.show, "waiting for other loads")) as permit, ExitStack() as instances:
+        progress.begin("waiting for its file")
+        find_file(path)  # On a slow file server this may take long, during which other loads may analyse.
         with limiter.analyzing():
             progress.begin("following rows through the graph")
             model = analyse_model(path, name, options, folder)  # 1

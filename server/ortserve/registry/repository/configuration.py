@@ -10,6 +10,7 @@ from ortserve._pb import model_config_pb2 as pb
 from ortserve.codecs.model_config import parse_config_text
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options, make_model_options
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.paths import read_file
 from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.repository.triton_ensemble import check_ensemble_fields, ensemble_steps
@@ -85,7 +86,7 @@ def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> C
         configuration = Configuration(options, source="" if path is None else path.name)
         return _checked(name, configuration, OPTIONS_FILE)
     try:
-        config = parse_config_text(path.read_bytes())
+        config = parse_config_text(read_file(path))
     except OSError as error:
         raise invalid_input(f"{path.name}: cannot be read: {error.strerror}") from None
     except ServeError as error:

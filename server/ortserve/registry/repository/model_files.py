@@ -16,7 +16,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.session import EXTENSIONS
 from ortserve.core.version_names import version_of
 from ortserve.errors import invalid_input
-from ortserve.paths import exists, is_file, is_folder, is_model_file
+from ortserve.paths import NO_FILE, exists, is_file, is_folder, is_model_file, is_other, read_file
 
 MODEL_FILE: Final = "model.onnx"
 OPTIONS_FILE: Final = "model.yaml"
@@ -61,6 +61,8 @@ class ModelFiles:
         """
         found = self.versions[version]
         if self.folder is None:
+            if is_other(found):
+                raise invalid_input(f"{found.name}: {NO_FILE}")
             return found
         file = found.with_name(options.model_file)
         if is_folder(file):  # Triton allows this for models with external weights beside the model file.
@@ -71,7 +73,7 @@ class ModelFiles:
         if file.is_symlink() and not exists(file):
             raise invalid_input(f"version folder {version}: {name} is a link to a file that does not exist")
         if exists(file):
-            raise invalid_input(f"version folder {version}: {name}: expected a file, got something else")
+            raise invalid_input(f"version folder {version}: {name}: {NO_FILE}")
         present = _list_names(entry.name for entry in found.parent.iterdir())
         raise invalid_input(f"version folder {version} has no file {name}: it has {present}")
 
@@ -112,7 +114,7 @@ def read_model_file(folder: Path | None, name: str, role: str) -> bytes:
     if path.is_absolute() or ".." in path.parts:
         raise invalid_input(f"{role}: expected a file in the model's folder, got '{name}'")
     try:
-        return (folder / path).read_bytes()
+        return read_file(folder / path)
     except (OSError, ValueError) as error:
         raise invalid_input(f"{role}: '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -203,14 +205,13 @@ def _read_model(folder: Path) -> ModelFiles:
     name = folder.name
     entries = sorted(folder.iterdir())
     named = [entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE)]
-    # A pipe would block its reader, and with it the poll of all models.
-    options_files = tuple(entry for entry in named if is_file(entry) or not exists(entry))
+    options_files = tuple(entry for entry in named if not is_other(entry))
     versions = {
         version: entry / MODEL_FILE for entry in entries if (version := version_of(entry.name)) and is_folder(entry)
     }
     problem = ""
     if unreadable := next((entry.name for entry in named if entry not in options_files), ""):
-        problem = f"{unreadable}: expected a file, got something else"
+        problem = f"{unreadable}: {NO_FILE}"
     elif len(options_files) > 1:
         problem = f"it has both {OPTIONS_FILE} and {TRITON_OPTIONS_FILE}: expected one of them"
     elif misnamed := next((found for entry in entries if (found := _misnamed(entry))), ""):

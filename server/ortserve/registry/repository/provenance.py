@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Final
 
+from ortserve.paths import open_file
+
 PROVENANCE_FILE: Final = "provenance.json"
 """Name of the file in the folder of a version."""
 _MAX_BYTES: Final = 1 << 20
@@ -30,7 +32,7 @@ def read_provenance(path: Path, folder: Path | None) -> str:
     else:
         file = folder / path.relative_to(folder).parts[0] / PROVENANCE_FILE
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             data = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return ""

@@ -8,7 +8,7 @@ from typing import Final
 from ortserve.config.model import LoadOptions
 from ortserve.core.version_names import version_of
 from ortserve.errors import ServeError
-from ortserve.paths import is_file
+from ortserve.paths import is_file, read_file
 from ortserve.registry.repository.configuration import read_configuration
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.repository.source import versions_to_serve
@@ -86,7 +86,7 @@ def read_digests(file: Path) -> dict[str, str]:
         StoreError: The file is malformed.
     """
     try:
-        lines = file.read_text().splitlines()
+        lines = read_file(file).decode().splitlines()
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError):

@@ -139,6 +139,7 @@ def test_each_step_of_a_load_is_reported_when_it_begins(tmp_path: Path) -> None:
     progress = NotedProgress()
     load(builders.in_sequence(tmp_path / "model.onnx"), options, progress)
     assert progress.steps == [
+        "waiting for its file",
         "following rows through the graph",
         "choosing an execution provider",
         "opening the session on CPUExecutionProvider",
@@ -352,7 +353,7 @@ def test_failing_provider_fails_the_load_without_allow_fallback(tmp_path: Path) 
         load(path, options)
     progress = NotedProgress()
     loaded = load(path, options.model_copy(update={"allow_fallback": True}), progress)
-    assert progress.steps[2:4] == [f"opening the session on {name}" for name in (AZURE, "CPUExecutionProvider")]
+    assert progress.steps[3:5] == [f"opening the session on {name}" for name in (AZURE, "CPUExecutionProvider")]
     assert (loaded.execution_provider, loaded.nodes) == ("CPUExecutionProvider", {"CPUExecutionProvider": 4})
     assert loaded.providers.passed_over == (
         f"execution_providers: {AZURE} runs none of the model's nodes; CPUExecutionProvider runs 4",

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from fakes.host_device import HostDevice
 from fakes.inflight import submit_to
+from held_files import held_file
 from models import builders, members, sequences
 from ortserve.config.model import LoadOptions
 from ortserve.core.inflight import InflightRequest
@@ -360,23 +361,18 @@ async def test_ensemble_is_loaded_as_soon_as_the_stable_version_of_its_member_ha
 
 
 async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_member(tmp_path: Path, make: Make) -> None:
-    """The member was evicted after the ensemble began to load, and is now read from a pipe."""
+    """The member was evicted after the ensemble began to load, and its file is now held."""
     put(tmp_path, "m", options="load_policy: on_demand")
     add_pair(tmp_path, load_policy="on_demand")
     registry = make()
     await registry.load_all()
-    file = tmp_path / "m" / "1" / "model.onnx"
-    content = file.read_bytes()
-    file.unlink()
-    os.mkfifo(file)
-    waiting = asyncio.ensure_future(registry.wait_for("m", ""))
-    writer = await asyncio.to_thread(file.open, "wb")  # returns when ONNX Runtime opens the file
-    with writer:
+    with held_file(tmp_path / "m" / "1" / "model.onnx") as file:
+        waiting = asyncio.ensure_future(registry.wait_for("m", ""))
+        await file.wait()
         async with registry._reconciler.lock("pair"):
             failures = await registry._reconciler.apply(registry._sources["pair"], is_forced=True)
         assert failures == ["version 1: ensemble 'pair' depends on 'm', which is not in memory"]
         assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}
-        await asyncio.to_thread(writer.write, content)
     await asyncio.wait_for(waiting, 30)
     assert await ask(registry, "pair") == "1"
 
@@ -545,22 +541,19 @@ async def test_request_during_the_start_learns_when_to_retry(tmp_path: Path, mak
 
 
 async def test_unload_ends_the_loads_of_all_versions_that_wait_for_a_slot(tmp_path: Path, make: Make) -> None:
-    pipe = tmp_path / "slow.onnx"
-    os.mkfifo(pipe)
+    put(tmp_path, "slow")
     put(tmp_path, "m", options="load_policy: on_demand\nversion_policy: {all: true}")
     put(tmp_path, "m", 2)
     registry = make(100 * MIB)
-    slow = asyncio.ensure_future(registry.load("slow"))
-    writer = await asyncio.to_thread(pipe.open, "wb")  # returns when ONNX Runtime opens the file
-    with writer:
+    with held_file(tmp_path / "slow" / "1" / "model.onnx") as file:
+        slow = asyncio.ensure_future(registry.load("slow"))
+        await file.wait()
         waiting = asyncio.ensure_future(registry.load("m"))
         while not registry._versions.is_loading("m"):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0)
         await asyncio.wait_for(registry.unload("m"), 30)
         with pytest.raises(ServeError, match="its load was cancelled: the model is unloaded"):
             await waiting
-        content = members.affine(tmp_path.parent / "real").read_bytes()
-        await asyncio.to_thread(writer.write, content)
     await asyncio.wait_for(slow, 30)
     assert registry._room._ledger.total_bytes == 2 * MIB
 
