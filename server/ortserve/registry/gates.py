@@ -185,7 +185,9 @@ async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Cloc
     return timing.computed_ns - timing.staged_ns if timing.batch_rows == rows else 0
 
 
-async def check_ensemble(served: ServedEnsemble, path: Path, folder: Path | None, clock: Clock) -> str:
+async def check_ensemble(
+    served: ServedEnsemble, path: Path, folder: Path | None, threads: Executor, clock: Clock
+) -> str:
     """Check the golden samples of an ensemble by running them as its requests.
 
     Returns:
@@ -195,14 +197,14 @@ async def check_ensemble(served: ServedEnsemble, path: Path, folder: Path | None
         ServeError: invalid_input, from ``check_samples``, or if required samples are missing.
     """
     options, signature = served.options, served.signature
-    golden = await asyncio.to_thread(read_golden, golden_folder(path, folder, options), signature)
+    loop = asyncio.get_running_loop()
+    golden = await loop.run_in_executor(threads, read_golden, golden_folder(path, folder, options), signature)
     if golden is None:
         if options.golden_required:
             raise invalid_input(GOLDEN_MISSING)
         return ""
     if served.takes_sequences:
         raise invalid_input("golden samples: expected none of an ensemble with sequences: its members may have some")
-    loop = asyncio.get_running_loop()
 
     async def answer(sample: GoldenSample) -> Arrays:
         inputs = as_sent(signature, sample.inputs)

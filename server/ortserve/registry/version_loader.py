@@ -2,17 +2,21 @@
 
 import asyncio
 import logging
+import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from ortserve.batching.run_limits import RunEvents
-from ortserve.clock import Clock
+from ortserve.clock import Clock, monotonic_ns
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
-from ortserve.errors import NotInMemoryError, ServeError, invalid_input
+from ortserve.errors import ErrorKind, NotInMemoryError, ServeError, invalid_input
+from ortserve.paths import open_file
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.ensemble.members import find_members
 from ortserve.registry.ensemble.plan import make_plan
@@ -36,6 +40,14 @@ logger: Final = logging.getLogger(__name__)
 
 PROGRESS_LOG_INTERVAL_S: Final = 10.0
 """Interval between log lines of one load."""
+
+_SILENCE_S: Final = 30.0
+"""Time after which the files of a load are read to see whether they answer, and maximum time for the answer of each.
+Samba and other file servers keep a file from being opened for up to 45 s."""
+_MAX_GIVEN_UP: Final = 64
+"""Number of loads that were given up and still wait for files, with two threads each, beside which others can begin."""
+
+_Result = TypeVar("_Result")
 
 
 class VersionLoader:
@@ -65,7 +77,8 @@ class VersionLoader:
         self.slots: Final = LoadSlots(max_loads)
         """A load holds a slot from before it reserves memory until it ends."""
         self._limiter = LoadLimiter(processors)
-        self._threads = ThreadPool(max_loads, "load", set_slice, (LONGEST_SLICE_NS,))
+        threads = 2 * (max_loads + _MAX_GIVEN_UP)
+        self._threads = ThreadPool(threads, "load", set_slice, (LONGEST_SLICE_NS,))
         self._progress_log_interval_s = progress_log_interval_s
         self._tried: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that passed a trial load."""
@@ -84,11 +97,13 @@ class VersionLoader:
             if source.problem:
                 raise invalid_input(source.problem)
             if source.configuration.options.ensemble is not None:
-                return await self._load_ensemble(record, source)
+                loading = self._loop.create_task(self._load_ensemble(record, source))
+                return await self._while_files_answer(source, progress, loading)
             if source.configuration.options.trial_load:
                 await self._try_first(record, source, progress)
             load = partial(self._load_measured, record, source, progress)
-            loaded, changed = await self._loop.run_in_executor(self._threads, load)
+            opening = self._loop.run_in_executor(self._threads, load)
+            loaded, changed = await self._while_files_answer(source, progress, opening, _close)
             options, before = source.configuration.options, self._serving(record)
             try:
                 if changed:  # What was read first, such as the proof that rows may run together, is of another model.
@@ -121,7 +136,8 @@ class VersionLoader:
             runtime.has_global_threads,
         )
         began_ns = self._clock()
-        await self._loop.run_in_executor(self._threads, self._try_load, trial, progress)
+        trying = self._loop.run_in_executor(self._threads, self._try_load, trial, progress)
+        await self._while_files_answer(source, progress, trying)
         seconds = round((self._clock() - began_ns) / 1e9, 2)
         log_event(
             logger, logging.INFO, "trial load passed", model=record.model, version=record.version, seconds=seconds
@@ -130,8 +146,65 @@ class VersionLoader:
         self._tried[record.model] = {**tried, record.version: source}
 
     def _try_load(self, trial: TrialLoad, progress: Progress) -> None:
-        with self._limiter.permit(partial(progress.show, "waiting for other loads")):
+        with self._limiter.permit(partial(progress.show, "waiting for other loads")) as permit:
+            progress.give_back = permit.release
             try_load(trial, progress)
+
+    async def _while_files_answer(
+        self,
+        source: VersionSource,
+        progress: Progress,
+        loading: asyncio.Future[_Result],
+        discard: Callable[[_Result], object] = lambda _: None,
+    ) -> _Result:
+        """Wait for a load, but not for ever for files on a file server that does not answer.
+
+        A load that computes for long, such as an engine of TensorRT, is told from one that waits for a file by reading
+        a byte of each file. A load that is given up gives back what it shares with others. Its thread ends at its next
+        step if the files answer again.
+
+        Args:
+            source: The files.
+            progress: Progress of the load.
+            loading: The load.
+            discard: Called on a thread with the result of a load that was given up.
+
+        Raises:
+            ServeError: The error of the load; not_ready, if a file does not answer.
+        """
+        try:
+            while not (await asyncio.wait({loading}, timeout=_SILENCE_S))[0]:
+                if silent := await self._find_silent(source, loading):
+                    break
+            else:
+                return loading.result()
+        except asyncio.CancelledError:
+            loading.cancel()
+            raise
+        problem = f"{silent} has not answered for {_SILENCE_S:g} s"
+        progress.cancel(problem)
+        progress.give_back()
+        if isinstance(loading, asyncio.Task):
+            loading.cancel()
+        else:
+            loading.add_done_callback(partial(self._discard, discard))
+        raise ServeError(ErrorKind.NOT_READY, problem)
+
+    async def _find_silent(self, source: VersionSource, loading: asyncio.Future[Any]) -> str:
+        """Name a file of a version that does not answer; empty if all do, or if the load has ended meanwhile."""
+        for file in dict.fromkeys((source.path, *(Path(known.path) for known in source.fingerprints))):
+            reading: asyncio.Future[Any] = self._loop.run_in_executor(self._threads, _read_byte, file)
+            await asyncio.wait({loading, reading}, timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                break
+            if not reading.done():
+                return file.name
+        return ""
+
+    def _discard(self, discard: Callable[[_Result], object], ended: asyncio.Future[_Result]) -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            with suppress(RuntimeError):  # the server ends
+                self._threads.submit(discard, ended.result())
 
     def _load_measured(
         self, record: VersionRecord, source: VersionSource, progress: Progress
@@ -177,7 +250,7 @@ class VersionLoader:
             ServeError: invalid_input; not_ready, if a member got no room in memory.
         """
         options = source.configuration.options
-        labels = await asyncio.to_thread(read_labels, options, source.folder)
+        labels = await self._loop.run_in_executor(self._threads, read_labels, options, source.folder)
         plan = make_plan(record.model, options)
         try:
             members = find_members(record.model, plan, self._catalog)
@@ -185,7 +258,7 @@ class VersionLoader:
             raise NoRoomError(error.message, is_lasting=False, retry_after_s=1) from None
         served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
         try:
-            if golden := await check_ensemble(served, source.path, source.folder, self._clock):
+            if golden := await check_ensemble(served, source.path, source.folder, self._threads, self._clock):
                 served.properties = {**served.properties, "golden": golden}
         except BaseException:
             await served.close()
@@ -218,6 +291,17 @@ class VersionLoader:
                 doing=progress.describe(),
                 seconds=round((self._clock() - began_ns) / 1e9, 2),
             )
+
+
+def _read_byte(file: Path) -> None:
+    """Read a byte of a file, if it has any: not always the same, which would be in memory since the first time."""
+    with suppress(OSError), open_file(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        os.pread(opened.fileno(), 1, monotonic_ns() % max(1, size))
+
+
+def _close(loaded: tuple[LoadedModel, str]) -> None:
+    loaded[0].close()
 
 
 def _advance_to_warming(record: VersionRecord) -> None:

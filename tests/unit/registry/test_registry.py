@@ -991,6 +991,55 @@ async def test_pipe_in_place_of_a_file_fails_its_model_and_is_not_awaited(
         await asyncio.wait_for(registry.load("m"), 30)
 
 
+@pytest.mark.parametrize("held", ["model.onnx", "labels.txt", "ensemble"])
+async def test_load_whose_file_does_not_answer_is_given_up_and_delays_no_other(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    monkeypatch.setattr(version_loader, "cpu_budget", lambda: 1)
+    monkeypatch.setattr(version_loader, "_SILENCE_S", 0.2)
+    put(tmp_path, builders.identity, "other")
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    if held == "ensemble":
+        members.add_ensemble(tmp_path, "m", ["x"], ["y"], [("other", {"x": "x"}, {"y": "y"})])
+        options = (tmp_path / "m" / "model.yaml").read_text()
+        (tmp_path / "m" / "model.yaml").write_text(options.replace("y: {", "y: {labels: labels.txt, "))
+    else:
+        put(tmp_path, builders.identity, "m", options="outputs: {y: {labels: labels.txt}}")
+    file = tmp_path / "m" / "1" / held if held == "model.onnx" else tmp_path / "m" / "labels.txt"
+    (tmp_path / "m" / "labels.txt").touch()
+    reason = f"version 1: {file.name} has not answered for 0.2 s"
+    with held_file(file) as hold:
+        with pytest.raises(ServeError, match=f"failed to load 'm', {reason}"):
+            await asyncio.wait_for(registry.load("m"), 30)
+        assert hold.is_awaited
+        assert state_of(registry, "m") == {1: (State.FAILED, reason.partition(": ")[2])}
+        put(tmp_path, builders.unnamed_dims, "next")
+        await asyncio.wait_for(registry.load("next"), 30)
+        assert registry._room._ledger._loading == []
+    await registry.load("m")
+    assert registry.ready_versions("m") == [1]
+
+
+async def test_model_that_was_opened_before_its_load_was_given_up_is_closed(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_loader, "_SILENCE_S", 0.2)
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    put(tmp_path, builders.identity, "m")
+    provenance = tmp_path / "m" / "1" / "provenance.json"
+    provenance.write_text("{}")
+    with held_file(provenance):
+        with pytest.raises(ServeError, match=r"provenance.json has not answered"):
+            await asyncio.wait_for(registry.load("m"), 30)
+        assert is_open("m")
+    await is_reached(lambda: not is_open("m"))
+
+
+def is_open(name: str) -> bool:
+    """Whether a version of a model has an instance."""
+    return any(thread.name.startswith(f"run {name}/") for thread in threading.enumerate())
+
+
 async def test_load_fails_if_the_model_file_is_replaced_meanwhile(tmp_path: Path, load: Load) -> None:
     """The graph was read before, so that the rows of the new model would run together without a proof."""
     registry = await load(warmup_s=0.05, intra_op_threads=1)

@@ -106,49 +106,24 @@ class LoadLimiter:
         self._processors: Final = processors
         self._free = processors
         self._waiting: deque[object] = deque()
+        self._on_device: LoadPermit | None = None
+        self._analyzing: LoadPermit | None = None
         self._changed = threading.Condition()
-        self._device = threading.Lock()
-        self._analysis = threading.Lock()
-
-    @contextmanager
-    def analyzing(self) -> Iterator[None]:
-        """Run work that holds the interpreter lock, one load at a time. Concurrent work would take no less time."""
-        with self._analysis:
-            yield
+        """Its lock guards all of these, and what the permits hold."""
 
     @contextmanager
     def permit(self, on_wait: Callable[[], None] = lambda: None) -> Iterator["LoadPermit"]:
         """Lend a processor to one load. ``on_wait`` is called whenever the load begins to wait."""
         permit = LoadPermit(self, on_wait)
-        self._take(1, on_wait)
+        permit._take(1)
         try:
             yield permit
         finally:
-            if permit.is_on_device:
-                self._device.release()
-            else:
-                self._give(1)
-
-    def _take(self, processors: int, on_wait: Callable[[], None]) -> None:
-        with self._changed:
-            if self._waiting or self._free < processors:
-                on_wait()
-                place = object()
-                self._waiting.append(place)
-                # First come, first served: otherwise a load that needs all processors would wait for all others.
-                self._changed.wait_for(lambda: self._waiting[0] is place and self._free >= processors)
-                self._waiting.popleft()
-                self._changed.notify_all()
-            self._free -= processors
-
-    def _give(self, processors: int) -> None:
-        with self._changed:
-            self._free += processors
-            self._changed.notify_all()
+            permit.release()
 
 
 class LoadPermit:
-    """The processor or devices that one load holds. Only the thread of the load uses it.
+    """The processors or devices that one load holds. Only the thread of the load uses it, except ``release``.
 
     A load returns what it holds before it waits for more, so that no two loads wait for each other.
     """
@@ -156,17 +131,55 @@ class LoadPermit:
     def __init__(self, limiter: LoadLimiter, on_wait: Callable[[], None]) -> None:
         self._limiter = limiter
         self._on_wait = on_wait
-        self.is_on_device = False
+        self._held = 0
+        """The number of processors that the load holds."""
+        self._is_released = False
+
+    @property
+    def is_on_device(self) -> bool:
         """Whether the load holds the devices for its remaining steps, instead of a processor."""
+        return self._limiter._on_device is self
+
+    def release(self) -> None:
+        """Return everything, and hold nothing any more, whatever the thread of the load does. Any thread."""
+        limiter = self._limiter
+        with limiter._changed:
+            self._is_released = True
+            limiter._free += self._held
+            self._held = 0
+            if limiter._on_device is self:
+                limiter._on_device = None
+            if limiter._analyzing is self:
+                limiter._analyzing = None
+            limiter._changed.notify_all()
+
+    @contextmanager
+    def analyzing(self) -> Iterator[None]:
+        """Run work that holds the interpreter lock, one load at a time. Concurrent work would take no less time."""
+        limiter = self._limiter
+        with limiter._changed:
+            limiter._changed.wait_for(lambda: limiter._analyzing is None)
+            if not self._is_released:
+                limiter._analyzing = self
+        try:
+            yield
+        finally:
+            with limiter._changed:
+                if limiter._analyzing is self:
+                    limiter._analyzing = None
+                    limiter._changed.notify_all()
 
     def move_to_device(self) -> None:
         """Exchange the processor for the devices."""
+        limiter = self._limiter
         assert not self.is_on_device
-        self._limiter._give(1)
-        if not self._limiter._device.acquire(blocking=False):
-            self._on_wait()
-            self._limiter._device.acquire()
-        self.is_on_device = True
+        self._give()
+        with limiter._changed:
+            if limiter._on_device is not None:
+                self._on_wait()
+                limiter._changed.wait_for(lambda: limiter._on_device is None)
+            if not self._is_released:
+                limiter._on_device = self
 
     @contextmanager
     def measuring(self, threads: int) -> Iterator[None]:
@@ -175,15 +188,34 @@ class LoadPermit:
         if self.is_on_device or wanted <= 1:
             yield
             return
-        self._exchange(1, wanted)
+        self._give()
+        self._take(wanted)
         try:
             yield
         finally:
-            self._exchange(wanted, 1)
+            self._give()
+            self._take(1)
 
-    def _exchange(self, held: int, wanted: int) -> None:
-        self._limiter._give(held)
-        self._limiter._take(wanted, self._on_wait)
+    def _take(self, processors: int) -> None:
+        limiter = self._limiter
+        with limiter._changed:
+            if limiter._waiting or limiter._free < processors:
+                self._on_wait()
+                place = object()
+                limiter._waiting.append(place)
+                # First come, first served: otherwise a load that needs all processors would wait for all others.
+                limiter._changed.wait_for(lambda: limiter._waiting[0] is place and limiter._free >= processors)
+                limiter._waiting.popleft()
+                limiter._changed.notify_all()
+            if not self._is_released:
+                limiter._free -= processors
+                self._held = processors
+
+    def _give(self) -> None:
+        with self._limiter._changed:
+            self._limiter._free += self._held
+            self._held = 0
+            self._limiter._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +239,8 @@ class Progress:
         self._step = _Step(WAITING, clock())
         self._cancelled_because = ""
         self._interrupts: list[Callable[[], object]] = []
+        self.give_back: Callable[[], object] = lambda: None
+        """Gives back what the load shares with others, for a load that is given up. Any thread."""
         self.begin_warming: Final = on_warming
         """Called by the load when the model is open and warm-up begins."""
 

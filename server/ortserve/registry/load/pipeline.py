@@ -93,9 +93,10 @@ def load_model(
     runtime, trials = runtime or DeviceRuntime(), trials or CaptureTrials()
     limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(monotonic_ns)
     with limiter.permit(partial(progress.show, "waiting for other loads")) as permit, ExitStack() as instances:
+        progress.give_back = permit.release
         progress.begin("waiting for its file")
         find_file(path)  # On a slow file server this may take long, during which other loads may analyse.
-        with limiter.analyzing():
+        with permit.analyzing():
             progress.begin("following rows through the graph")
             model = analyse_model(path, name, options, folder)  # 1
         load = _Load(model, runtime, trials, progress, permit, instances)

@@ -114,14 +114,21 @@ class HostLedger:
                 account._opened = account._grown
 
     def end(self, account: HostAccount) -> None:
-        """End the measurement of a load: the version is warm, or the load has failed and freed everything."""
+        """End the measurement of a load: the version is warm, or the load has failed and freed everything.
+
+        Does nothing for an account that ``release`` has closed.
+        """
         with self._lock:
-            self._divide_growth()
-            self._loading.remove(account)
-            account._finish()
+            if account in self._loading:
+                self._divide_growth()
+                self._loading.remove(account)
+                account._finish()
 
     def release(self, account: HostAccount) -> None:
-        """Close the account of a freed version. Loads under way are not credited with the memory that this freed."""
+        """Close the account of a freed version, or of a load that was given up.
+
+        Loads under way are not credited with the memory that this freed.
+        """
         self._accounts.discard(account)
         freed = account._measured or {SESSIONS: 0, RUNS: 0, MAPPED: 0}
         with self._lock:
@@ -129,6 +136,8 @@ class HostLedger:
                 self._last.private - freed[SESSIONS] - freed[RUNS], self._last.mapped - freed[MAPPED]
             )
             self._divide_growth()
+            if account in self._loading:
+                self._loading.remove(account)
 
     def _divide_growth(self) -> None:
         self._give_back()

@@ -143,7 +143,7 @@ def test_proofs_run_one_at_a_time() -> None:
     may_go_on = threading.Event()
 
     def prove(name: str) -> None:
-        with turns.analyzing():
+        with turns.permit() as turn, turn.analyzing():
             order.put(f"{name} begins")
             assert may_go_on.wait(WAIT_S)
             order.put(f"{name} ends")
@@ -155,3 +155,21 @@ def test_proofs_run_one_at_a_time() -> None:
         for proof in proofs:
             proof.result(WAIT_S)
     assert [first[2:], *(order.get()[2:] for _ in range(3))] == ["begins", "ends"] * 2
+
+
+def test_released_load_holds_nothing_any_more_whatever_its_thread_does(begin: Callable[..., Load]) -> None:
+    """The thread waits for a file, and the files of the next loads answer."""
+    turns = LoadLimiter(2)
+    with turns.permit() as silent:
+        with silent.analyzing(), silent.measuring(2):
+            silent.release()
+            with turns.permit() as other, other.analyzing(), other.measuring(2):
+                pass
+        silent.move_to_device()
+        second = begin(turns, on_device=True)
+        assert second.has_turn.wait(WAIT_S)
+        second.end()
+    third = begin(turns, threads=2)
+    third.may_measure.set()
+    assert third.measures.wait(WAIT_S)
+    third.end()
