@@ -8,6 +8,7 @@ starts.
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,9 @@ from typing import Any, Final
 from ortserve.config.rollout import RolloutOptions, make_rollout_options
 from ortserve.core.version_names import MAX_VERSION, is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
 
 SCHEMA: Final = "ortserve.state/1"
 DEFAULT_FOLDER: Final = ".ortserve"
@@ -224,8 +228,7 @@ def _change(folder: Path, model: str, state: ModelState, timed_out: threading.Ev
     """Replace the state of one model in the file. The states of other models stay as they are in the file.
 
     Raises:
-        OSError: The file could not be written, or its caller has timed out before that. The file is as before, unless
-            only the last step failed, which makes the change survive a loss of power.
+        OSError: The file could not be written, or its caller has timed out before that. The file is as before.
     """
     folder.mkdir(mode=0o755, exist_ok=True)
     with _locked(folder / f".{FILE_NAME}.lock"):
@@ -248,11 +251,20 @@ def _change(folder: Path, model: str, state: ModelState, timed_out: threading.Ev
         if timed_out.is_set():
             raise OSError("the caller has timed out")
         beside.replace(path)
+        _sync(folder)
+
+
+def _sync(folder: Path) -> None:
+    """Make the new name in a folder survive a loss of power. An error is only logged, because the change is made."""
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        message = "a change of a model may not survive a loss of power: its folder cannot be written to the disk"
+        log_event(logger, logging.WARNING, message, file=FILE_NAME, reason=error.strerror)
 
 
 @contextmanager

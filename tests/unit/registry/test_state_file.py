@@ -112,6 +112,24 @@ async def test_file_system_that_reports_a_timeout_is_named_as_the_cause(
     await state.put("m", LABELLED)
 
 
+async def test_change_takes_effect_although_its_folder_cannot_be_synchronized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on some network file systems. The file has the change by then, so memory must have it, too."""
+    sync = os.fsync
+
+    def sync_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_files)
+    state = StateFile(tmp_path)
+    await state.put("m", LABELLED)
+    assert state.of("m") == StateFile(tmp_path).of("m") == LABELLED
+    assert "may not survive a loss of power" in caplog.text
+
+
 async def test_model_without_changes_leaves_the_file_which_holds_a_limited_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
