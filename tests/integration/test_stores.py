@@ -154,6 +154,21 @@ def test_metrics_are_answered_while_the_disk_of_the_cache_hangs(lab: Lab, tmp_pa
             pytest.skip(str(error))
 
 
+def test_model_is_unloaded_and_the_server_ends_while_the_disk_of_the_cache_hangs(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("mute"), version(tmp_path, "m", 1, 1))
+    explicit = ("--model-control-mode", "explicit", "--load-model", "m")
+    with lab.serving("mute", *explicit) as server:
+        try:
+            with hung(lab.folder / "cache-mute"):
+                httpx.post(f"{server.url}/v2/repository/models/m/unload", timeout=LONG_S).raise_for_status()
+                answer = httpx.get(f"{server.url}/v2/models/m/ready", timeout=LONG_S)
+                assert answer.status_code == 400
+                assert "the files of a model are still being released" in server.output
+                server.stop()
+        except UnavailableError as error:
+            pytest.skip(str(error))
+
+
 def test_damaged_cache_is_fetched_again(lab: Lab, tmp_path: Path) -> None:
     upload(lab.bucket("damaged"), version(tmp_path, "m", 1, 1))
     with lab.serving("damaged"):

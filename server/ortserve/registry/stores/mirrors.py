@@ -20,7 +20,7 @@ from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores.cache import StoreCache, default_cache_dir
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import Store, StoreError
-from ortserve.telemetry.logs import log_fault
+from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.readings import StoresReading
 
 logger: Final = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ _NAMES_WAIT_S: Final = 2.0
 _SIZE_WAIT_S: Final = 1.0
 """Maximum wait of the metrics for the size of the cache, whose disk may hang. After that, they show the last size."""
 
+_REMOVAL_S: Final = 5.0
+"""Maximum wait for files to be removed from the cache, whose disk may hang."""
+
 _Result = TypeVar("_Result")
 
 
@@ -49,6 +52,7 @@ class Mirrors:
         # Threads of their own, because on asyncio's threads other calls would wait for a slow store.
         self._threads = ThreadPool(len(mirrors) + _LOADS_SIDE_BY_SIDE, "stores")
         self._sizing_thread = ThreadPool(1, "store cache size")  # its disk may hang, and the others list the stores
+        self._removing_thread = ThreadPool(1, "store cache removal")  # as above
         self._sizing_lock = threading.Lock()
         self._sizing: Future[int] | None = None
         """Reads the size of the cache for the metrics."""
@@ -192,9 +196,9 @@ class Mirrors:
         return {name for mirror in self._mirrors for name in mirror.names()}
 
     async def release(self, name: str) -> None:
-        """Release the files of an unloaded model."""
+        """Release the files of an unloaded model. If the disk of the cache hangs, that may end later."""
         for mirror in self._mirrors:
-            await asyncio.to_thread(mirror.release, name)  # not on threads that stores may block
+            await self._on_cache(partial(mirror.release, name), "the files of a model are still being released")
 
     def with_problems(self, sources: Iterable[ModelSource]) -> list[ModelSource]:
         """The sources, sorted by name. A model whose current files could not be fetched has a problem as its source."""
@@ -227,9 +231,18 @@ class Mirrors:
             poll.cancel()
         for mirror in self._mirrors:
             mirror.close()
-        for threads in (self._threads, self._sizing_thread):
+        await self._on_cache(self._cache.close, "the folder of this process is still being removed from the cache")
+        for threads in (self._threads, self._sizing_thread, self._removing_thread):
             threads.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._cache.close)
+
+    async def _on_cache(self, remove: Callable[[], object], late: str) -> None:
+        """Remove files from the cache. Logs ``late`` and returns early if that takes long: its disk may hang."""
+        removing = asyncio.get_running_loop().run_in_executor(self._removing_thread, remove)
+        if not (await asyncio.wait({removing}, timeout=_REMOVAL_S))[0]:
+            removing.cancel()  # unless it has begun: it must not remove the files of a later load
+            log_event(logger, logging.WARNING, late, waited_s=_REMOVAL_S)
+        elif (error := removing.exception()) is not None:
+            log_fault(logger, "files could not be removed from the cache", error)
 
     async def _run(self, call: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
