@@ -9,12 +9,15 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, Final
 
 from ortserve.config.repository_url import RepositoryUrl
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.registry.repository.model_files import MODEL_FILE, OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.stores.object_store import redact
-from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, unless_slow
+from ortserve.registry.stores.objects import LISTING_TIMEOUTS, MAX_OBJECTS, StoredObject, StoreError, unless_slow
 
 _FOLDERS: Final = ("", "onnx/")
 _VERSIONED: Final = re.compile(r"[^/]+/[1-9][0-9]*/.+\.onnx")
@@ -32,17 +35,14 @@ class HubStore:
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="ortserve")
         self._url = url
         self._timeout_s = timeout_s
+        self._listing_thread = ThreadPool(1, "hub listing")
+        self._listing: Future[Any] | None = None
         self._commit = ""
         self._paths: dict[str, str] = {}
         """Paths on the hub, by path in the repository."""
 
     def list(self, known: Mapping[str, StoredObject]) -> list[StoredObject]:
-        try:
-            info = self._api.model_info(
-                self._url.host, revision=self._url.path, files_metadata=True, timeout=self._timeout_s
-            )
-        except Exception as error:  # noqa: BLE001 - the library has errors of many classes
-            raise _explain(error) from None
+        info = self._read_info()
         siblings = info.siblings or []
         if len(siblings) > MAX_OBJECTS:
             raise StoreError(f"expected at most {MAX_OBJECTS} files, got more", is_final=True)
@@ -55,6 +55,22 @@ class HubStore:
             digest = file.lfs.sha256 if file.lfs is not None else ""
             found.append(StoredObject(path, file.size or 0, digest or file.blob_id or f"of {self._commit}", digest))
         return found
+
+    def _read_info(self) -> Any:
+        """Ask the hub for the revision. The library limits only silence, so that an answer could trickle for days.
+
+        An answer that takes too long keeps the only thread: the next listing waits for it instead of asking again.
+        """
+        if self._listing is None or self._listing.done():
+            ask = partial(self._api.model_info, self._url.host, revision=self._url.path, files_metadata=True)
+            self._listing = self._listing_thread.submit(ask, timeout=self._timeout_s)
+        limit_s = LISTING_TIMEOUTS * self._timeout_s
+        if wait([self._listing], limit_s).not_done:
+            raise StoreError(f"expected an answer within {limit_s:g} s ({LISTING_TIMEOUTS} times store_timeout_s)")
+        try:
+            return self._listing.result()
+        except Exception as error:  # noqa: BLE001 - the library has errors of many classes
+            raise _explain(error) from None
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
         from huggingface_hub import get_session, get_token, hf_hub_url

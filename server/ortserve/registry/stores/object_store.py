@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ortserve.config.repository_url import RepositoryUrl
 from ortserve.core.thread_pool import ThreadPool
-from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, unless_slow
+from ortserve.registry.stores.objects import LISTING_TIMEOUTS, MAX_OBJECTS, StoredObject, StoreError, unless_slow
 from ortserve.telemetry.logs import log_event
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ _MAX_RETRIES: Final = 3
 _CONNECT_S: Final = 5.0
 _CONTENT_S: Final = 86400.0
 """Time limit of one object of any size. ``store_timeout_s`` ends silent fetches, and ``unless_slow`` slow ones."""
-_LISTING_TIMEOUTS: Final = 4
-"""Time limit of one page of a listing, in ``store_timeout_s``. A page of 1000 objects has about half a megabyte."""
 _MAX_REASON: Final = 300
 _SECRET_NAMES: Final = re.compile("SECRET|TOKEN|KEY|PASSWORD|SIGNATURE|SAS|CREDENTIAL")
 _MIN_SECRET: Final = 4
@@ -96,7 +94,7 @@ class ObjectStore:
         try:
             self._listings, self._contents = (
                 from_url(place, client_options=client_config(timeout_s, answer_s), retry_config=retry_config(timeout_s))
-                for answer_s in (_LISTING_TIMEOUTS * timeout_s, _CONTENT_S)
+                for answer_s in (LISTING_TIMEOUTS * timeout_s, _CONTENT_S)
             )
         except Exception as error:  # noqa: BLE001 - the library has errors of many classes
             raise explain(error) from None

@@ -37,6 +37,8 @@ class Hub(BaseHTTPRequestHandler):
                 for name, content in FILES.items()
             ]
             self._answer(200, json.dumps({"id": "org/digits", "sha": COMMIT, "siblings": siblings}).encode())
+        elif self.path.startswith("/api/models/org/slow/revision/v1"):
+            self._answer(200, TRICKLES)
         elif (name := self.path.removeprefix(f"/org/digits/resolve/{COMMIT}/")) in FILES:
             self._answer(200, FILES[name])
         else:
@@ -109,6 +111,16 @@ def test_file_that_trickles_is_an_error(endpoint: str, monkeypatch: pytest.Monke
     (options,) = (known for known in store.list({}) if known.path == "digits/model.yaml")
     with pytest.raises(StoreError, match="too slow: expected 1024 bytes per second over 1 s"):
         list(store.read(options))
+
+
+def test_listing_that_trickles_is_an_error_and_not_begun_again(endpoint: str) -> None:
+    store = store_of("hf://org/slow@v1", timeout_s=0.1)
+    asked = set()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"expected an answer within 0.4 s \(4 times store_timeout_s\)"):
+            store.list({})
+        asked.add(store._listing)
+    assert len(asked) == 1
 
 
 def test_missing_revision_and_wrong_token_are_errors_without_secrets(
