@@ -224,6 +224,23 @@ class _Step:
     began_ns: int
 
 
+class _Children(list["subprocess.Popen[bytes]"]):
+    """Processes of a load. One that starts while the load is being cancelled is killed as soon as it is appended."""
+
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_cancelled = is_cancelled
+
+    def append(self, child: "subprocess.Popen[bytes]") -> None:
+        super().append(child)
+        if self._is_cancelled():
+            child.kill()
+
+    def kill(self) -> None:
+        for child in tuple(self):
+            child.kill()
+
+
 class Progress:
     """The current step of one load, for the repository index, rejected requests and the log.
 
@@ -266,14 +283,9 @@ class Progress:
 
     @contextmanager
     def killing(self) -> Iterator[list["subprocess.Popen[bytes]"]]:
-        """Yield a list, and kill the processes that it has if the load is cancelled in the block."""
-        children: list[subprocess.Popen[bytes]] = []
-
-        def kill() -> None:
-            for child in tuple(children):
-                child.kill()
-
-        with self.interruptible(kill):
+        """Yield a list, and kill the processes that are appended to it if the load is cancelled, at any time."""
+        children = _Children(lambda: bool(self._cancelled_because))
+        with self.interruptible(children.kill):
             yield children
 
     def check(self) -> None:

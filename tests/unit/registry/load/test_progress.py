@@ -1,5 +1,8 @@
 """The steps of a load as they are shown."""
 
+import signal
+import subprocess
+
 from fakes.clock import FakeClock
 from ortserve.registry.load.coordination import Progress
 
@@ -21,3 +24,11 @@ def test_part_prefixes_all_following_steps() -> None:
     assert progress.describe() == "opening the session, for 0 s"
     progress.begin("opening the session")
     assert progress.describe() == "instance 2 of 3: opening the session, for 0 s"
+
+
+def test_process_that_starts_while_its_load_is_cancelled_is_killed() -> None:
+    progress = Progress(FakeClock())
+    with progress.killing() as children:
+        progress.cancel("the model is unloaded")
+        children.append(subprocess.Popen(["sleep", "60"]))
+        assert children[0].wait(30) == -signal.SIGKILL
