@@ -52,8 +52,8 @@ def decode_generate_request(
     dimensions of 1 are added up to the rank of the model's input, so that a flat array is one row.
 
     Args:
-        body: A JSON object. Keys other than inputs are parameters, as are the keys of the object ``parameters``. A key
-            whose value is null counts as absent.
+        body: A JSON object. Keys other than inputs are parameters. The keys of the object ``parameters`` are read in
+            the same way, as Triton does. A key whose value is null counts as absent.
         model_name: Name of the model in the path.
         model_version: Version or label in the path; ``""`` without one.
         inputs: Inputs of the model.
@@ -66,9 +66,8 @@ def decode_generate_request(
     document = parse_json(body or b"{}")
     if type(document) is not dict:
         raise invalid_input("failed to parse the request JSON buffer: expected an object")
+    tensors = _take_inputs(document, inputs, model_name)
     document = {key: value for key, value in document.items() if value is not None}
-    specs = {spec.name: spec for spec in inputs}
-    tensors = [_tensor(document.pop(name), spec, model_name) for name, spec in specs.items() if name in document]
     request_id = document.pop("id", "")
     if type(request_id) is not str:
         raise invalid_input("Unable to parse 'id': expected a string")
@@ -77,6 +76,11 @@ def decode_generate_request(
     nested = document.pop("parameters", {})
     if type(nested) is not dict:
         raise invalid_input("Unable to parse 'parameters': expected an object")
+    names = {tensor.name for tensor in tensors}
+    for tensor in _take_inputs(nested, inputs, model_name):
+        if tensor.name in names:
+            raise invalid_input(f"input '{tensor.name}' already exists in request")
+        tensors.append(tensor)
     parameters = _parameters(document | nested, inputs, model_name, is_stream=is_stream)
     return InferRequest(model_name, model_version, request_id, tensors, (), parameters)
 
@@ -161,6 +165,12 @@ def _bare(element: np.generic) -> Any:
     if isinstance(element, np.float16 | np.float32):
         return float(str(element))  # 0.1 instead of 0.10000000149
     return element.item()
+
+
+def _take_inputs(document: dict[str, Any], inputs: Sequence[TensorSpec], model: str) -> list[Tensor]:
+    """Remove the inputs that are not null from ``document`` and return their tensors."""
+    given = [spec for spec in inputs if document.get(spec.name) is not None]
+    return [_tensor(document.pop(spec.name), spec, model) for spec in given]
 
 
 def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:

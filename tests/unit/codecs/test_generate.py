@@ -63,6 +63,16 @@ def test_envelope_and_parameters_arrive_from_both_places() -> None:
     assert request.outputs == ()
 
 
+def test_inputs_are_found_among_the_parameters_as_well() -> None:
+    request = decode({"number": 1, "text": None, "parameters": {"text": "hi", "rows": [7, 8], "level": 3}})
+    assert [(tensor.name, tensor.array.tolist()) for tensor in request.inputs] == [
+        ("number", 1),
+        ("text", [["hi"]]),
+        ("rows", [7, 8]),
+    ]
+    assert request.parameters == {"level": 3}
+
+
 def test_key_that_is_no_input_is_a_parameter() -> None:
     request = decode({"text": "hi", "mode": "fast", "parameters": {"level": 3, "is_new": True}})
     assert request.parameters == {"mode": "fast", "level": 3, "is_new": True}
@@ -117,6 +127,7 @@ def test_stream_parameter_is_accepted_only_where_supported() -> None:
         ({"id": 5}, "Unable to parse 'id': expected a string"),
         ({"id": "a" * 65_537}, "request: expected at most 65536 characters of id, got 65537"),
         ({"parameters": 5}, "Unable to parse 'parameters': expected an object"),
+        ({"number": 1, "parameters": {"number": 1}}, "input 'number' already exists in request"),
         ({"priority": [1]}, "Unable to parse 'priority': expected a string, number or boolean"),
         ({"row": [[[1, 2, 3, 4]]]}, "unexpected shape for input 'row' for model 'm'. Expected [-1,4], got [1,1,4]"),
         ({"row": [[1, 2], [3]]}, "Shape does not match true shape"),

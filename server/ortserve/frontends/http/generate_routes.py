@@ -16,7 +16,7 @@ _REQUEST: Final[dict[str, Any]] = {
         "required": True,
         "description": "Inputs of the model by name: a number, string or boolean, or an array of them; beside them "
         "`id`, `priority`, `timeout` and parameters of other names, which have no effect; sampling parameters are "
-        "rejected.",
+        "rejected. Inputs and parameters may also be in the object `parameters`.",
         "content": {_JSON: {"schema": {"type": "object"}, "example": {"text": "hello"}}},
     }
 }
