@@ -15,7 +15,7 @@ import trustme
 from fakes.service import FakeInferenceService, FakeModelService
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.clock import monotonic_ns
-from ortserve.config.option_groups import GrpcOptions
+from ortserve.config.options import ServerOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.infer_calls import InferCalls
@@ -55,7 +55,7 @@ class Frontend:
         max_body_bytes: int = MAX_BODY_BYTES,
         **options: Any,
     ) -> None:
-        chosen = GrpcOptions(**options)
+        chosen = ServerOptions(host=host, grpc_port=port, max_body_bytes=max_body_bytes, **options)
         self.streams = Streams(chosen.grpc_max_streams)
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
         service: Any = inference
@@ -79,9 +79,7 @@ class Frontend:
         self.server: GrpcioServer | NativeGrpcServer
         self.has_tls = transport.endswith(OVER_TLS)
         if transport == "grpcio":
-            self.server = GrpcioServer(
-                router, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes
-            )
+            self.server = GrpcioServer(router, self.streams, chosen)
         else:
             dispatcher = CallDispatcher(
                 router.find,
@@ -95,8 +93,6 @@ class Frontend:
                 dispatcher,
                 self.streams,
                 chosen,
-                host=host,
-                port=port,
                 clock=monotonic_ns,
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,

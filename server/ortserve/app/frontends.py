@@ -112,7 +112,7 @@ class Frontends:
             control.include_router(console_routes(console.observation, console.models, console.server))
         build_routes(control)
         context = ConnectionContext(
-            http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
+            http_limits(options),
             max_age_s=options.http_max_connection_age_s,
             on_rejected=partial(self.metrics.rejected, ""),
             cross_origin=CrossOrigin(options.cors_origins) if options.cors_origins else None,
@@ -121,9 +121,7 @@ class Frontends:
             infer,
             AsgiEndpoint(control, self.guards),
             context,
-            host=options.host,
-            port=options.http_port,
-            reuse_port=options.reuse_port,
+            options,
             tls=self._tls_port("http", options.http_max_connections),
         )
 
@@ -138,17 +136,8 @@ class Frontends:
         infer = InferCalls(inference, admission, self.tracing, self.load_reports)
         router = Router(self._calls(infer, admission, streams), self.guards)
         if options.grpc_transport == "grpcio":
-            return GrpcioServer(
-                router,
-                streams,
-                options,
-                host=options.host,
-                port=options.grpc_port,
-                reuse_port=options.reuse_port,
-                max_body_bytes=options.max_body_bytes,
-                credentials=self.certificate.grpc_credentials() if self.certificate else None,
-                handshake_timeout_s=options.tls_handshake_timeout_s if self.certificate else None,
-            )
+            credentials = self.certificate.grpc_credentials() if self.certificate else None
+            return GrpcioServer(router, streams, options, credentials)
         dispatcher = CallDispatcher(
             router.find,
             {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
@@ -162,9 +151,6 @@ class Frontends:
             dispatcher,
             streams,
             options,
-            host=options.host,
-            port=options.grpc_port,
-            reuse_port=options.reuse_port,
             clock=monotonic_ns,
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,

@@ -9,7 +9,7 @@ from uvicorn.server import ServerState
 
 from fakes.service import FakeInferenceService
 from fakes.socket import FakeSocket
-from ortserve.config.option_groups import HttpOptions
+from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
@@ -91,7 +91,7 @@ class HttpSide:
             self.endpoint.heads = heads  # type: ignore[misc]  # Final outside of tests
         self.asgi = AsgiEndpoint(app, guards)
         self.rejected: list[object] = []
-        limits = http_limits(HttpOptions(http_max_header_bytes=4096), idle_timeout_s=75, max_body_bytes=1000)
+        limits = http_limits(ServerOptions(http_max_header_bytes=4096, max_body_bytes=1000))
         self.context = ConnectionContext(limits, max_age_s=None, on_rejected=self.rejected.append)
         self.state = ServerState()
 

@@ -21,7 +21,7 @@ from grpc import _compression
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # it is compiled
 
 from ortserve.codecs.grpc_answer import MAX_MESSAGE_BYTES
-from ortserve.config.option_groups import GrpcOptions
+from ortserve.config.options import ServerOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.streams import Streams
@@ -53,37 +53,21 @@ class GrpcioServer:
         self,
         router: Router,
         streams: Streams,
-        options: GrpcOptions,
-        *,
-        host: str,
-        port: int,
-        reuse_port: bool = False,
-        max_body_bytes: int,
+        options: ServerOptions,
         credentials: grpc.ServerCredentials | None = None,
-        handshake_timeout_s: float | None = None,
     ) -> None:
         """Store the parameters; ``start`` opens the port.
 
         Args:
             router: Finds the handlers.
             streams: The open streams of those handlers; ``stop`` drains them.
-            options: Limits of connections, and the compression of answers.
-            host: Name or address to bind; an IPv6 address without brackets.
-            port: Port to bind; 0 lets the system choose.
-            reuse_port: Whether other processes may bind the port, too, if they also set this.
-            max_body_bytes: Maximum size of a request message; grpc ends calls over it with RESOURCE_EXHAUSTED.
+            options: The address, limits of connections and messages, and the compression of answers.
             credentials: TLS credentials; None for plain text.
-            handshake_timeout_s: Time in which a connection must send the HTTP/2 preface; None for the bound of grpc.
         """
         self._router = router
         self._streams = streams
         self._options = options
-        self._host = host
-        self._port = port
-        self._reuse_port = reuse_port
-        self._max_body_bytes = max_body_bytes
         self._credentials = credentials
-        self._handshake_timeout_s = handshake_timeout_s
         self._server: _Server | None = None
 
     async def start(self) -> int:
@@ -95,22 +79,17 @@ class GrpcioServer:
         Raises:
             ServeError: conflict if the address cannot be bound; the message names the option.
         """
-        arguments = channel_arguments(
-            self._options,
-            max_body_bytes=self._max_body_bytes,
-            handshake_timeout_s=self._handshake_timeout_s,
-            reuse_port=self._reuse_port,
-        )
-        server = _Server(self._router, arguments, _COMPRESSIONS[self._options.grpc_response_compression])
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        address = f"{host}:{self._port}"
+        options = self._options
+        arguments = channel_arguments(options, has_tls=self._credentials is not None)
+        server = _Server(self._router, arguments, _COMPRESSIONS[options.grpc_response_compression])
+        host = f"[{options.host}]" if ":" in options.host else options.host
         try:
-            port = server.add_port(address, self._credentials)
+            port = server.add_port(f"{host}:{options.grpc_port}", self._credentials)
         except RuntimeError:
             port = 0
         if port == 0:
             await server.stop(None)
-            raise _bind_failure(self._host, self._port)
+            raise _bind_failure(options.host, options.grpc_port)
         logging.getLogger(cygrpc.__name__).addFilter(_is_no_lost_call)
         await server.start()
         self._server = server
@@ -132,21 +111,19 @@ class GrpcioServer:
         return True
 
 
-def channel_arguments(
-    options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None, reuse_port: bool = False
-) -> tuple[tuple[str, int], ...]:
+def channel_arguments(options: ServerOptions, *, has_tls: bool = False) -> tuple[tuple[str, int], ...]:
     """Return the options of the port under grpc's names, with times in milliseconds. Omits bounds that are None."""
     max_calls = options.grpc_max_connection_calls
     times_s = {
         "grpc.max_connection_age_ms": options.grpc_max_connection_age_s,
         "grpc.max_connection_age_grace_ms": options.grpc_max_connection_age_grace_s,
         "grpc.max_connection_idle_ms": options.grpc_max_connection_idle_s,
-        "grpc.server_handshake_timeout_ms": handshake_timeout_s,
+        "grpc.server_handshake_timeout_ms": options.tls_handshake_timeout_s if has_tls else None,
     }
     return (
         # grpc rejects a longer message while it reads or decompresses it, with RESOURCE_EXHAUSTED, before it stores the
         # whole message.
-        ("grpc.max_receive_message_length", max_body_bytes),
+        ("grpc.max_receive_message_length", options.max_body_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # Above the soft limit, 8 KiB by default, grpc rejects some calls at random.
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
@@ -156,7 +133,7 @@ def channel_arguments(
         ("grpc.server.max_pending_requests", _MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         # On by default: two servers would share a port by accident, and each would get some of the connections.
-        ("grpc.so_reuseport", int(reuse_port)),
+        ("grpc.so_reuseport", int(options.reuse_port)),
         ("grpc.max_allowed_incoming_connections", options.grpc_max_connections),
         ("grpc.keepalive_time_ms", _ms(options.grpc_keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _ms(options.grpc_keepalive_timeout_s)),

@@ -11,7 +11,7 @@ from typing import Final
 
 import httptools
 
-from ortserve.config.option_groups import HttpOptions
+from ortserve.config.options import ServerOptions
 from ortserve.errors import ErrorKind, ServeError, invalid_input, out_of_memory
 
 LINGER_S: Final = 5.0
@@ -84,18 +84,18 @@ class HttpLimits:
         return max(0.01, min(1.0, *(bound / 4 for bound in bounds)))
 
 
-def http_limits(options: HttpOptions, *, idle_timeout_s: float, max_body_bytes: int) -> HttpLimits:
+def http_limits(options: ServerOptions) -> HttpLimits:
     """The limits that the options configure."""
     return HttpLimits(
         max_connections=options.http_max_connections,
         max_headers=options.http_max_headers,
         max_header_bytes=options.http_max_header_bytes,
-        max_chunk_bytes=max_body_bytes,
+        max_chunk_bytes=options.max_body_bytes,
         header_timeout_s=options.http_header_timeout_s,
         body_timeout_s=options.http_body_timeout_s,
         min_body_bytes_per_s=options.http_min_body_bytes_per_s,
         send_timeout_s=options.http_send_timeout_s,
-        idle_timeout_s=idle_timeout_s,
+        idle_timeout_s=options.idle_timeout_s,
         answers_half_closed=options.http_answer_half_closed,
     )
 

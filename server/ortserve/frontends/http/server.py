@@ -12,6 +12,7 @@ from typing import Final
 import uvicorn
 from uvicorn.server import ServerState
 
+from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
@@ -35,10 +36,8 @@ class HttpServer:
         infer: InferEndpoint,
         asgi: AsgiEndpoint,
         context: ConnectionContext,
+        options: ServerOptions,
         *,
-        host: str,
-        port: int,
-        reuse_port: bool = False,
         tls: TlsPort | None = None,
     ) -> None:
         """Create the server, which opens no socket before ``start``.
@@ -47,17 +46,13 @@ class HttpServer:
             infer: Answers inference.
             asgi: Answers all other requests.
             context: Shared state of the connections.
-            host: Address to listen on.
-            port: Port to listen on; 0 for any free port.
-            reuse_port: As in ``open_listener``.
+            options: The address to listen on.
             tls: Shared state of the TLS sessions; None for plain text.
         """
         self._infer = infer
         self._asgi = asgi
         self._context = context
-        self._host = host
-        self._port = port
-        self._reuse_port = reuse_port
+        self._options = options
         self._tls = tls
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -76,7 +71,8 @@ class HttpServer:
         Raises:
             ServeError: conflict if the server cannot listen on the address; the message names the option.
         """
-        listener = open_listener("http_port", self._host, self._port, reuse_port=self._reuse_port)
+        options = self._options
+        listener = open_listener("http_port", options.host, options.http_port, reuse_port=options.reuse_port)
         make_protocol = self._tls.wrap(self._make_protocol) if self._tls else self._make_protocol
         config = uvicorn.Config(
             self._asgi.app,

@@ -3,7 +3,7 @@
 import pytest
 
 from ortserve.codecs.grpc_answer import MAX_MESSAGE_BYTES
-from ortserve.config.option_groups import GrpcOptions
+from ortserve.config.options import ServerOptions
 from ortserve.frontends.grpc.grpcio_server import channel_arguments
 
 DEFAULTS = {
@@ -25,7 +25,7 @@ DEFAULTS = {
 
 
 def test_defaults_equal_those_of_the_reference_server_except_connections() -> None:
-    assert dict(channel_arguments(GrpcOptions(), max_body_bytes=1000)) == DEFAULTS
+    assert dict(channel_arguments(ServerOptions(max_body_bytes=1000))) == DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_defaults_equal_those_of_the_reference_server_except_connections() -> No
     ],
 )
 def test_each_option_sets_only_its_argument(option: str, value: object, argument: str, expected: int) -> None:
-    options = GrpcOptions.model_validate({option: value})
-    assert dict(channel_arguments(options, max_body_bytes=1000)) == DEFAULTS | {argument: expected}
+    options = ServerOptions.model_validate({option: value, "max_body_bytes": 1000})
+    assert dict(channel_arguments(options)) == DEFAULTS | {argument: expected}
 
 
 def test_handshake_timeout_is_applied_if_set() -> None:
-    bounded = dict(channel_arguments(GrpcOptions(), max_body_bytes=1000, handshake_timeout_s=2.5))
+    bounded = dict(channel_arguments(ServerOptions(max_body_bytes=1000, tls_handshake_timeout_s=2.5), has_tls=True))
     assert bounded == DEFAULTS | {"grpc.server_handshake_timeout_ms": 2500}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.config.option_groups import GrpcOptions
+from ortserve.config.options import ServerOptions
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
@@ -29,11 +29,8 @@ class NativeGrpcServer:
         self,
         dispatcher: CallDispatcher,
         streams: Streams,
-        options: GrpcOptions,
+        options: ServerOptions,
         *,
-        host: str,
-        port: int,
-        reuse_port: bool = False,
         clock: Clock,
         on_cut_answer: Callable[[str], None],
         on_connection_error: Callable[[str], None],
@@ -44,10 +41,7 @@ class NativeGrpcServer:
         Args:
             dispatcher: Runs the handlers.
             streams: The open streams of the handlers; ``stop`` drains them.
-            options: Limits of the port and each connection.
-            host: Name or address to bind.
-            port: Port to bind; 0 lets the system choose.
-            reuse_port: As in ``open_listener``.
+            options: The address, and limits of the port and each connection.
             clock: Monotonic nanoseconds.
             on_cut_answer: As in ``Sending``.
             on_connection_error: As ``on_error`` in ``ConnectionErrors``.
@@ -57,9 +51,7 @@ class NativeGrpcServer:
         budget = UnsentBudget(options.grpc_unsent_bytes)
         self._shared = GrpcPort(dispatcher, options, budget, errors, clock, on_cut_answer, connections=set())
         self._streams = streams
-        self._host = host
-        self._port = port
-        self._reuse_port = reuse_port
+        self._options = options
         self._tls = tls
         self._server: asyncio.Server | None = None
 
@@ -78,13 +70,14 @@ class NativeGrpcServer:
             ServeError: conflict if the address cannot be bound; the message names the option.
         """
         factory = self._tls.wrap(self._connect) if self._tls else self._connect
-        listener = open_listener("grpc_port", self._host, self._port, reuse_port=self._reuse_port)
+        options = self._options
+        listener = open_listener("grpc_port", options.host, options.grpc_port, reuse_port=options.reuse_port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(factory, sock=listener, backlog=_BACKLOG)
         return int(listener.getsockname()[1])
 
     def _connect(self) -> Connection:
-        age_s = self._shared.options.grpc_max_connection_age_s
+        age_s = self._options.grpc_max_connection_age_s
         return Connection(self._shared, None if age_s is None else draw_age_s(age_s))
 
     async def stop(self, grace_s: float) -> bool:
