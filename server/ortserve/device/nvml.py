@@ -4,6 +4,7 @@ NVML does not call the CUDA runtime, so its calls never break the capture of a g
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +66,17 @@ class GpuReader:
     """Reads all GPUs that this process may use, with or without models. Thread-safe; never raises."""
 
     def __init__(self, environment: Mapping[str, str], library: Any = None) -> None:
-        """Find the GPUs.
+        """Find the GPUs. A GPU that NVML cannot open, such as one that has failed, is left out.
 
         Args:
             environment: The process environment; its ``CUDA_VISIBLE_DEVICES`` may hide GPUs.
             library: None for the package's module; without package or driver there are no GPUs.
         """
         self._library = library = open_library(library)
-        self._gpus: list[Gpu] = []
-        if library is None:
-            return
-        try:
-            found = [self._find(number) for number in range(library.nvmlDeviceGetCount())]
-        except library.NVMLError:
-            return
+        found: list[Gpu] = []
+        for number in range(0 if library is None else self._ask("nvmlDeviceGetCount") or 0):
+            with suppress(library.NVMLError):
+                found.append(self._find(number))
         self._gpus = visible_gpus(found, environment)
 
     def read(self) -> list[GpuReading]:

@@ -17,8 +17,9 @@ class FakeNvml:
 
     nvmlMemory_v2 = 0x2000028  # noqa: N815 - the names are NVML's
 
-    def __init__(self, *, has_driver: bool = True) -> None:
+    def __init__(self, *, has_driver: bool = True, failed: int | None = None) -> None:
         self._has_driver = has_driver
+        self._failed = failed
         self.energy_mj = 5_000_000
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -29,6 +30,8 @@ class FakeNvml:
         return 2
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        if index == self._failed:
+            raise self.NVMLError
         return index
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
@@ -69,6 +72,10 @@ def test_gpu_readings_have_tritons_units_and_omit_unsupported_values() -> None:
 def test_no_gpus_without_a_driver_or_visible_devices() -> None:
     assert GpuReader({}, FakeNvml(has_driver=False)).read() == []
     assert GpuReader({"CUDA_VISIBLE_DEVICES": ""}, FakeNvml()).read() == []
+
+
+def test_gpu_that_has_failed_hides_no_other() -> None:
+    assert [gpu.uuid for gpu in GpuReader({}, FakeNvml(failed=0)).read()] == ["GPU-1"]
 
 
 ALIKE = [Gpu(number, f"GPU-{number}{number}", "a") for number in range(3)]
