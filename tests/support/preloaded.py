@@ -259,7 +259,7 @@ def _import_for(kind: str) -> None:
     # The first call takes three times as long, because libraries import modules and compile expressions on first use.
     read_options({})
     unused = (Mock() for _ in range(5))
-    make_control_app(*unused, title="never served", version="0")
+    make_control_app(*unused, title="never served")
 
 
 def _serve_orders(orders: socket.socket, kind: str) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from ortserve import __version__
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
@@ -95,7 +94,6 @@ class Frontends:
             infer.admission,
             self.codec_threads.read_load,
             title=options.server_name,
-            version=__version__,
             guarded=self.guards,
         )
         calls = JsonCalls(

@@ -48,10 +48,6 @@ def load_golden_file(path: Path) -> GoldenFile:
     if not exists(path):
         return GoldenFile()
     try:
-        given = read_yaml(path)
-    except ValueError as error:
-        raise invalid_input(f"{path.name}: {error}") from None
-    try:
-        return validate(GoldenFile, given)
-    except InvalidValuesError as error:
+        return validate(GoldenFile, read_yaml(path))
+    except (ValueError, InvalidValuesError) as error:
         raise invalid_input(f"{path.name}: {error}") from None

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ortserve import __version__
 from ortserve.config.options import ServerOptions
 from ortserve.config.shown_values import show_value
+from ortserve.engine.process_limits import cpu_budget, memory_limit
 from ortserve.service.access import Group
 from ortserve.service.model_details import NOT_SET, Setting
 from ortserve.service.models import ModelService
@@ -32,8 +33,6 @@ class ServerDetails:
         *,
         guarded: Collection[Group],
         runtime_version: str,
-        processors: int,
-        memory_limit_bytes: int,
         stalls: Callable[[], LoopReading],
         read_devices: Callable[[], Sequence[DeviceReading]],
         read_memory: Callable[[], MemoryUse],
@@ -46,8 +45,6 @@ class ServerDetails:
             models: Reports whether the server is ready.
             guarded: Groups that need keys.
             runtime_version: Version of ONNX Runtime.
-            processors: Number of processors that the process may use.
-            memory_limit_bytes: Memory limit of the process.
             stalls: Reads the stalls of the event loop.
             read_devices: Reads the state of the GPUs in use; may wait for their driver.
             read_memory: Reads the host memory that the models hold.
@@ -57,8 +54,8 @@ class ServerDetails:
         self._models = models
         self._guarded = guarded
         self._runtime_version = runtime_version
-        self._processors = processors
-        self._memory_limit_bytes = memory_limit_bytes
+        self._processors = cpu_budget()
+        self._memory_limit_bytes = memory_limit()
         self._stalls = stalls
         self._read_devices = read_devices
         self._read_memory = read_memory

@@ -68,7 +68,7 @@ def all_routes() -> list[Route]:
             return self
 
     services: Any = Nothing()
-    app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1")
+    app = make_control_app(nothing, services, nothing, nothing, nothing, title="t")
     app.include_router(generate_routes(nothing))
     app.include_router(embeddings_routes(nothing))
     app.include_router(console_routes(nothing, nothing, nothing))

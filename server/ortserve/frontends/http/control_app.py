@@ -15,6 +15,7 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from ortserve import __version__
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group
@@ -50,7 +51,6 @@ def make_control_app(
     read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
     *,
     title: str,
-    version: str,
     guarded: Container[Group | None] = (),
 ) -> FastAPI:
     """Create the application. Its OpenAPI document also describes the infer routes, which ``InferExchange`` answers.
@@ -62,12 +62,11 @@ def make_control_app(
         admission: Admits the bodies of load calls.
         read_load: Decodes the body of a load call.
         title: Title of the OpenAPI document.
-        version: Version of the OpenAPI document.
         guarded: Groups whose operations the document marks as needing a key; ``AsgiEndpoint`` checks the key.
     """
     app = FastAPI(
         title=title,
-        version=version,
+        version=__version__,
         description="ONNX models over the Open Inference Protocol v2.",
         responses={"4XX": {"model": ErrorDocument}, "5XX": {"model": ErrorDocument}},
         redirect_slashes=False,

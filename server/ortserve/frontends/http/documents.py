@@ -27,12 +27,6 @@ class ErrorDocument(BaseModel):
     error: str
 
 
-class ServerMetadataDocument(BaseModel):
-    name: str
-    version: str
-    extensions: list[str]
-
-
 class TensorMetadataDocument(BaseModel):
     name: str
     datatype: Datatype

@@ -22,13 +22,12 @@ from ortserve.frontends.http.documents import (
     ModelMetadataDocument,
     ModelName,
     ModelVersion,
-    ServerMetadataDocument,
     StatisticsDocument,
 )
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.http.responses import HttpResponse, failure
 from ortserve.service.management import ModelStatistics, StatisticsService
-from ortserve.service.models import ModelService
+from ortserve.service.models import ModelService, ServerMetadata
 
 _JSON: Final[tuple[Header, ...]] = ((b"content-type", b"application/json"),)
 
@@ -125,13 +124,10 @@ def model_routes(models: ModelService) -> APIRouter:
         """The effective configuration of this version of the model, derived values included."""
         return await _config(models, model, version)
 
-    @router.get("", tags=["metadata"], response_model=ServerMetadataDocument)
+    @router.get("", tags=["metadata"], response_model=ServerMetadata)
     async def server_metadata() -> JSONResponse:
         """The server's name, version and protocol extensions."""
-        metadata = models.server_metadata()
-        return JSONResponse(
-            {"name": metadata.name, "version": metadata.version, "extensions": list(metadata.extensions)}
-        )
+        return JSONResponse(asdict(models.server_metadata()))
 
     @router.get("/models/{model}", tags=["metadata"], response_model=ModelMetadataDocument)
     async def model_metadata(model: ModelName) -> JSONResponse:

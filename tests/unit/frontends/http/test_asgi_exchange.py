@@ -68,7 +68,7 @@ async def test_internal_error_is_logged_and_answered_without_its_text(caplog: py
     names = ("statistics", "repository", "logs", "traces", "profiling", "labels", "rollouts")
     nothing: Any = SimpleNamespace(**dict.fromkeys(names))
     faulty: Any = Faulty()
-    app = make_control_app(faulty, nothing, nothing, nothing, nothing, title="t", version="1")
+    app = make_control_app(faulty, nothing, nothing, nothing, nothing, title="t")
     status, _, content, _ = await answer(app, get("/v2/models/m"))
     assert (status, json.loads(content)) == (500, {"error": "internal error"})
     (record,) = [record for record in caplog.records if record.name == "ortserve.frontends.http.asgi_exchange"]
@@ -86,7 +86,7 @@ async def test_other_callers_are_answered_while_the_openapi_document_is_built(mo
 
     monkeypatch.setattr(control_app, "get_openapi", build)
     nothing: Any = Faulty()
-    app = make_control_app(nothing, nothing, nothing, nothing, nothing, title="t", version="1")
+    app = make_control_app(nothing, nothing, nothing, nothing, nothing, title="t")
     side, written = HttpSide(app), bytearray()
     protocol, _ = side.connect(written)
     protocol.data_received(get("/openapi.json"))
