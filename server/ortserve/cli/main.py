@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if sys.stdout is None or sys.stderr is None:  # the caller has closed it, as with >&- in a shell
         _open_closed_streams()
-    with _left_at_ctrl_c(command):
+    with _ended_by_ctrl_c(command):
         try:
             if argv is None and command in _OPENS_MODELS:
                 # Imported here and below: each command imports only what it needs, and no import precedes the handler
@@ -119,7 +119,7 @@ def _open_closed_streams() -> None:
 
 
 @contextmanager
-def _left_at_ctrl_c(command: str) -> Iterator[None]:
+def _ended_by_ctrl_c(command: str) -> Iterator[None]:
     """End the process at Ctrl-C. The block imports libraries, which turn KeyboardInterrupt into other errors.
 
     Commands that have something to do at Ctrl-C install their own handlers while they run.

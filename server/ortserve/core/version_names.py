@@ -24,7 +24,7 @@ _NUMBER: Final = re.compile("[1-9][0-9]{0,18}")
 def version_of(name: str) -> int | None:
     """The version that the name of a folder denotes; None for other names.
 
-    01 is none, because it would be version 1 a second time.
+    A number with a leading zero is another name: 01 would be version 1 a second time.
     """
     number = int(name) if _NUMBER.fullmatch(name) else 0
     return number if 1 <= number <= MAX_VERSION else None

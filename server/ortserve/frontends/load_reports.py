@@ -39,7 +39,7 @@ class LoadReports:
 
     def header(self, chosen: LoadFormat) -> tuple[bytes, bytes]:
         """Return the header with the report for an HTTP response."""
-        name, value = self.metadata(chosen)  # first, as it forgets the headers of an earlier report
+        name, value = self.metadata(chosen)  # first, because it clears the headers of an earlier report
         header = self._headers.get(chosen)
         if header is None:
             text = base64.b64encode(value) if isinstance(value, bytes) else value.encode()

@@ -35,7 +35,7 @@ STATUSES: Final = {
     ErrorKind.INTERNAL: StatusCodes(500, grpc.StatusCode.INTERNAL),
 }
 """Status codes by error kind. A caller sees 499 only if another request of its sequence or ensemble was cancelled; any
-other cancelled caller has left."""
+other cancelled caller has disconnected."""
 
 HTTP_VERSION_STATUS: Final = 505
 """Status of requests with an unsupported HTTP version, instead of the one of ``unsupported``."""

@@ -151,15 +151,15 @@ def configure_logging(level: LogLevel, log_format: LogFormat = "text") -> LogSwi
 
 
 def never_wait_for_standard_error(log_format: LogFormat) -> None:
-    """Replace ``sys.stderr`` by a stream that holds lines instead of waiting. For the owner of the process, before
+    """Replace ``sys.stderr`` by a stream that never blocks. Called by the owner of the process, before
     ``configure_logging``.
     """
-    if sys.stderr is None:  # the process was started without
+    if sys.stderr is None:  # the process was started without standard error
         return
     line = _LINES[log_format]
 
     def describe(dropped: int) -> str:
-        message = "log lines were dropped, because standard error took none"
+        message = "log lines were dropped, because standard error was blocked"
         return line(time.time(), "WARNING", __name__, message, {"lines": dropped})
 
     sys.stderr = StandardError(sys.stderr.fileno(), describe)

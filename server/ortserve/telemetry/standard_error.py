@@ -1,7 +1,7 @@
-"""Standard error that never makes its writers wait: for log lines, which the event loop writes.
+"""A stream to standard error that never blocks. The event loop writes log lines to it.
 
-A pipe is full when its reader stalls: a log driver, a journal, a terminal that the user has stopped. A usual write then
-waits, and all callers with it.
+Standard error blocks if it is a full pipe whose reader has stopped: a log driver, a journal, a terminal. A write would
+then stop the event loop, and all callers would wait.
 """
 
 import io
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Final
 
 _MAX_HELD_BYTES: Final = 1 << 20
-"""Lines are held up to this size while standard error takes none; further ones are dropped and counted."""
+"""Lines are held up to this size while standard error is blocked; further ones are dropped and counted."""
 
 
 class StandardError(io.TextIOBase):
-    """Writes whole lines to a file descriptor, and holds those that it does not take. Thread-safe.
+    """Writes whole lines to a file descriptor, and holds them while it is blocked. Thread-safe.
 
     Held lines are written with the next line. Lines are lost without a report if the descriptor fails, because there is
     no other place for the report.
@@ -49,7 +49,7 @@ class StandardError(io.TextIOBase):
         return os.isatty(self._fd)
 
     def write(self, text: str, /) -> int:
-        """Write the lines of ``text`` as far as the descriptor takes them at once."""
+        """Write as many of the held lines and of the lines of ``text`` as the descriptor accepts without blocking."""
         with self._lock:
             self._send()
             if len(self._held) >= _MAX_HELD_BYTES:
@@ -63,7 +63,7 @@ class StandardError(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write held lines as far as the descriptor takes them at once."""
+        """Write as many held lines as the descriptor accepts without blocking."""
         with self._lock:
             self._send()
 

@@ -66,7 +66,7 @@ class Router(grpc.GenericRpcHandler):
         return self._handlers.get(path) or _unknown(path)
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
-        """Return the handler of a call on grpcio, which asks after the headers and before it reads any message."""
+        """Return the handler of a call on grpcio, which calls this after the headers and before the first message."""
         guard = self.guards.get(details.method)
         if guard is not None and (error := check_key(guard, details.invocation_metadata)) is not None:
             return _rejecting(error)

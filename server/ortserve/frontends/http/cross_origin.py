@@ -16,7 +16,7 @@ _VARIES: Final = b"vary: origin\r\n"
 """In all responses whose headers depend on the origin, so that no cache gives one origin the response of another."""
 
 _MAX_AGE_S: Final = b"7200"
-"""Time for which browsers may keep the response to a preflight request. Chromium keeps none longer."""
+"""Time for which browsers may keep the response to a preflight request. Chromium keeps it no longer than this."""
 
 
 class CrossOrigin:

@@ -166,7 +166,7 @@ class _Server(uvicorn.Server):
         make = partial(self._make_protocol, server_state=self.server_state)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(make, connected)
-        except OSError:  # the client has left
+        except OSError:  # the client has disconnected
             connected.close()
 
     def _cut_off(self) -> None:
