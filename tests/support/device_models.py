@@ -23,10 +23,12 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.signature import ModelSignature
+from ortserve.device.binding import InstanceParts
 from ortserve.device.buffers import InstanceStreams
 from ortserve.device.capture_lock import CaptureLock
 from ortserve.device.cuda import CudaDevice
 from ortserve.device.devices import DEVICE_PROVIDERS, DeviceProvider, DeviceRuntime, Devices, OpenDevice
+from ortserve.device.graph_sessions import InstanceSessions
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import Prepared
@@ -158,18 +160,17 @@ def on_device(
     one_each = captures and use.one_graph_per_session
     session = open_one(captures=captures and not one_each)
     signature = read_signature(session, read_model(path))
-    batches = InstanceBatches(
-        session,
+    open_for_graph = partial(open_one, captures=True) if one_each else None
+    parts = InstanceParts(
+        InstanceSessions(session, captures=captures and not one_each, open_for_graph=open_for_graph),
         signature,
         streams,
-        name="m/1",
-        clock=time.monotonic_ns,
-        run_options=run_options(SessionSettings()),
-        captures=captures and not one_each,
-        open_for_graph=partial(open_one, captures=True) if one_each else None,
+        opened.ledger.open("m/1"),
+        time.monotonic_ns,
+        run_options(SessionSettings()),
         shrink_arenas=shrink_arenas,
     )
-    instance = DeviceInstance(batches, "m/1")
+    instance = DeviceInstance(InstanceBatches(parts), "m/1")
     del session
     try:
         prepared = Prepared()

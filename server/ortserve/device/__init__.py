@@ -6,6 +6,7 @@
 
 __all__ = [
     "accounting",
+    "binding",
     "buffers",
     "devices",
     "graph_sessions",

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
+import onnxruntime as ort
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult
@@ -45,6 +46,34 @@ _TIMED_EVERY: Final = 64
 ElementType: TypeAlias = type[np.generic] | int
 
 
+@dataclass(frozen=True, slots=True)
+class InstanceParts:
+    """The objects and settings that the ways to run a batch of one instance share.
+
+    Attributes:
+        sessions: The sessions, which compute on the compute stream of ``streams``.
+        signature: The served inputs and outputs.
+        streams: The streams of the sessions.
+        account: The memory of the instance.
+        clock: Monotonic nanoseconds.
+        run_options: The options of plain runs, which return only when their outputs are complete.
+        padding: How batches are padded; None if they never are.
+        is_whole: Whether all nodes are on the device. If not, ONNX Runtime waits for the end of each run, because it
+            may reuse the host memory of its own copies as soon as the run has returned.
+        shrink_arenas: Arenas whose free memory is released after each run on buffers that is not a replay.
+    """
+
+    sessions: InstanceSessions
+    signature: ModelSignature
+    streams: InstanceStreams
+    account: Account
+    clock: Clock
+    run_options: ort.RunOptions
+    padding: Padding | None = None
+    is_whole: bool = True
+    shrink_arenas: Sequence[str] = ()
+
+
 @dataclass(slots=True)
 class EnqueuedBatch:
     """A batch whose steps are enqueued. The device uses its memory until the batch is complete.
@@ -74,47 +103,26 @@ class DeviceBinding:
     The instance's worker calls all methods, except for ``finish``, which the waiting thread calls.
     """
 
-    def __init__(
-        self,
-        sessions: InstanceSessions,
-        signature: ModelSignature,
-        streams: InstanceStreams,
-        outputs: Sequence[RowLayout],
-        rows: int,
-        *,
-        is_whole: bool,
-        shrink_arenas: Sequence[str],
-        clock: Clock,
-        account: Account,
-    ) -> None:
-        """Allocate two buffer sets for ``rows`` rows.
+    def __init__(self, parts: InstanceParts, outputs: Sequence[RowLayout], rows: int) -> None:
+        """Allocate two buffer sets. The pinned memory of answers grows on demand.
 
         Args:
-            sessions: The sessions, which compute on the compute stream of ``streams``.
-            signature: A batched model whose shapes follow from the number of rows.
-            streams: The streams of the sessions.
+            parts: The instance.
             outputs: The layout of a row of each output.
             rows: The rows of the largest batch.
-            is_whole: Whether all nodes are on the device. If not, ONNX Runtime waits for the end of each run, because
-                it may reuse the host memory of its own copies as soon as the run has returned.
-            shrink_arenas: Arenas whose free memory is released after each run that is not a replay.
-            clock: Monotonic nanoseconds.
-            account: The instance's account, for pinned host memory. The pinned memory of answers grows on demand.
         """
-        self._sessions = sessions
-        self._streams = streams
-        self._device = streams.device
-        self._clock = clock
+        signature, account = parts.signature, parts.account
+        self._parts = parts
+        self._streams = parts.streams
+        self._device = parts.streams.device
+        self._clock = parts.clock
         self._counts = DeviceCounts()  # until ``count_into``: runs of the preparation are not reported
-        self._is_whole = is_whole
-        self._shrink_arenas = shrink_arenas
         self._input_layouts = input_layouts(signature)
         self._output_layouts = list(outputs)
         self._inputs = [(spec.name, element_type(spec.datatype)) for spec in signature.inputs]
         self._outputs = [(spec.name, element_type(spec.datatype)) for spec in signature.outputs]
         self._runs: dict[tuple[int, int], BoundRun] = {}
         answer_sets = max(_MIN_ANSWER_SETS, min(MAX_SETS, _MAX_POOL_BYTES // max(1, set_nbytes(outputs, rows))))
-        self._account = account
         # The partial must not refer to the binding: a cycle of binding and pool would delay the release of memory.
         self._answers = OutputPool(
             outputs, rows, partial(_allocate_answers, self._device, account), max_sets=answer_sets
@@ -129,7 +137,7 @@ class DeviceBinding:
             for index in range(SETS):
                 self.sets.append(BufferSet(self._device, index, self._input_layouts, outputs, rows))
                 account.add_pinned("staging", self.sets[-1].staging_nbytes)
-                self._timings.append(CopyTiming(streams))
+                self._timings.append(CopyTiming(self._streams))
         except BaseException:
             self.close()
             raise
@@ -182,23 +190,24 @@ class DeviceBinding:
         Raises:
             ServeError: The graph needs a session of its own, which cannot be opened.
         """
+        sessions = self._parts.sessions
         graph = graph_id(rows, buffers.index) if is_graph else None
-        session, own_id = (self._sessions.own, NO_GRAPH) if graph is None else self._sessions.for_graph(graph)
+        session, own_id = (sessions.own, NO_GRAPH) if graph is None else sessions.for_graph(graph)
         binding = session.io_binding()
         name, number = self._device.ort_name, self._device.device_id
         for (tensor, kind), layout, address in zip(self._inputs, self._input_layouts, buffers.inputs, strict=True):
             binding.bind_input(tensor, name, number, kind, (rows, *layout.item), address)
         for (tensor, kind), layout, address in zip(self._outputs, self._output_layouts, buffers.outputs, strict=True):
             binding.bind_output(tensor, name, number, kind, (rows, *layout.item), address)
-        options = graph_options(own_id) if is_graph else graph_options(own_id, self._shrink_arenas)
-        if self._is_whole and not is_waited_for:
+        options = graph_options(own_id) if is_graph else graph_options(own_id, self._parts.shrink_arenas)
+        if self._parts.is_whole and not is_waited_for:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return BoundRun(session, binding, options, graph)
 
     def forget_graphs(self, rows: int) -> None:
         """Free the sessions of graphs of ``rows`` rows, as they are not replayed. The caller holds the capture lock."""
         for buffers in self.sets:
-            self._sessions.forget_graph(graph_id(rows, buffers.index))
+            self._parts.sessions.forget_graph(graph_id(rows, buffers.index))
 
     def enqueue(self, batch: Batch, buffers: BufferSet, bound: BoundRun | None = None) -> EnqueuedBatch:
         """Stage the rows of a batch and enqueue all its steps.
@@ -316,8 +325,8 @@ class DeviceBinding:
         release_all(*[timing.close for timing in self._timings], *[buffers.close for buffers in self.sets])
         for answer in self._answers.sets:
             self._streams.opened.retire(answer)
-        self._account.enter_pinned("staging", 0)
-        self._account.enter_pinned("answers", 0)
+        self._parts.account.enter_pinned("staging", 0)
+        self._parts.account.enter_pinned("answers", 0)
 
     def _staged_inputs(self, batch: Batch) -> int:
         """The number of inputs whose rows are staged on the host. The states on the device follow them."""

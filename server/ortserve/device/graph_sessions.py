@@ -39,9 +39,10 @@ class InstanceSessions:
         """Take over ``own``; the caller must not keep a reference to it.
 
         Args:
-            own: The session that runs batches without replay.
+            own: The session that runs batches without replay, opened with the options of the instance's streams.
             captures: Whether ``own`` was opened to capture graphs, too, each by its id.
-            open_for_graph: Opens a session for each graph; None if ``own`` holds all graphs, or there are none.
+            open_for_graph: Opens a session for each graph, on the worker, which holds the capture lock. None if ``own``
+                holds all graphs, or there are none.
         """
         self._own: ort.InferenceSession | None = own
         self._own_captures = captures

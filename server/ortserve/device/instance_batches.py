@@ -9,14 +9,11 @@ from typing import Final
 import numpy as np
 import onnxruntime as ort
 
-from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult
-from ortserve.core.padding import Padding, StagedElements
-from ortserve.core.signature import ModelSignature
+from ortserve.core.padding import StagedElements
 from ortserve.device.accounting import DeviceCounts
-from ortserve.device.binding import DeviceBinding, EnqueuedBatch, sets_nbytes, why_unbound
-from ortserve.device.buffers import BufferSet, InstanceStreams
-from ortserve.device.graph_sessions import InstanceSessions, OpenForGraph
+from ortserve.device.binding import DeviceBinding, EnqueuedBatch, InstanceParts, sets_nbytes, why_unbound
+from ortserve.device.buffers import BufferSet
 from ortserve.device.preparation import MakeInputs, OnStep, Preparation, Prepared
 from ortserve.device.protocol import DEVICE_ERRORS, release_all
 from ortserve.device.state_runs import StateRuns, why_no_states
@@ -40,51 +37,17 @@ class InstanceBatches:
         termination: Terminates plain runs. Thread-safe.
     """
 
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        signature: ModelSignature,
-        streams: InstanceStreams,
-        *,
-        name: str,
-        clock: Clock,
-        run_options: ort.RunOptions,
-        captures: bool,
-        open_for_graph: OpenForGraph | None,
-        padding: Padding | None = None,
-        is_whole: bool = True,
-        shrink_arenas: Sequence[str] = (),
-    ) -> None:
-        """Run batches plainly until ``prepare``.
-
-        Args:
-            session: The session, for this instance only, opened with ``streams.provider_options``.
-            signature: The served inputs and outputs.
-            streams: The streams of the sessions. ``close`` closes them.
-            name: The name of the account.
-            clock: Monotonic nanoseconds.
-            run_options: The options of plain runs.
-            captures: Whether the session was opened to capture graphs.
-            open_for_graph: Opens a session for one graph, on the same streams. None if ``session`` holds all graphs, or
-                if no graphs are captured. Called on the worker, which holds the capture lock.
-            padding: How batches are padded; None if they never are.
-            is_whole: Whether all nodes are on the device.
-            shrink_arenas: Arenas that runs on buffers shrink. Replays shrink no arena.
-        """
+    def __init__(self, parts: InstanceParts) -> None:
+        """Run batches plainly until ``prepare``. ``close`` closes the sessions, the streams and the account."""
         self.counts: Final = DeviceCounts()
-        self.streams: Final = streams
+        self.streams: Final = parts.streams
         self.binding: DeviceBinding | None = None
-        self.termination = PlainTermination(run_options)
-        self._sessions = InstanceSessions(session, captures=captures, open_for_graph=open_for_graph)
-        self._signature = signature
-        self._account = streams.opened.ledger.open(name)
-        self._capture_lock = streams.opened.capture_lock
-        self._clock = clock
-        self._padding = padding
-        self._is_whole = is_whole
-        self._shrink_arenas = shrink_arenas
-        self._run_options = run_options
-        self._plain = PlainBatches(session, signature, padding, clock, run_options)
+        self.termination = PlainTermination(parts.run_options)
+        self._parts = parts
+        self._account = parts.account
+        self._capture_lock = parts.streams.opened.capture_lock
+        signature = parts.signature
+        self._plain = PlainBatches(parts.sessions.own, signature, parts.padding, parts.clock, parts.run_options)
         self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
         self._free_sets: SimpleQueue[BufferSet] = SimpleQueue()
         self._states: DeviceStates | None = None
@@ -122,7 +85,7 @@ class InstanceBatches:
         except BaseException:
             self._free_sets.put(buffers)
             raise
-        if self._padding is not None:
+        if self._parts.padding is not None:
             elements = self._row_elements
             self._plain.staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
         return enqueued
@@ -151,23 +114,15 @@ class InstanceBatches:
 
     def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:
         """See ``DeviceInstance.prepare``."""
-        if problem := why_unbound(self._signature, self._padding):
+        if problem := why_unbound(self._parts.signature, self._parts.padding):
             self.run_without_buffers()
             return Prepared(unbound_because=problem)
-        preparation = Preparation(
-            self._signature,
-            self._plain.run_arrays,
-            make_inputs,
-            self._make_binding,
-            self.counts,
-            self._capture_lock,
-            lambda: self.streams.device.memory().free_bytes,
-            on_step,
-        )
+        run_plainly = self._plain.run_arrays
+        preparation = Preparation(self._parts, run_plainly, make_inputs, self._make_binding, self.counts, on_step)
         try:
             with self._capture_lock.shared():
                 self.streams.opened.reclaim()
-            binding, prepared = preparation.prepare(sizes, captures=self._sessions.can_capture)
+            binding, prepared = preparation.prepare(sizes, captures=self._parts.sessions.can_capture)
         except DEVICE_ERRORS as error:
             failure = self.streams.opened.run_error(error)
             if isinstance(failure, OutOfMemoryError | DeviceLostError):
@@ -180,7 +135,7 @@ class InstanceBatches:
             )
         if binding is None:
             with self._capture_lock.shared():
-                self._sessions.forget_graphs()
+                self._parts.sessions.forget_graphs()
             self._unbound = "unbound"
             self._account.enter("buffers", 0)
         else:
@@ -188,14 +143,14 @@ class InstanceBatches:
                 self._free_sets.put(buffers)
             binding.count_into(self.counts)
             self.binding = binding
-        self._sessions.complete()
+        self._parts.sessions.complete()
         self._account_memory(prepared.graph_bytes)
         return prepared
 
     def run_without_buffers(self) -> None:
         """See ``DeviceInstance.run_without_buffers``."""
         self._unbound = "unbound"
-        self._sessions.complete()
+        self._parts.sessions.complete()
         self._account_memory(0)
 
     def _check_plainly(self, inputs: Arrays) -> None:
@@ -207,19 +162,9 @@ class InstanceBatches:
             raise self.streams.opened.run_error(error) from error
 
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
-        nbytes = sets_nbytes(self._signature, outputs, rows)
+        nbytes = sets_nbytes(self._parts.signature, outputs, rows)
         self._account.check_room({"buffers": nbytes})
-        binding = DeviceBinding(
-            self._sessions,
-            self._signature,
-            self.streams,
-            outputs,
-            rows,
-            is_whole=self._is_whole,
-            shrink_arenas=self._shrink_arenas,
-            clock=self._clock,
-            account=self._account,
-        )
+        binding = DeviceBinding(self._parts, outputs, rows)
         self._account.enter("buffers", nbytes)
         return binding
 
@@ -240,7 +185,7 @@ class InstanceBatches:
     def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
         """See ``DeviceInstance.make_states``."""
         count, binding = len(initial), self.binding
-        problem = why_no_states(self._signature, self._padding, count)
+        problem = why_no_states(self._parts.signature, self._parts.padding, count)
         if binding is not None:
             problem = problem or binding.why_no_states(count)
         if problem:
@@ -283,7 +228,7 @@ class InstanceBatches:
             self.binding.keep_states(states)
 
     def _make_state_runs(self, states: DeviceStates) -> StateRuns:
-        return StateRuns(self._sessions, self._signature, self.streams, states, self._plain, self._run_options)
+        return StateRuns(self._parts, states, self._plain)
 
     def close(self) -> None:
         """Free session, buffers, states and streams. All batches must be complete."""
@@ -297,7 +242,7 @@ class InstanceBatches:
         if self._states is not None:
             self._states.end_use()
         opened = self.streams.opened
-        sessions = self._sessions.close(is_lost=bool(opened.lost))  # sessions close before their streams
+        sessions = self._parts.sessions.close(is_lost=bool(opened.lost))  # sessions close before their streams
         release_all(opened.reclaim, partial(self.streams.close, *sessions))
         self._account.close()
 

@@ -12,12 +12,10 @@ import numpy as np
 
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch
-from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import agree
 from ortserve.device.accounting import DeviceCounts
-from ortserve.device.binding import DeviceBinding
+from ortserve.device.binding import DeviceBinding, InstanceParts
 from ortserve.device.buffers import BufferSet
-from ortserve.device.capture_lock import CaptureLock
 from ortserve.device.protocol import DEVICE_ERRORS, BoundRun, is_lost_error
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout, layouts_of
@@ -107,27 +105,24 @@ class Preparation:
 
     def __init__(
         self,
-        signature: ModelSignature,
+        parts: InstanceParts,
         run_plainly: RunPlainly,
         make_inputs: MakeInputs,
         make_binding: MakeBinding,
         counts: DeviceCounts,
-        capture_lock: CaptureLock,
-        free_bytes: Callable[[], int],
         on_step: OnStep,
     ) -> None:
         """Store the arguments.
 
         ``make_binding`` allocates the buffers, given the layouts of output rows and the largest number of rows.
-        ``free_bytes`` reads the device's free memory.
         """
-        self._signature = signature
+        self._signature = parts.signature
+        self._device = parts.streams.device
+        self._capture_lock = parts.streams.opened.capture_lock
         self._run_plainly = run_plainly
         self._make_inputs = make_inputs
         self._make_binding = make_binding
         self._counts = counts
-        self._capture_lock = capture_lock
-        self._free_bytes = free_bytes
         self._on_step = on_step
         self._graph_bytes = 0
         self._captured_sizes = 0
@@ -174,6 +169,9 @@ class Preparation:
                 binding.close()
             raise
         return binding, Prepared(bound, replayed, not_replayed=not_replayed, graph_bytes=self._graph_bytes)
+
+    def _free_bytes(self) -> int:
+        return self._device.memory().free_bytes
 
     def _skip_replay(self, binding: DeviceBinding, rows: int, problem: str, not_replayed: dict[int, str]) -> None:
         """Record why batches of ``rows`` rows are not replayed, and free their sessions."""

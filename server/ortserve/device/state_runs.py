@@ -17,9 +17,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import agree, format_shape, is_absent
-from ortserve.device.binding import element_type
-from ortserve.device.buffers import InstanceStreams
-from ortserve.device.graph_sessions import InstanceSessions
+from ortserve.device.binding import InstanceParts, element_type
 from ortserve.device.protocol import BoundRun
 from ortserve.device.states import DeviceStates, StateSlot
 from ortserve.engine.runs import PlainBatches, as_arrays, ort_value
@@ -29,27 +27,15 @@ from ortserve.errors import ErrorKind, ServeError
 class StateRuns:
     """Runs batches of one instance. The worker calls all methods, and holds the capture lock."""
 
-    def __init__(
-        self,
-        sessions: InstanceSessions,
-        signature: ModelSignature,
-        streams: InstanceStreams,
-        states: DeviceStates,
-        plain: PlainBatches,
-        options: ort.RunOptions,
-    ) -> None:
-        """Create an event to wait for runs.
-
-        ``why_no_states`` is empty for ``signature``. ``options`` are those of plain runs, which return only when their
-        outputs are complete.
-        """
-        self._sessions = sessions
+    def __init__(self, parts: InstanceParts, states: DeviceStates, plain: PlainBatches) -> None:
+        """Create an event to wait for runs. ``why_no_states`` is empty for the model."""
+        self._sessions = parts.sessions
         self._states = states
         self._plain = plain
-        self._options = options
-        self._device = streams.device
-        self._stream = streams.compute
-        count = states.count
+        self._options = parts.run_options
+        self._device = parts.streams.device
+        self._stream = parts.streams.compute
+        count, signature = states.count, parts.signature
         self._inputs, self._state_inputs = signature.inputs[:-count], signature.inputs[-count:]
         self._outputs, self._state_outputs = signature.outputs[:-count], signature.outputs[-count:]
         self._sent: list[np.ndarray] = []

@@ -6,6 +6,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -320,7 +321,7 @@ def test_runs_return_early_only_where_all_nodes_are_on_the_device(
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
         binding = made.instance.binding
         assert binding is not None
-        binding._is_whole = is_whole
+        binding._parts = replace(binding._parts, is_whole=is_whole)
         monkeypatch.setattr(ort, "RunOptions", Noted)
         binding.bind(4, binding.sets[1], is_graph=True)
         binding.bind(4, binding.sets[1], is_graph=False)
@@ -550,7 +551,7 @@ from device_models import on_device
 from fakes.host_device import HostDevice
 
 with on_device(Path(sys.argv[1]), HostDevice(), captures=True) as made:
-    session = weakref.ref(made.instance._batches._sessions.own)
+    session = weakref.ref(made.instance._batches._parts.sessions.own)
     made.opened.lost = sys.argv[2]
 print("kept" if session() is not None else "freed")
 """

@@ -14,8 +14,10 @@ from typing import Final
 from ortserve.clock import monotonic_ns
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
+from ortserve.device.binding import InstanceParts
 from ortserve.device.buffers import InstanceStreams
 from ortserve.device.devices import DeviceProvider, Devices
+from ortserve.device.graph_sessions import InstanceSessions
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import why_no_replay
@@ -95,17 +97,11 @@ class CaptureTrial:
                 return no_replay.because
             rows = find_row_axes(model, ModelOptions(batched=request.batched))
             signature = rows.apply(read_signature(session, model))
-            batches = InstanceBatches(
-                session,
-                signature,
-                streams,
-                name=request.name,
-                clock=monotonic_ns,
-                run_options=run_options(settings),
-                captures=not one_each,
-                open_for_graph=partial(open_one, captures=True) if one_each else None,
-            )
-            self._instance = DeviceInstance(batches, request.name)
+            open_for_graph = partial(open_one, captures=True) if one_each else None
+            sessions = InstanceSessions(session, captures=not one_each, open_for_graph=open_for_graph)
+            account, options = streams.opened.ledger.open(request.name), run_options(settings)
+            parts = InstanceParts(sessions, signature, streams, account, monotonic_ns, options)
+            self._instance = DeviceInstance(InstanceBatches(parts), request.name)
             prepared = self._instance.prepare(request.sizes, InputGenerator(signature).generate)
         except DeviceLostError as error:  # the device is lost for this process only
             return f"the process of the trial lost its device: {error.message}"

@@ -7,9 +7,10 @@ from functools import partial
 from ortserve.config.session import SessionSettings
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.device.binding import InstanceParts
 from ortserve.device.buffers import InstanceStreams
 from ortserve.device.devices import DeviceRuntime, OpenDevice
-from ortserve.device.graph_sessions import OpenForGraph
+from ortserve.device.graph_sessions import InstanceSessions, OpenForGraph
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import NO_BUFFERS, NoReplay
@@ -245,21 +246,19 @@ class SessionOpener:
         settings, device_id, gpus = self._options.session, choice.device_id, self._options.gpus
         options = run_options(settings, device_id=device_id, gpus=gpus)
         if opened.streams is not None:
-            batches = InstanceBatches(
-                opened.session,
+            parts = InstanceParts(
+                InstanceSessions(opened.session, captures=opened.captures, open_for_graph=opened.open_for_graph),
                 signature,
                 opened.streams,
-                name=name,
-                clock=self._progress.clock,
-                padding=padding,
-                run_options=options,
-                captures=opened.captures,
-                open_for_graph=opened.open_for_graph,
+                opened.streams.opened.ledger.open(name),
+                self._progress.clock,
+                options,
+                padding,
                 is_whole=opened.is_whole,
                 shrink_arenas=arenas_of(settings, device_id, gpus),
             )
             del opened.session
-            return DeviceInstance(batches, name)
+            return DeviceInstance(InstanceBatches(parts), name)
         gpu = GpuAccess(self._runtime.devices.capture_lock.shared, partial(device_run_error, device="the GPU"))
         instance = Instance(
             opened.session,
