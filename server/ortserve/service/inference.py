@@ -207,11 +207,12 @@ class InferenceService:
         request = await decoded_in(decoding, self._left_ns(call))
         hold.set_unchecked(sum([_memory_bytes(tensor) for tensor in request.inputs]))
         call.request = request
+        run = self._run_in_task
         try:
             call.served = self._registry.find(request.model_name, request.model_version)
         except NotInMemoryError:
-            return await self._run_when_loaded(call, request)
-        return await self._run_in_task(call, request)
+            run = self._run_when_loaded
+        return await run(call, request)
 
     def _left_ns(self, call: Call) -> int | None:
         """Time until the deadline of a call; None without one."""
