@@ -3,6 +3,7 @@
 The command runs in the test's process, which saves a second of imports; its steps are processes.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,19 @@ def test_the_steps_are_shown_although_the_disk_is_full(
     monkeypatch.setattr(optimize, "_deliver", files_of_at_most(100)(optimize._deliver))
     done = run(CORPUS / "torch_mlp.onnx", "-o", tmp_path / "out.onnx", *FAST)
     assert (done.returncode, done.stderr) == (1, f"ortserve optimize: {tmp_path / 'out.onnx'}: File too large\n")
+    assert "nodes that run" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_during_a_step_fails_the_command(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The space may suffice for a copy of the source afterwards."""
+    steps, full = optimize.run_steps, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(optimize, "run_steps", lambda *arguments: replace(steps(*arguments), full_disk=full))
+    done = run(CORPUS / "torch_mlp.onnx", "-o", tmp_path / "out.onnx", *FAST)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"ortserve optimize: {tmp_path / 'out.onnx'}: No space left on device\n",
+    )
     assert "nodes that run" in done.stdout
     assert list(tmp_path.iterdir()) == []
 

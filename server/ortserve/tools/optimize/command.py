@@ -58,6 +58,8 @@ def run(given: argparse.Namespace) -> Outcome:
             staging_folder(staged.parent) as folder,
         ):
             result, work = optimize(given, source, folder, staged.name, step)
+            if work.full_disk is not None:
+                raise work.full_disk
             result = _deliver(given, source, staged, result, work)
     except OSError as failure:
         if result is None:

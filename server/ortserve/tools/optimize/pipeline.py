@@ -1,5 +1,6 @@
 """Runs the steps of an optimization, each in a process of its own, and keeps those that improve the model."""
 
+import errno
 import shutil
 import sys
 import tempfile
@@ -37,6 +38,7 @@ is measured longer at the end."""
 _GROWTH: Final = 1.02
 """Largest growth of the file without fewer nodes to run."""
 _MIN_SAVED_BYTES: Final = 1024
+_FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOTHING_GAINED: Final = "no improvement"
 
 Make: TypeAlias = Callable[..., tuple[str, ...]]
@@ -76,6 +78,7 @@ class Work:
         inputs: Samples for the comparison; None for synthetic ones.
         steps: The results of all steps so far.
         libraries: Packages that took part in kept steps.
+        full_disk: The error of a step for which the disk was full; None without one.
     """
 
     model: Path
@@ -84,6 +87,7 @@ class Work:
     inputs: Path | None
     steps: tuple[StepResult, ...] = ()
     libraries: frozenset[str] = frozenset()
+    full_disk: OSError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,9 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
             tried[name] = call_apart(LIMIT_S, _try, step, make, work, target)
         except ServeError as problem:
             tried[name] = _failed(step, problem, target)
+        except OSError as problem:
+            tried[name] = _failed(step, problem, target)
+            work = replace(work, full_disk=problem)
     name, best = min(tried.items(), key=lambda one: one[1].rank())
     checked = best.checked
     if step.is_requested and not best.is_kept:
@@ -170,7 +177,7 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
 
 
 def _try(step: Step, make: Make, work: Work, target: Path) -> Tried:
-    """Do a step in one way and judge it. Runs in a process of its own."""
+    """Do a step in one way and judge it. Runs in a process of its own. Raises OSError on a full disk."""
     tempfile.tempdir = str(target.parent)  # this folder is removed even if an interruption kills this process
     notes: tuple[str, ...] = ()
     try:
@@ -178,7 +185,9 @@ def _try(step: Step, make: Make, work: Work, target: Path) -> Tried:
         if not step.is_requested and not _may_gain(work.model, target):
             return Tried(False, _NOTHING_GAINED, notes)
         checked = check(work.reference, target, step.kind, work.inputs)
-    except Exception as error:  # noqa: BLE001 - libraries raise errors of any class
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+            raise
         return replace(_failed(step, error, target), notes=notes)
     libraries = frozenset(LIBRARIES) & {*sys.modules}
     return replace(judge(step, work.look, checked), notes=notes, libraries=libraries, checked=checked)

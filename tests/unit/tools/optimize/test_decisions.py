@@ -1,5 +1,7 @@
 """The steps that are kept, the nodes that need FP32, and the remaining nodes after fusions."""
 
+import errno
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from zipfile import ZipFile
@@ -12,14 +14,16 @@ from models import patterns
 from ortserve.core.agreement import Agreement, ErrorBound, OutputError
 from ortserve.model_file.reading import read_model
 from ortserve.tools.compare.result import ComparedModel, CompareResult
+from ortserve.tools.optimize import pipeline
 from ortserve.tools.optimize.checking import Checked, Look
 from ortserve.tools.optimize.findings import find
-from ortserve.tools.optimize.pipeline import Step, Work, judge, keep_arrays
+from ortserve.tools.optimize.pipeline import Step, Work, judge, keep_arrays, run_steps
 from ortserve.tools.optimize.precision import search
 from ortserve.tools.optimize.recognition import almost_fused, fused_operators
 from ortserve.tools.optimize.result import Shape
 from ortserve.tools.speed import Timed
 from ortserve.tools.subject import Subject
+from scarcity import files_of_at_most
 
 
 def look(nodes: int = 10, run: int | None = 10, nbytes: int = 100_000) -> Look:
@@ -150,3 +154,22 @@ def test_samples_keep_the_arrays_of_inputs_with_any_names(tmp_path: Path) -> Non
     with np.load(keep_arrays(samples, ["file"], tmp_path)) as kept:
         assert kept.files == ["file"]
         assert kept["file"].tolist() == [[1.0] * 3] * 2
+
+
+def test_a_step_that_meets_a_full_disk_is_dropped_and_its_error_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(source: Path, target: Path) -> tuple[str, ...]:
+        with files_of_at_most(10):
+            target.write_bytes(bytes(100))
+        return ()
+
+    monkeypatch.setattr(pipeline, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # the step changes it
+    work = Work(tmp_path / "m.onnx", look(), Timed(Subject("m", tmp_path / "m.onnx")), None)
+    done = run_steps(work, [Step("fill", {"": fill}, ErrorBound("relative", 1))], tmp_path, lambda done, now: None)
+    assert done.full_disk is not None
+    assert done.full_disk.errno == errno.EFBIG
+    assert [(step.is_kept, step.reason) for step in done.steps] == [
+        (False, "failed: OSError: [Errno 27] File too large")
+    ]
