@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ortserve.core.agreement import ErrorBound, parse_bound
+from ortserve.core.agreement import parse_bound
 from ortserve.engine.child_process import call_apart
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MAX_SAMPLES, golden_folder
@@ -126,9 +126,9 @@ def _source(arguments: argparse.Namespace, subject: Subject) -> Subject | Contro
     return Control(address, arguments.model or subject.name, arguments.version, _TIMEOUT_S)
 
 
-def _tolerances(given: Sequence[str]) -> dict[str, list[ErrorBound]]:
-    """Bounds by output. Raises ServeError: invalid_input, for a text without an output or a bound."""
-    found: dict[str, list[ErrorBound]] = {}
+def _tolerances(given: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The largest errors by output and measure. Raises ServeError: invalid_input, without an output or a bound."""
+    found: dict[str, dict[str, float]] = {}
     for text in given:
         output, _, bound = text.rpartition(":")
         if not output:
@@ -136,5 +136,5 @@ def _tolerances(given: Sequence[str]) -> dict[str, list[ErrorBound]]:
         parsed = parse_bound(bound, "--tolerance")
         if parsed.measure == "accuracy":
             raise invalid_input("--tolerance: expected max, relative, cosine or top1, got accuracy")
-        found.setdefault(output, []).append(parsed)
+        found.setdefault(output, {})[parsed.measure] = parsed.most
     return found

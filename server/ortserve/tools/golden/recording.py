@@ -10,7 +10,6 @@ import numpy as np
 
 from ortserve.clock import monotonic_ns
 from ortserve.config.golden import load_golden_file
-from ortserve.core.agreement import MEASURES, ErrorBound
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import is_absent
@@ -54,7 +53,7 @@ def record_samples(
     source: Subject | Control | None,
     inputs: Path | None,
     count: int,
-    tolerances: Mapping[str, Sequence[ErrorBound]],
+    tolerances: Mapping[str, Mapping[str, float]],
     target: Path,
 ) -> Recorded:
     """Take inputs, run them, check that the version agrees with the outputs, and write both.
@@ -65,16 +64,15 @@ def record_samples(
             itself.
         inputs: Samples; None for synthetic ones.
         count: Maximum number of samples.
-        tolerances: Tolerances by the name of an output.
+        tolerances: The largest errors by the name of an output and the measure.
         target: A new folder for the files.
 
     Raises:
         ServeError: invalid_input: a model cannot be loaded or run, the inputs do not fit, or the version disagrees.
         OSError: The files cannot be written.
     """
-    bounds = {name: {bound.measure: bound.most for bound in given} for name, given in tolerances.items()}
     if subject.options.ensemble is not None:
-        return _record_ensemble(source, inputs, count, bounds, target)
+        return _record_ensemble(source, inputs, count, tolerances, target)
     with loaded_runs(subject) as (loaded, runs):
         signature = runs.signature
         generator = loaded.warm_up.inputs
@@ -96,7 +94,7 @@ def record_samples(
             if loaded.interface.sequences is not None or visible != (signature.inputs, signature.outputs):
                 raise invalid_input("--from URL: expected a model without sequences and reshaped tensors")
             samples = _ask(source, signature, samples)
-        golden = GoldenSamples(1, tuple(samples), bounds)
+        golden = GoldenSamples(1, tuple(samples), tolerances)
         write_samples(target, golden, signature)
         checked = read_golden(target, signature)
         assert checked is not None
@@ -163,11 +161,9 @@ def write_samples(folder: Path, golden: GoldenSamples, signature: ModelSignature
         (folder / GOLDEN_FILE).write_text(json.dumps(content, indent=1, default=dict) + "\n", encoding="utf-8")
 
 
-def kept_tolerances(folder: Path) -> dict[str, list[ErrorBound]]:
+def kept_tolerances(folder: Path) -> dict[str, dict[str, float]]:
     """The tolerances of existing samples. Raises ServeError: invalid_input, if they cannot be read."""
-    known = load_golden_file(folder / GOLDEN_FILE).tolerances
-    assert all(measure in MEASURES for one in known.values() for measure in one.bounds())
-    return {name: [ErrorBound(*pair) for pair in one.bounds().items()] for name, one in known.items()}
+    return {name: one.bounds() for name, one in load_golden_file(folder / GOLDEN_FILE).tolerances.items()}
 
 
 def _named(sample: GoldenSample, signature: ModelSignature) -> dict[str, np.ndarray]:
@@ -234,7 +230,7 @@ def _record_ensemble(
     source: Subject | Control | None,
     file: Path | None,
     count: int,
-    bounds: Mapping[str, Mapping[str, float]],
+    tolerances: Mapping[str, Mapping[str, float]],
     target: Path,
 ) -> Recorded:
     """Record the answers of a server. Only a server with all members can run an ensemble."""
@@ -243,5 +239,5 @@ def _record_ensemble(
     signature = source.describe()[1]
     inputs = make_inputs(signature, file, lambda arrays: _answer(source, signature, arrays))
     samples = _ask(source, signature, list(_take(inputs, signature, count)))
-    write_samples(target, GoldenSamples(1, tuple(samples), bounds), signature)
+    write_samples(target, GoldenSamples(1, tuple(samples), tolerances), signature)
     return Recorded(len(samples), inputs.origin, "")
