@@ -623,6 +623,28 @@ def test_models_of_an_azure_container_serve_and_are_polled(azure: AzureServer, t
         assert other not in server.output
 
 
+def test_key_of_azure_that_no_model_can_have_keeps_only_new_models_out(azure: AzureServer, tmp_path: Path) -> None:
+    """Azure cannot begin a listing after a given key."""
+    place = "keys"
+
+    def publish(model: str, number: int) -> None:
+        azure.upload({f"{place}/{path}": content for path, content in version(tmp_path, model, number, number).items()})
+
+    publish("m", 1)
+    single = builders.identity(tmp_path / "single.onnx").read_bytes()
+    azure.upload({f"{place}/models/single.onnx": single})
+    flags = (f"az://models/{place}/models", "--store-cache-dir", tmp_path / "cache", *FAST, *POLL)
+    with serving(*flags, env=azure.environment()) as server:
+        azure.put_key(f"{place}/models//m/1/x")
+        server.wait_for_line("a key is not the path of a file; new models are left out", "'/m/1/x'")
+        publish("new", 1)
+        publish("m", 2)
+        wait_for_answer(server, 2)
+        assert {name: state for name, (state, _) in index(server).items()} == {"m": "READY", "single": "READY"}
+        azure.delete_key(f"{place}/models//m/1/x")
+        server.wait_for_line("model is ready", "model=new")
+
+
 def test_models_of_a_google_bucket_serve_and_are_polled(tmp_path: Path) -> None:
     root = tmp_path / "buckets"
     upload(root / "bucket", version(tmp_path, "m", 1, 1))

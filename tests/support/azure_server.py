@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from email.utils import formatdate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import httpx
@@ -43,7 +44,8 @@ class AzureServer:
         self._endpoint = f"{found[1]}/{ACCOUNT}"
         self._reader = threading.Thread(target=self._process.stdout.read, daemon=True)
         self._reader.start()
-        self._make_container(container)
+        self._container = container
+        self._call("PUT", container, query="restype=container")
         self._store = AzureStore(
             container,
             config={"account_name": ACCOUNT, "account_key": KEY, "endpoint": self._endpoint},
@@ -70,15 +72,22 @@ class AzureServer:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def _make_container(self, name: str) -> None:
-        """Create a container, signed as in "Authorize with Shared Key"; obstore cannot create containers."""
-        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2023-11-03"}
-        lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
-        signed = "\n".join([*lines, f"/{ACCOUNT}/{ACCOUNT}/{name}", "restype:container"])
+    def put_key(self, key: str) -> None:
+        """Create an empty blob whose name may be one that obstore cannot represent."""
+        self._call("PUT", f"{self._container}/{key}", {"x-ms-blob-type": "BlockBlob"})
+
+    def delete_key(self, key: str) -> None:
+        self._call("DELETE", f"{self._container}/{key}")
+
+    def _call(self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({}), query: str = "") -> None:
+        """Make a call that obstore cannot make, signed as in "Authorize with Shared Key"."""
+        given = {**headers, "x-ms-date": formatdate(usegmt=True), "x-ms-version": "2023-11-03"}
+        lines = [method, *[""] * 11, *(f"{name}:{value}" for name, value in given.items())]
+        signed = "\n".join([*lines, f"/{ACCOUNT}/{ACCOUNT}/{path}", *([query.replace("=", ":")] if query else [])])
         digest = hmac.digest(base64.b64decode(KEY), signed.encode(), hashlib.sha256)
-        headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
-        url = f"{self._endpoint}/{name}?restype=container"
-        httpx.put(url, headers=headers, timeout=LONG_S).raise_for_status()
+        given["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
+        url = f"{self._endpoint}/{path}?{query}"
+        httpx.request(method, url, headers=given, timeout=LONG_S).raise_for_status()
 
 
 def _installed() -> Path:

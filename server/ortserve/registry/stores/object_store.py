@@ -7,14 +7,21 @@ metadata services.
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ortserve.config.repository_url import RepositoryUrl
 from ortserve.core.thread_pool import ThreadPool
-from ortserve.registry.stores.objects import LISTING_TIMEOUTS, MAX_OBJECTS, StoredObject, StoreError, unless_slow
+from ortserve.registry.stores.objects import (
+    LISTING_TIMEOUTS,
+    MAX_OBJECTS,
+    StoredObject,
+    StoreError,
+    path_problem,
+    unless_slow,
+)
 from ortserve.telemetry.logs import log_event
 
 if TYPE_CHECKING:
@@ -108,7 +115,8 @@ class ObjectStore:
         """List all objects. The client fails a page with a key that it cannot represent, such as ``m//1/x``.
 
         Models are then listed one by one, several at a time, and the key stands for all objects of its model. If the
-        name of a model is such a key, S3 and Google Cloud Storage list what follows it.
+        name of a model is such a key, stores that can begin a listing after it list what follows. The models that the
+        last listing had are listed one by one where that is not possible; new ones are left out.
         """
         try:
             found = self._list()
@@ -121,10 +129,17 @@ class ObjectStore:
         try:
             found = self._list_each_model()
         except _UnusableKeyError as error:
-            if any(path < _AFTER_UNUSABLE and not path.startswith(".") for path in known):
-                raise  # these models would look as if they had been removed
-            found = [StoredObject(error.path, 0, ""), *self._list(offset=_AFTER_UNUSABLE)]
-            self._warn(f"a key is not the path of a file; models whose names begin with {_BEFORE} are left out", key)
+            found = [StoredObject(error.path, 0, "")]
+            try:
+                found += self._list(offset=_AFTER_UNUSABLE)
+                left_out = f"new models whose names begin with {_BEFORE}"
+            except _UnusableKeyError:
+                if not known:
+                    raise
+                left_out = "new models"
+            listed = {one.entry for one in found}
+            found += self._list_known([one for one in known.values() if one.entry not in listed])
+            self._warn(f"a key is not the path of a file; {left_out} are left out", key)
         else:
             self._warn("a key is not the path of a file; each listing takes a request for each model", key)
         return found
@@ -147,11 +162,26 @@ class ObjectStore:
         with self._explained():
             result = self._listings.list_with_delimiter()
         found = [_object(meta) for meta in result["objects"]]
+        return found + self._list_models(self._list_model, result["common_prefixes"])
+
+    def _list_known(self, known: _Objects) -> _Objects:
+        """The present objects of models that the last listing had."""
+        entries = {one.entry for one in known if one.entry != one.path and not path_problem(one.entry)}
+        files = [one.path for one in known if one.entry == one.path and not path_problem(one.path)]
+        return self._list_models(self._list_model, entries) + self._list_models(self._find_file, files)
+
+    def _list_models(self, list_one: Callable[[str], _Objects], names: Iterable[str]) -> _Objects:
+        found: _Objects = []
         with ThreadPool(_LISTINGS_SIDE_BY_SIDE, "store listing") as threads:
-            for objects in threads.map(self._list_model, result["common_prefixes"]):
+            for objects in threads.map(list_one, names):
                 found += objects
                 _check_count(found)
         return found
+
+    def _find_file(self, path: str) -> _Objects:
+        with self._explained(), suppress(FileNotFoundError):
+            return [_object(self._listings.head(path))]
+        return []
 
     def _list_model(self, folder: str) -> _Objects:
         try:
