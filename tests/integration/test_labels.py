@@ -31,12 +31,19 @@ BUILDERS: dict[int, Callable[..., Path]] = {1: builders.identity, 2: builders.un
 def add_versions(repository: Path, options: str, *versions: int, name: str = "m") -> Path:
     for version in versions:
         folder = add_model(repository, name, BUILDERS[version], version=version)
-    (folder / "model.yaml").write_text(options)
+    configure(folder, options)
     return folder
 
 
 def asked(server: ServerProcess, method: str, path: str, **body: Any) -> httpx.Response:
     return httpx.request(method, f"{server.url}/v2/models/{path}", json=body or None, timeout=LONG_S)
+
+
+def configure(folder: Path, options: str) -> None:
+    """Replace the configuration of a model in one step, because a poll may read it at any time."""
+    beside = folder.parent / ".model.yaml"
+    beside.write_text(options)
+    beside.replace(folder / "model.yaml")
 
 
 def labels_of(server: ServerProcess, model: str = "m") -> dict[str, str]:
@@ -225,7 +232,7 @@ def test_version_whose_label_leaves_the_file_drains(tmp_path: Path) -> None:
     folder = add_versions(tmp_path, "labels: {stable: 1, canary: 2}", 1, 2, 3)
     with serving(tmp_path, *EXPLICIT) as server:
         assert versions_that_answer(server, "canary") == {"2"}
-        (folder / "model.yaml").write_text("labels: {stable: 1}")
+        configure(folder, "labels: {stable: 1}")
         load(server)
         assert asked(server, "GET", "m/versions/2").status_code == 404
         assert {versions_that_answer(server, version).pop() for version in ("1", "3")} == {"1", "3"}
@@ -237,7 +244,7 @@ def test_version_that_a_call_labels_stays_while_the_change_is_written(tmp_path: 
         with holding_up_writes(tmp_path):
             labelling = threads.submit(asked, server, "PUT", "m/labels", labels={"kept": 2})
             wait_for_write(server)
-            (folder / "model.yaml").write_text("labels: {stable: 1}")
+            configure(folder, "labels: {stable: 1}")
             load(server)
             load(server)
         assert labelling.result().status_code == 200
@@ -269,16 +276,16 @@ def test_label_of_the_file_moves_when_its_version_serves(tmp_path: Path) -> None
     with serving(tmp_path, "--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP) as server:
         (folder / "2").mkdir()
         builders.not_onnx(folder / "2" / "model.onnx")
-        (folder / "model.yaml").write_text("labels: {stable: 2}")
+        configure(folder, "labels: {stable: 2}")
         server.wait_for_line("model cannot be served", "version=2")
         assert versions_that_answer(server, "") == versions_that_answer(server, "stable") == {"1"}
         (folder / "3").mkdir()
         builders.unnamed_dims(folder / "3" / "model.onnx")
-        (folder / "model.yaml").write_text("labels: {stable: 3}")
+        configure(folder, "labels: {stable: 3}")
         server.wait_for_line("labels changed", "stable=3")
         assert versions_that_answer(server, "") == {"3"}
         loads = [line for line in server.lines if "model is ready" in line]
-        (folder / "model.yaml").write_text("labels: {stable: 3, other: 3}")
+        configure(folder, "labels: {stable: 3, other: 3}")
         server.wait_for_line("labels changed", "other=3")
         assert [line for line in server.lines if "model is ready" in line] == loads
 
@@ -318,13 +325,13 @@ def load_on(server: ServerProcess, per_s: float) -> Iterator[list[str]]:
 def test_first_stable_label_of_the_file_takes_no_request_from_a_version_that_serves(tmp_path: Path) -> None:
     folder = add_versions(tmp_path, "{}", 1, 2)
     with serving(tmp_path, *POLLED) as server, load_on(server, 200) as answered:
-        (folder / "model.yaml").write_text("labels: {stable: 9}")
+        configure(folder, "labels: {stable: 9}")
         server.wait_for_line("labels name versions that do not exist", "stable=9")
         assert labels_of(server) == {}
-        (folder / "model.yaml").write_text("labels: {stable: 1}")
+        configure(folder, "labels: {stable: 1}")
         server.wait_for_line("labels changed", "stable=1")
         assert versions_that_answer(server, "") == {"1"}
-        (folder / "model.yaml").write_text("labels: {stable: 8}")
+        configure(folder, "labels: {stable: 8}")
         server.wait_for_line("labels name versions that do not exist", "stable=8")
         assert labels_of(server) == {"stable": "1"}
     assert set(answered) == {"1", "2"}
@@ -353,7 +360,7 @@ def test_labels_of_the_file_end_with_an_unload_and_those_of_calls_stay(tmp_path:
             assert asked(server, "GET", "m/versions/canary/ready").status_code >= 400
             with pytest.raises(InferenceServerException, match="it was unloaded"):
                 versions_that_answer(server, "")
-            (folder / "model.yaml").write_text("version_policy: {specific: [1, 2]}\nlabels: {stable: 2}")
+            configure(folder, "version_policy: {specific: [1, 2]}\nlabels: {stable: 2}")
             http.load_model("m")
         assert labels_of(server) == {"mine": "2", "stable": "2"}
         assert versions_that_answer(server, "") == {"2"}
@@ -363,7 +370,7 @@ def test_calls_take_nothing_out_of_service_while_the_configuration_cannot_be_rea
     options = "version_policy: {all: true}\nlabels: {stable: 1}\nrollout: {candidate: 2, mode: canary, share: 1}\n"
     folder = add_versions(tmp_path, options, 1, 2, 3)
     with serving(tmp_path, *POLLED) as server:
-        (folder / "model.yaml").write_text(f"{options}nonsense: 1\n")
+        configure(folder, f"{options}nonsense: 1\n")
         server.wait_for_line("the previous load keeps serving", "model=m")
         asked(server, "PUT", "m/labels", labels={"mine": 1}).raise_for_status()
         assert versions_that_answer(server, "") == {"2"}
