@@ -355,7 +355,7 @@ def test_log_settings_change_the_lines_of_a_running_server(managed: ServerProces
         assert http.get_log_settings() == start
         assert http.update_log_settings({"log_error": False}) == {**start, "log_error": False}
         begun = len(managed.lines)
-        with pytest.raises(InferenceServerException, match="failed to load 'broken'"):
+        with pytest.raises(InferenceServerException, match="load failed for model 'broken': version 1 is at"):
             http.load_model("broken")
         settings = grpc.update_log_settings({"log_error": True, "log_verbose_level": 1}).settings
         assert settings["log_error"].bool_param

@@ -19,7 +19,12 @@ WORDS: Final = (
 )  # fmt: skip
 """Names and values that are meaningful somewhere, and some that must not be meaningful anywhere."""
 
-INTERNAL_BY_PROTOCOL: Final = ("failed to load", "failed to unload", "Unable to open shared memory region")
+INTERNAL_BY_PROTOCOL: Final = (
+    "failed to load",
+    "load failed for model",
+    "failed to unload",
+    "Unable to open shared memory region",
+)
 """Faults of callers for which the protocol requires an internal error."""
 
 MODELS: Final = ("digits", "simple", "text_stats", "nowhere")

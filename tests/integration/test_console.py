@@ -393,7 +393,7 @@ def test_reload_shows_its_step_and_its_failure_beside_the_version_that_serves(
             act(page, "Reload", "Reload: under way")
             expect(state).to_have_text(re.compile(r"^ready; reloading: .+, for \d+ s$"))
             expect(state).to_have_class("warn")
-        expect(page.get_by_text(re.compile("^Reload: failed to load 'renewed'"))).to_be_visible()
+        expect(page.get_by_text(re.compile("^Reload: load failed for model 'renewed'"))).to_be_visible()
         expect(state).to_have_text(re.compile("^ready; latest problem: "))
 
 

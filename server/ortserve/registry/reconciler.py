@@ -239,8 +239,8 @@ class Reconciler:
         self._on_versions(name)  # A rollout that the source lacks must not last until the loads have ended.
         for record in incoming[1:]:
             record.continues = True
-        failures = [f"version {version}: {reason}" for version, reason in failed.items()] + [
-            f"version {record.version}: {reason}"
+        failures = [f"version {version} is at UNAVAILABLE state: {reason}" for version, reason in failed.items()] + [
+            f"version {record.version} is at UNAVAILABLE state: {reason}"
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
         ]

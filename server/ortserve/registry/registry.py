@@ -12,7 +12,7 @@ from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
@@ -291,7 +291,7 @@ class Registry:
             event = NOT_POLLED if source.has_files else "no version is available"
             raise load_failure(name, f"{event}: {source.problem}")
         if failures:
-            raise load_failure(name, "; ".join(failures))
+            raise ServeError(ErrorKind.INTERNAL, f"load failed for model '{name}': {'; '.join(failures)}")
 
     async def _is_newer(self, name: str, config: str | None) -> bool:
         """Whether a load would read other files or options than the latest one."""

@@ -296,7 +296,7 @@ async def _for_load(name: str, reading: Awaitable[Read]) -> Read:
 
 
 def load_failure(name: str, reason: str) -> ServeError:
-    """The error of a load that failed. Its first words are Triton's, which clients search for."""
+    """The error of a load without a version to load. Its first words are Triton's, which clients search for."""
     return ServeError(ErrorKind.INTERNAL, f"failed to load '{name}', {reason}")
 
 

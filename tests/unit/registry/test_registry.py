@@ -526,7 +526,7 @@ async def test_old_version_serves_until_the_new_one_is_ready(tmp_path: Path, loa
     registry = await load()
     old = registry.find("m", "")
     put(tmp_path, builders.not_onnx, "m", 2)
-    with pytest.raises(ServeError, match="failed to load 'm', version 2: ") as caught:
+    with pytest.raises(ServeError, match="load failed for model 'm': version 2 is at UNAVAILABLE state: ") as caught:
         await registry.load("m")
     assert caught.value.kind is ErrorKind.INTERNAL
     assert registry.find("m", "") is old

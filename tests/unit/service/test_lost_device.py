@@ -150,7 +150,7 @@ class Loading:
     async def load_late(self, step: str, error: str) -> ServeError:
         """The outcome of a load that fails at a step."""
         self.device.step, self.device.error = step, error
-        with pytest.raises(ServeError, match="failed to load 'late'") as failed:
+        with pytest.raises(ServeError, match="load failed for model 'late'") as failed:
             await self.registry.load("late")
         assert not self.device.step, "it did not come to that"
         return failed.value

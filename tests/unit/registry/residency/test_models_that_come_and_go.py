@@ -371,7 +371,7 @@ async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_memb
         await file.wait()
         async with registry._reconciler.lock("pair"):
             failures = await registry._reconciler.apply(registry._sources["pair"], is_forced=True)
-        assert failures == ["version 1: ensemble 'pair' depends on 'm', which is not in memory"]
+        assert failures == ["version 1 is at UNAVAILABLE state: ensemble 'pair' depends on 'm', which is not in memory"]
         assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}
     await asyncio.wait_for(waiting, 30)
     assert await ask(registry, "pair") == "1"
@@ -452,7 +452,7 @@ async def test_evicted_version_whose_files_were_removed_leaves_the_reason_of_the
     (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
     builders.not_onnx(tmp_path / "m" / "2" / "model.onnx")
     await registry.poll()
-    assert "version 2: " in (await refused(registry, "m")).message
+    assert "version 2 is at UNAVAILABLE state: " in (await refused(registry, "m")).message
     assert [state for state, _ in states(registry, "m").values()] == [State.FAILED]
 
 
@@ -642,6 +642,6 @@ async def test_unloaded_version_does_not_come_back_when_the_next_one_fails(tmp_p
     await registry.load_all()
     await registry.unload("m")
     put(tmp_path, "m", 2, build=builders.not_onnx)
-    with pytest.raises(ServeError, match="version 2: "):
+    with pytest.raises(ServeError, match="version 2 is at UNAVAILABLE state: "):
         await registry.load("m")
     assert State.READY not in {state for state, _ in states(registry, "m").values()}
