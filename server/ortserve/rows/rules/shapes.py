@@ -218,7 +218,7 @@ def _reshaped_rows(call: Call, value: Value, target: Sequence[Number], solved: t
     if len(carriers) > 1:
         raise RowsMeetError("has a target shape with the number of rows in two sizes")
     (axis,) = carriers
-    if value.axis != axis and value.axis < len(target) and not is_positive(target[value.axis]):
+    if value.axis != axis and value.axis < len(target) and not _is_copied_harmlessly(call, value, target[value.axis]):
         raise RowsMeetError("has a target shape that copies the number of rows if one of its sizes is 0")
     before = symbols.product((*value.dims[: value.axis], value.outer))
     after = symbols.product(value.dims[value.axis + 1 :])
@@ -240,6 +240,15 @@ def _reshaped_rows(call: Call, value: Value, target: Sequence[Number], solved: t
     if value.facts.padding is not None and not (_ends_in_padding(value) and axis == 0 and like.is_plain):
         raise RowsMeetError("reads rows whose padding depends on the longest row of the batch")
     return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
+
+
+def _is_copied_harmlessly(call: Call, value: Value, length: Number) -> bool:
+    """Whether a size of a target shape at the operand's axis of rows is never 0, or only if that axis is empty.
+
+    ONNX Runtime replaces a 0 by the size of the operand, here that axis.
+    """
+    assert value.dims is not None
+    return is_positive(length) or call.symbols.divide_exactly(value.dims[value.axis], length) is not None
 
 
 def _has_several_computed(dims: Sequence[Number], target: Sequence[Number]) -> bool:
