@@ -282,6 +282,6 @@ def broadcast(call: Call, values: Sequence[Value], dtype: int = 0, facts: Facts 
     else:
         dims = broadcast_shape(call, [without_rows(value, call.dims(value)) for value in values])
     if found is None:
-        return call.result(dims, dtype=dtype)
+        return call.result(dims, dtype=dtype, facts=facts)
     axis, like = found
     return call.result(dims, like, axis, dtype, facts=facts)
