@@ -16,7 +16,7 @@ from ortserve.rows.rules.call import (
     off_axis,
     rule,
 )
-from ortserve.rows.values import NO_FACTS, Kind, Value, taken
+from ortserve.rows.values import MAX_ELEMENTS, NO_FACTS, Kind, Value, taken
 
 _WRONG_ROWS: Final = "has operands that do not all have the same rows along the same axis"
 
@@ -187,7 +187,23 @@ def one_hot(call: Call) -> Output:
     axis = call.axis("axis", -1, len(dims) + 1)
     lengths = (*dims[:axis], depth, *dims[axis:])
     shifted = indices.axis + (1 if axis <= indices.axis else 0)
-    return call.result(lengths, indices, shifted, call.operand(2).dtype)
+    known = _one_hot_elements(indices, depth, call.operand(2)) if axis == len(dims) else None
+    return call.result(lengths, indices, shifted, call.operand(2).dtype, known)
+
+
+def _one_hot_elements(indices: Value, depth: Number, values: Value) -> tuple[Number, ...] | None:
+    """The elements of a OneHot along a new last axis; None if an operand is not known. Exporters compute repeats so."""
+    if indices.elements is None or values.elements is None or len(values.elements) != 2 or not isinstance(depth, int):
+        return None
+    if not all(isinstance(index, int) for index in indices.elements) or len(indices.elements) * depth > MAX_ELEMENTS:
+        return None
+    off, on = values.elements
+    return tuple(
+        on if position in (index, index + depth) else off
+        for index in indices.elements
+        if isinstance(index, int)
+        for position in range(depth)
+    )
 
 
 def compress(call: Call) -> Output:
