@@ -546,6 +546,48 @@ def transformers_vit(path):
     return f"{made}, transformers {version('transformers')}"
 
 
+@model({"pixel_values": [1, 3, 32, 32], "pixel_mask": [1, 32, 32]}, below={"pixel_mask": 2})
+def transformers_detr(path):
+    import transformers as t
+
+    backbone = t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic")
+    backbone.out_features = ["stage2"]
+    config = t.DetrConfig(
+        use_timm_backbone=False, use_pretrained_backbone=False, backbone_config=backbone, d_model=16, num_queries=5,
+        encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, attn_implementation="eager",
+    )  # fmt: skip
+
+    class Boxes(t.DetrForObjectDetection):
+        def forward(self, pixel_values, pixel_mask):
+            found = super().forward(pixel_values, pixel_mask=pixel_mask)
+            return found.logits, found.pred_boxes
+
+    size = {0: "batch_size", 2: "height", 3: "width"}
+    axes = {"pixel_values": size, "pixel_mask": {0: "batch_size", 1: "height", 2: "width"}}
+    example = torch.randn(2, 3, 32, 32), torch.ones(2, 32, 32, dtype=torch.long)
+    made = script(Boxes(config), example, path, list(axes), ["logits", "boxes"], axes)
+    return f"{made}, transformers {version('transformers')}"
+
+
+@model({"input_values": [1, 200]})
+def transformers_wavlm(path):
+    import transformers as t
+
+    config = t.WavLMConfig(
+        **SMALL, conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+
+    class Frames(t.WavLMModel):
+        def forward(self, input_values):
+            return super().forward(input_values)[0]
+
+    axes = {"input_values": {0: "batch_size", 1: "samples"}}
+    made = script(Frames(config), torch.randn(2, 200), path, ["input_values"], ["frames"], axes)
+    return f"{made}, transformers {version('transformers')}"
+
+
 # scikit-learn.
 
 
