@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from ortserve.core.thread_pool import ThreadPool
-from ortserve.errors import ServeError
-from ortserve.frontends.http.responses import HttpResponse, wrong_method
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.responses import JSON_TYPE, HttpResponse, failure, wrong_method
 from ortserve.listening import open_listener
 from ortserve.telemetry.families import CONTENT_TYPE
 
@@ -30,7 +30,6 @@ _MAX_CONNECTIONS: Final = 32
 _FAREWELL_S: Final = 1.0
 """Time limit of the TLS close handshake, after the answer was sent."""
 
-_JSON: Final = ((b"content-type", b"application/json"),)
 _TAKES_GZIP: Final = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
@@ -173,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*refusal)
             return
         if self.path.partition("?")[0] != "/metrics":
-            self._answer(404, b'{"error":"Not Found: expected /metrics or a health path"}', _JSON)
+            self._answer(*failure(ServeError(ErrorKind.NOT_FOUND, "Not Found: expected /metrics or a health path")))
             return
         body = self._write()
         headers = [(b"content-type", CONTENT_TYPE.encode())]
@@ -192,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*wrong_method(self.command, "GET, HEAD"))
         else:
             text = f"malformed HTTP request: {message or HTTPStatus(code).phrase}"
-            self._answer(code, json.dumps({"error": text}).encode(), _JSON)
+            self._answer(code, json.dumps({"error": text}).encode(), (JSON_TYPE,))
 
     def _answer(self, status: int, body: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.send_response_only(status)  # without a header that names the version of Python

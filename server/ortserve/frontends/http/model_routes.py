@@ -24,12 +24,9 @@ from ortserve.frontends.http.documents import (
     ModelVersion,
     StatisticsDocument,
 )
-from ortserve.frontends.http.request_head import Header
-from ortserve.frontends.http.responses import HttpResponse, failure
+from ortserve.frontends.http.responses import JSON_TYPE, HttpResponse, failure
 from ortserve.service.management import ModelStatistics, StatisticsService
 from ortserve.service.models import ModelService, ServerMetadata
-
-_JSON: Final[tuple[Header, ...]] = ((b"content-type", b"application/json"),)
 
 _LOOP_TIMEOUT_S: Final = 10.0
 """Time for which another thread waits for the event loop. Probes wait less."""
@@ -42,10 +39,10 @@ def answer_health(models: ModelService, probe: Probe) -> HttpResponse:
     if models.is_exiting or models.lost:
         return failure(ServeError(ErrorKind.NOT_READY, "Server exiting" if models.is_exiting else models.lost))
     if probe == "live":
-        return HttpResponse(200, b'{"live":true}', _JSON)
+        return HttpResponse(200, b'{"live":true}', (JSON_TYPE,))
     if models.is_ready():
-        return HttpResponse(200, b'{"ready":true}', _JSON)
-    return HttpResponse(400, b'{"ready":false}', _JSON)
+        return HttpResponse(200, b'{"ready":true}', (JSON_TYPE,))
+    return HttpResponse(400, b'{"ready":false}', (JSON_TYPE,))
 
 
 class HealthFromThreads:

@@ -22,7 +22,7 @@ STATUS_LINES: Final = {code: b"HTTP/1.1 %d \r\n" % code for code in range(100, 6
     status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
 }
 
-_JSON: Final = (b"content-type", b"application/json")
+JSON_TYPE: Final = (b"content-type", b"application/json")
 _BINARY: Final = (b"content-type", b"application/octet-stream")
 
 _MAX_SHOWN: Final = 200
@@ -46,7 +46,7 @@ class HttpResponse(NamedTuple):
 def wrong_method(method: str, allowed: str) -> HttpResponse:
     """Return the response to a method other than the ``allowed`` ones, which are separated by commas."""
     error = f"Method Not Allowed: expected {allowed}, got {method}"
-    return HttpResponse(405, orjson.dumps({"error": error}), (_JSON, (b"allow", allowed.encode())))
+    return HttpResponse(405, orjson.dumps({"error": error}), (JSON_TYPE, (b"allow", allowed.encode())))
 
 
 def unknown_path(path: str) -> ServeError:
@@ -59,20 +59,20 @@ def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
     """Return the response that carries the outputs."""
     server_timing = (b"server-timing", timing.server_timing())
     if encoded.json_size is None:
-        return HttpResponse(200, encoded.body, (server_timing, _JSON))
+        return HttpResponse(200, encoded.body, (server_timing, JSON_TYPE))
     json_bytes = (b"inference-header-content-length", b"%d" % encoded.json_size)
     return HttpResponse(200, encoded.body, (server_timing, _BINARY, json_bytes))
 
 
 def failure(error: ServeError) -> HttpResponse:
     """Return the JSON document of an error, with the status and headers of its kind."""
-    headers: tuple[Header, ...] = (_JSON,)
+    headers: tuple[Header, ...] = (JSON_TYPE,)
     if error.retry_after_s is not None:
-        headers = (_JSON, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
+        headers = (JSON_TYPE, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
     elif isinstance(error, UnknownEncodingError):
-        headers = (_JSON, (b"accept-encoding", ENCODINGS.encode()))
+        headers = (JSON_TYPE, (b"accept-encoding", ENCODINGS.encode()))
     elif isinstance(error, RefusedKeyError):
-        headers = (_JSON, (b"www-authenticate", _challenge(error).encode()))
+        headers = (JSON_TYPE, (b"www-authenticate", _challenge(error).encode()))
     status = HTTP_VERSION_STATUS if isinstance(error, HttpVersionError) else STATUSES[error.kind].http
     return HttpResponse(status, _document(error.message), headers)
 
