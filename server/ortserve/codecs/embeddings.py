@@ -7,7 +7,8 @@ from typing import Any, Final
 import orjson
 
 from ortserve.codecs.binary_tensor import object_array
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH, too_many
+from ortserve.codecs.bounds import INLINE_ELEMENTS, too_many
+from ortserve.codecs.generate import WholeJson
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.core.dtypes import DataType, widen
 from ortserve.core.encoded import Reading
@@ -78,25 +79,11 @@ def _kind(value: object) -> str:
     return names.get(type(value)) or repr(value)[:100]
 
 
-class EmbeddingsRequest:
+class EmbeddingsRequest(WholeJson):
     """A call of several texts. A ``JsonRequest``."""
 
     def __init__(self, body: bytes | memoryview) -> None:
-        self._body = body
-        self.model_name = ""
-        self.is_short = len(body) <= INLINE_BYTES
-
-    def reading(self) -> Reading:
-        """Choose the place to decode: another process for more than ``INLINE_BYTES``."""
-        return Reading.INLINE if self.is_short else Reading.PROCESS
-
-    @property
-    def json_bytes(self) -> int:
-        return len(self._body)
-
-    @property
-    def growth_bytes(self) -> int:
-        return JSON_GROWTH * len(self._body)
+        super().__init__(body, "")
 
     def read(self) -> InferRequest:
         """Decode the call, as ``decode_embeddings_request``."""

@@ -85,24 +85,13 @@ def decode_generate_request(
     return InferRequest(model_name, model_version, request_id, tensors, (), parameters)
 
 
-class GenerateRequest:
-    """A generate request: the body, and values from the path. An ``EncodedRequest``."""
+class WholeJson:
+    """A request whose body is one JSON document: the part of a ``JsonRequest`` that depends on the body alone."""
 
-    def __init__(
-        self,
-        body: bytes | memoryview,
-        model_name: str,
-        model_version: str,
-        inputs: Callable[[], Sequence[TensorSpec]],
-        *,
-        is_stream: bool,
-    ) -> None:
-        """The arguments are those of ``decode_generate_request``. ``read`` raises the errors of ``inputs``."""
+    def __init__(self, body: bytes | memoryview, model_name: str) -> None:
+        """``model_name`` is the name in the path; empty if only the body names the model."""
         self._body = body
         self.model_name = model_name
-        self._model_version = model_version
-        self._inputs = inputs
-        self._is_stream = is_stream
         self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
@@ -116,6 +105,25 @@ class GenerateRequest:
     @property
     def growth_bytes(self) -> int:
         return JSON_GROWTH * len(self._body)
+
+
+class GenerateRequest(WholeJson):
+    """A generate request: the body, and values from the path. A ``JsonRequest``."""
+
+    def __init__(
+        self,
+        body: bytes | memoryview,
+        model_name: str,
+        model_version: str,
+        inputs: Callable[[], Sequence[TensorSpec]],
+        *,
+        is_stream: bool,
+    ) -> None:
+        """The arguments are those of ``decode_generate_request``. ``read`` raises the errors of ``inputs``."""
+        super().__init__(body, model_name)
+        self._model_version = model_version
+        self._inputs = inputs
+        self._is_stream = is_stream
 
     def read(self) -> InferRequest:
         """Decode the request, as ``decode_generate_request``."""
