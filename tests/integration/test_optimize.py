@@ -28,6 +28,7 @@ from models import builders
 from ortserve.cli.main import main
 from ortserve.core.dtypes import DataType
 from ortserve.tools.optimize import command as optimize
+from ortserve.tools.optimize.pipeline import run_steps
 from scarcity import files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("preloaded_commands")
@@ -231,7 +232,7 @@ def test_the_steps_are_shown_although_the_disk_is_full(
 
 def test_a_full_disk_during_a_step_fails_the_command(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The space may suffice for a copy of the source afterwards."""
-    steps, full = optimize.run_steps, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    steps, full = run_steps, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(optimize, "run_steps", lambda *arguments: replace(steps(*arguments), full_disk=full))
     done = run(CORPUS / "torch_mlp.onnx", "-o", tmp_path / "out.onnx", *FAST)
     assert (done.returncode, done.stderr) == (
