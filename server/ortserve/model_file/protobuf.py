@@ -1,15 +1,15 @@
 """Reads and writes fields of messages in protobuf's wire format (protobuf.dev/programming-guides/encoding).
 
-A message is a span of bytes in a mapped file. Readers skip the values of fields that they do not need, such as weights.
+A message is a span of bytes in memory. Readers skip the values of fields that they do not need, such as weights.
 """
 
-import mmap
+import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from ortserve.errors import out_of_memory
 from ortserve.paths import open_file
 
 VARINT: Final = 0
@@ -20,20 +20,25 @@ LENGTH_DELIMITED: Final = 2
 _FIXED32: Final = 5
 
 
-@contextmanager
-def mapped_file(path: Path) -> Iterator[memoryview]:
-    """The content of a file, mapped into memory within the ``with``.
+_MAX_BYTES: Final = 1 << 31
+"""Maximum size of a message (protobuf.dev/programming-guides/proto-limits)."""
+
+
+def read_message(path: Path) -> memoryview:
+    """The content of a file. It is not mapped: a file that another program truncates would end the process (SIGBUS).
 
     Raises:
         OSError: The file cannot be read, or is no regular file.
-        ValueError: The file is empty.
+        ValueError: The file is larger than a message can be.
+        ServeError: overloaded, if there is too little memory for it.
     """
-    with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        view = memoryview(content)
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES} bytes, got {size}")
         try:
-            yield view
-        finally:
-            view.release()
+            return memoryview(file.read())
+        except MemoryError:
+            raise out_of_memory("reading a model file") from None
 
 
 def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:

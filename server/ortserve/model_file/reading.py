@@ -20,7 +20,7 @@ from ortserve.model_file.graph import (
     Tensor,
     in_order,
 )
-from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, integers, mapped_file, signed, varint
+from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, integers, read_message, signed, varint
 from ortserve.model_file.tensors import TensorReader
 
 MAX_NODES: Final = 50_000
@@ -44,10 +44,12 @@ def read_model(path: Path) -> Model:
     """Read a model file. Returns ``UNREADABLE`` for a file in another format. Blocks on the file.
 
     Reading takes some 20 µs for each node.
+
+    Raises:
+        ServeError: overloaded, if there is too little memory.
     """
     try:
-        with mapped_file(path) as data:
-            return parse_model(data)
+        return parse_model(read_message(path))
     except (OSError, ValueError, IndexError, struct.error):
         return UNREADABLE
 

@@ -9,7 +9,8 @@ from onnx import TensorProto, helper
 
 from models import builders, interfaces
 from ortserve.core.dtypes import DataType
-from ortserve.model_file.graph import UNREADABLE, Declared, Skipped, names_read
+from ortserve.model_file import reading
+from ortserve.model_file.graph import UNREADABLE, Declared, Model, Skipped, names_read
 from ortserve.model_file.reading import read_model
 
 
@@ -66,6 +67,21 @@ def test_missing_file_is_unreadable(path: Path) -> None:
 def test_pipe_is_unreadable_and_not_awaited(path: Path) -> None:
     os.mkfifo(path)  # opening it would wait for a writer
     assert read_model(path) is UNREADABLE
+
+
+def test_file_that_is_truncated_while_its_record_is_made_does_not_end_the_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a copy over it. The test truncates the file when its first bytes have been read."""
+    builders.mlp(path)
+    parse = reading.parse_model
+
+    def parse_truncated(data: memoryview) -> Model:
+        os.truncate(path, 0)
+        return parse(data)
+
+    monkeypatch.setattr(reading, "parse_model", parse_truncated)
+    assert read_model(path).is_readable
 
 
 def test_shapes_of_inputs_have_sizes_and_names(path: Path) -> None:

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.errors import invalid_input
@@ -11,6 +12,8 @@ from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.paths import NO_FILE, is_other, open_file
 from ortserve.registry.load.row_axes import RowAxes, find_row_axes
 from ortserve.registry.repository.model_files import operator_libraries
+
+_PIECE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,14 @@ class AnalysedModel:
 
 
 def find_file(path: Path) -> None:
-    """Wait until the model file can be opened. Blocks on the disk.
+    """Wait until the system has the model file in memory. Blocks on the disk.
 
     Raises:
         ServeError: invalid_input, for something else than a file, which ONNX Runtime would open and might wait for.
     """
-    with suppress(OSError):  # opening the session gives the reason
-        open_file(path).close()
+    with suppress(OSError), open_file(path) as file:  # opening the session gives the reason
+        while file.read(_PIECE_BYTES):
+            pass
     _reject_others(path)
 
 
