@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Errors of a path that leads to nothing, for example because it is a link to itself."""
 NO_FILE: Final = "expected a file, got something else"
-"""The problem of a path that leads to a pipe, a socket, a device or a folder. A pipe would block its reader."""
+"""The problem of a path that leads to something else than a file, such as a pipe, which would block its reader."""
 
 
 def is_folder(path: Path) -> bool:
@@ -58,9 +58,14 @@ def _open_regular(path: str, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except BlockingIOError:  # another program, such as a file server, has a lease on it, which only files can have
         descriptor = os.open(path, flags)
-    if not S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, NO_FILE)
+        raise (
+            IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if S_ISDIR(mode)
+            else OSError(errno.EINVAL, NO_FILE)
+        )
     return descriptor
 
 
