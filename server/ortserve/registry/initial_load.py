@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, Final
+from typing import Any
 
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.dependents import closure_of, lacks_members
@@ -12,79 +12,55 @@ from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.source_reader import SourceReader
 
 
-class InitialLoad:
-    """Loads each model when its files have arrived, and ensembles when those of all members have. Loop thread only.
+async def load_initially(
+    only: Collection[str] | None,
+    catalog: Catalog,
+    reader: SourceReader,
+    reconciler: Reconciler,
+    room: MemoryRoom,
+    start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+) -> None:
+    """Load the models in ``only``, or all models of the repositories. A failed model does not stop the others.
 
-    Required models come first, then pinned ones, each with their members: they get processors and memory first. Under a
-    memory budget, a model is therefore evicted for one that comes before it and whose files arrive later. Once all have
+    Each model is loaded when its files have arrived, and an ensemble when those of all its members have. Required
+    models come first, then pinned ones, each with their members: they get processors and memory first. Under a memory
+    budget, a model is therefore evicted for one that comes before it and whose files arrive later. Once all have
     arrived, models that were evicted or got no room are tried again in order, so that those are in memory that would be
-    if all files had been there at once.
+    if all files had been there at once. ``start`` starts a change of models, as a task that ends with the registry.
+
+    Raises:
+        ServeError: invalid_input, if a repository cannot be read. Models may have been loaded before.
     """
+    loads: list[asyncio.Task[None]] = []
+    begun: dict[str, ModelSource] = {}  # By model: calls may have unloaded some since, which then stay unloaded.
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        reader: SourceReader,
-        reconciler: Reconciler,
-        room: MemoryRoom,
-        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-    ) -> None:
-        """``start`` starts a change of models, as a task that ends with the registry."""
-        self._catalog: Final = catalog
-        self._reader: Final = reader
-        self._reconciler: Final = reconciler
-        self._room: Final = room
-        self._start: Final = start
-        self._applied: dict[str, ModelSource] = {}
-        """The source of each model whose load has begun."""
-        self._forced: set[str] = set()
-        """Models that were loaded even if they could be loaded on demand."""
+    def load_arrived(sources: Sequence[ModelSource]) -> None:
+        room.start_order = _start_order(sources, only)
+        loads.append(start(apply(_arrived(sources, only))))
 
-    async def load(self, only: Collection[str] | None) -> None:
-        """Load the models in ``only``, or all models of the repositories. A failed model does not stop the others.
-
-        Raises:
-            ServeError: invalid_input, if a repository cannot be read. Models may have been loaded before.
-        """
-        loads: list[asyncio.Task[None]] = []
-
-        def load_arrived(sources: Sequence[ModelSource]) -> None:
-            self._room.start_order = _start_order(sources, only)
-            loads.append(self._start(self._apply(_arrived(sources, only))))
-
-        sources = await self._reader.read_all(only, load_arrived)
-        self._room.start_order = _start_order(sources, only)
-        wanted = _wanted(sources, only)
-        await asyncio.gather(*loads, self._apply(wanted, is_whole=True))
-        if loads and self._room.has_budget:  # Loads from before the last arrival took and refused room until now.
-            await self._apply(wanted, is_whole=True)
-        self._applied.clear()
-        self._forced.clear()
-
-    async def _apply(self, sources: Collection[ModelSource], *, is_whole: bool = False) -> None:
+    async def apply(sources: Collection[ModelSource], *, is_whole: bool = False) -> None:
         """Load the models whose load has not begun, and those not in memory that an ensemble among them contains.
 
         If ``is_whole``, all files have arrived, and all models that were evicted or got no room are loaded, too.
         """
         by_name = {source.name: source for source in sources}
         forced = closure_of([source.name for source in sources if not source.is_on_demand], by_name)
-        new = [
-            source.name
-            for source in sources
-            if self._applied.get(source.name) != source
-            or (source.name in forced and source.name not in self._forced and source.is_on_demand)
-        ]
-        again = forced if is_whole else closure_of([name for name in new if name in forced], by_name)
-        due = [
-            source
-            for source in sources
-            if source.name in new or (source.name in again and self._catalog.lacks_room(source.name))
-        ]
-        self._applied |= {source.name: source for source in due}
-        self._forced.update(forced)
-        order = self._room.start_order
+        new = {name for name, source in by_name.items() if begun.get(name) != source}
+        again = forced if is_whole else closure_of([name for name in forced if name in new], by_name)
+        # A model on demand without records was found before, but its change has not begun.
+        missing = {name for name in again if catalog.lacks_room(name) or not catalog.of(name)}
+        order = room.start_order
+        due = [source for name, source in by_name.items() if name in new or name in missing]
+        begun.update((source.name, source) for source in due)
         due.sort(key=lambda source: order.get(source.name, len(order)))
-        await self._reconciler.apply_all(due, forced=forced)
+        await reconciler.apply_all(due, forced=forced)
+
+    sources = await reader.read_all(only, load_arrived)
+    room.start_order = _start_order(sources, only)
+    wanted = _wanted(sources, only)
+    await asyncio.gather(*loads, apply(wanted, is_whole=True))
+    if loads and room.has_budget:  # Loads from before the last arrival took and refused room until now.
+        await apply(wanted, is_whole=True)
 
 
 def _start_order(sources: Collection[ModelSource], only: Collection[str] | None) -> dict[str, int]:

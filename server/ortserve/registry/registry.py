@@ -16,7 +16,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
-from ortserve.registry.initial_load import InitialLoad
+from ortserve.registry.initial_load import load_initially
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.on_demand import LoadsOnDemand
@@ -127,7 +127,6 @@ class Registry:
             wait_s=on_demand_wait_s,
             follows_changes=is_polled,
         )
-        self._initial = InitialLoad(self._catalog, self._reader, self._reconciler, self._room, self._start)
         self._changes: set[asyncio.Task[Any]] = set()
         self._found: Set[str] = frozenset()
         """The models in the repositories at the latest poll."""
@@ -191,7 +190,7 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
         """
-        await self._initial.load(only)
+        await load_initially(only, self._catalog, self._reader, self._reconciler, self._room, self._start)
         self._catalog.is_complete = True
         self.on_change()
 
