@@ -173,10 +173,10 @@ class SharedMemory:
             if region is None:
                 raise ServeError(ErrorKind.NOT_FOUND, f"Unable to find shared memory region: '{span.region}'")
             size = region.status.byte_size
-            if span.offset > size:
+            if span.offset > size or (span.offset == size and span.byte_size):  # Triton's words, also at the end
                 raise invalid_input(
                     f"Invalid offset for shared memory region: '{span.region}': "
-                    f"expected at most {size}, got {span.offset}"
+                    f"expected an offset within its {size} bytes, got {span.offset}"
                 )
             if span.offset + span.byte_size > size:
                 raise invalid_input(

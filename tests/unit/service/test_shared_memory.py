@@ -120,7 +120,8 @@ def test_leased_region_outlives_its_registration(regions: SharedMemory, key: str
     [
         (RegionSpan("r", 17, 0), "Invalid offset for shared memory region: 'r'"),
         (RegionSpan("r", 2**200, 1), "Invalid offset for shared memory region: 'r'"),
-        (RegionSpan("r", 16, 1), "Invalid offset + byte size for shared memory region: 'r'"),
+        (RegionSpan("r", 16, 1), "Invalid offset for shared memory region: 'r'"),
+        (RegionSpan("r", 15, 2), "Invalid offset + byte size for shared memory region: 'r'"),
         (RegionSpan("r", 1, 2**200), "Invalid offset + byte size for shared memory region: 'r'"),
     ],
 )
