@@ -142,6 +142,16 @@ _LINE: Final[dict[str, Any]] = {
 }
 
 _PACKAGED: Final[dict[str, dict[str, Any]]] = {
+    "arabic_name_romanizer/resources/decoder.onnx": {
+        "made_by": "torch 2.14.0, TorchScript",
+        "shapes": {"prefix": (1, 4), "memory": (1, 7, 256), "src_mask": (1, 7), "hidden": (1, 2, 256)},
+        "below": {"prefix": 160},
+    },
+    "arabic_name_romanizer/resources/encoder.onnx": {
+        "made_by": "torch 2.14.0, TorchScript",
+        "shapes": {"src": (1, 7), "src_mask": (1, 7)},
+        "below": {"src": 40},
+    },
     "basic_pitch/saved_models/icassp_2022/nmp.onnx": {
         "made_by": "tf2onnx 1.15.1",
         "shapes": {"serving_default_input_2:0": (1, 43844, 1)},
@@ -197,6 +207,10 @@ _PACKAGED: Final[dict[str, dict[str, Any]]] = {
         "made_by": "torch 1.11.0, TorchScript",
         "shapes": {"degraded_audio": (1, 1, 20, 257), "rater_embed": (1, 64)},
         "independent": False,
+    },
+    "vietcombank_captcha/models/vietcombank_captcha.onnx": {
+        "made_by": "tf2onnx 1.16.1",
+        "shapes": {"input": (1, 50, 155, 3)},
     },
 }
 """Packaged models by path: their inputs, and whether their rows are independent, which brute force shows."""
