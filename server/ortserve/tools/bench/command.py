@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import product
 
 from ortserve import __version__
 from ortserve.engine.process_limits import cpu_budget
@@ -16,9 +17,9 @@ from ortserve.tools.bench.comparison import compare_results, read_result
 from ortserve.tools.bench.generators import Generators
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.measure import Measurement, result_problems
-from ortserve.tools.bench.prepare import Prepared, prepare_model, prepare_server
+from ortserve.tools.bench.prepare import prepare_model, prepare_server
 from ortserve.tools.bench.presentation import present, present_comparison
-from ortserve.tools.bench.result import BenchResult, Capacity, Point
+from ortserve.tools.bench.result import BenchResult
 from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome
 from ortserve.tools.console import printable, progress
 
@@ -37,25 +38,19 @@ def _measure(given: argparse.Namespace) -> Outcome:
     if any(address is None for _, address, _ in chosen) and given.processes > 1:
         raise invalid_input("--processes: a model in this process has one generator")
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    points: list[Point] = []
-    capacities: list[Capacity] = []
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(progress("preparing"))
         generators = stack.enter_context(Generators(given.processes))  # the processes start while targets are prepared
-        targets: list[Prepared] = []
-        for target, address, way in chosen:
-            for batch in given.batch:
-                if address is None:
-                    targets.append(prepare_model(target, way, batch, given))
-                else:
-                    targets.append(stack.enter_context(prepare_server(address, way, batch, given)))
+        targets = [
+            prepare_server(address, way, batch, given, stack) if address else prepare_model(target, way, batch, given)
+            for (target, address, way), batch in product(chosen, given.batch)
+        ]
         measurement = Measurement(generators, given, lambda line: step(0, line))
-        if not given.find_capacity:
-            points = measurement.measure(targets, loads)
-        for prepared in targets if given.find_capacity else ():
-            found, capacity = measurement.find_capacity(prepared)
-            points += found
-            capacities.append(capacity)
+        if given.find_capacity:
+            searches = [measurement.find_capacity(target) for target in targets]
+            points, capacities = [point for found, _ in searches for point in found], [one for _, one in searches]
+        else:
+            points, capacities = measurement.measure(targets, loads), []
     if measurement.is_interrupted and not points:
         raise KeyboardInterrupt  # there is no partial result
     problems = result_problems(points, given, is_search=given.find_capacity)
@@ -64,7 +59,7 @@ def _measure(given: argparse.Namespace) -> Outcome:
         began=began,
         machine=f"{cpu_budget()} processors, load {os.getloadavg()[0]:.1f} at the end",
         model=given.model,
-        inputs="; ".join(dict.fromkeys(prepared.origin for prepared in targets)),
+        inputs="; ".join(dict.fromkeys(target.origin for target in targets)),
         percentile=given.percentile,
         slo_ms=given.slo_ms,
         points=tuple(points),

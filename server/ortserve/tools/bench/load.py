@@ -39,9 +39,12 @@ class Load:
             return "1 caller" if self.concurrency == 1 else f"{self.concurrency} callers"
         return f"{self.rate:g}/s {self.arrivals}" if self.rate else f"times of {Path(self.arrivals).name}"
 
-    def share(self, number: int, processes: int) -> int | None:
-        """The callers of generator ``number``; None for an open loop, whose generators divide the arrival times."""
-        return None if self.concurrency is None else len(range(number, self.concurrency, processes))
+    def divide(self, processes: int, seconds: float, seed: int) -> "list[tuple[int | None, np.ndarray | None]]":
+        """The part of each generator: its callers of a closed loop, or its ``arrival_times`` of an open one."""
+        if self.concurrency is not None:
+            return [(len(range(index, self.concurrency, processes)), None) for index in range(processes)]
+        times = arrival_times(self, seconds, seed)
+        return [(None, times[index::processes]) for index in range(processes)]
 
 
 def arrival_times(load: Load, seconds: float, seed: int) -> np.ndarray:

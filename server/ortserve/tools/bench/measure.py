@@ -1,8 +1,8 @@
 """Runs a measurement: loads on prepared targets in rounds, the search for the capacity, and the live line."""
 
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Final
 
@@ -11,7 +11,7 @@ import numpy as np
 from ortserve.errors import invalid_input
 from ortserve.tools.bench.generator import Work
 from ortserve.tools.bench.generators import Generators, Seen
-from ortserve.tools.bench.load import Load, arrival_times
+from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.points import NO_VERDICT, make_point
 from ortserve.tools.bench.prepare import Prepared
 from ortserve.tools.bench.result import Capacity, LoadOnTarget, Point
@@ -32,12 +32,8 @@ class _Series:
     """The rounds of one load on one target. It shows their progress, and ends them early if they are precise enough."""
 
     def __init__(self, prepared: Prepared, load: Load, given: Namespace, show: Callable[[str], object]) -> None:
-        self._prepared = prepared
-        self._load = load
-        self._given = given
-        self._show = show
-        self._meter = UsageMeter(prepared.control.address if prepared.control else None)
-        self._batches: Counter[int] = Counter()
+        self._prepared, self._load, self._given, self._show = prepared, load, given, show
+        self._meter = UsageMeter(prepared.control)
         self._next_check = 100
         self._shown = 0
         self.rounds: list[Seen] = []
@@ -48,54 +44,27 @@ class _Series:
         if load.concurrency is not None and load.concurrency < processes:
             expected = f"expected at most one for each of {load.concurrency} callers"
             raise invalid_input(f"--processes: {expected}, got {processes}")
-        total_s = given.warmup_s + seconds
-        times = arrival_times(load, total_s, _SEED + len(self.rounds)) if load.is_open else None
-        works = [
-            Work(
-                key=f"{prepared.target} {prepared.way} {prepared.batch}",
-                plan=prepared.plan,
-                callers=load.share(index, processes),
-                times_ns=None if times is None else times[index::processes],
-                warmup_s=given.warmup_s,
-                seconds=seconds,
-                timeout_s=given.timeout_s,
-            )
-            for index in range(processes)
-        ]
-
-        control = prepared.control
-        before: list[dict[int, int]] = []
-
-        def begin() -> None:
-            before.extend([control.batches()] if control else [])
-            self._meter.begin()
-
-        seen = generators.offer(works, lambda seen, elapsed_s: self._look(seen, elapsed_s, precision), begin)
+        key, limits = f"{prepared.target} {prepared.way} {prepared.batch}", (given.warmup_s, seconds, given.timeout_s)
+        parts = load.divide(processes, given.warmup_s + seconds, _SEED + len(self.rounds))
+        works = [Work(key, prepared.plan, *part, *limits) for part in parts]
+        seen = generators.offer(works, partial(self._look, precision=precision), self._meter.begin)
         self._meter.end()
-        if control and before:
-            self._batches.update(control.batches())
-            self._batches.subtract(before[0])
         for finished in seen.finished:
-            self._batches.update(finished.batches)
+            self._meter.batches.update(finished.batches)
         if not seen.is_interrupted or any(chunk.times for chunk in seen.chunks):
             self.rounds.append(seen)
         return seen.is_interrupted
 
     def point(self) -> Point:
         """The joint result of the rounds."""
-        prepared, load, given = self._prepared, self._load, self._given
+        prepared, load, given, meter = self._prepared, self._load, self._given, self._meter
         names = (prepared.target, prepared.way, prepared.server, load.label)
         subject = LoadOnTarget(*names, load.concurrency, load.rate, prepared.batch)
         chunks = [chunk for seen in self.rounds for chunk in seen.chunks]
-        return make_point(
-            subject,
-            self.rounds,
-            given.percentile,
-            given.slo_ms,
-            batches=self._batches,
-            usage=self._meter.usage(sum(chunk.answers for chunk in chunks)),
-            outputs=prepared.check([body for chunk in chunks for body in chunk.bodies]),
-        )
+        usage = meter.usage(sum(chunk.answers for chunk in chunks))
+        outputs = prepared.check([body for chunk in chunks for body in chunk.bodies])
+        percent, slo_ms = given.percentile, given.slo_ms
+        return make_point(subject, self.rounds, percent, slo_ms, batches=meter.batches, usage=usage, outputs=outputs)
 
     def _look(self, seen: Seen, elapsed_s: float, precision: float | None) -> bool:
         """Whether the load goes on. Returns at once if no chunk has arrived since the last call."""

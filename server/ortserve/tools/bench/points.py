@@ -59,6 +59,7 @@ def make_point(
     chunks = [chunk for seen in rounds for chunk in seen.chunks]
     seconds = sum(part.seconds for part in parts)
     latencies_ms = np.concatenate([part.latencies_s for part in parts]) * 1e3
+    late_us = np.concatenate([part.samples.sent_ns - part.samples.due_ns for part in parts]) / 1e3
     percents = sorted({*PERCENTS, percent}) if len(latencies_ms) else []
     percentiles = {one: _percentile(latencies_ms, one) for one in percents}
     edges, counts = histogram(latencies_ms)
@@ -71,7 +72,7 @@ def make_point(
         **asdict(subject),
         seconds=seconds,
         stopped_because=reason,
-        requests=sum(len(part.samples.due_ns) for part in parts),
+        requests=len(late_us),
         answers=len(latencies_ms) - (outputs.different if outputs else 0),
         failures=_failures(chunks, outputs),
         throughput=_mean_rate([part.rate for part in parts], right_share),
@@ -83,7 +84,7 @@ def make_point(
         phases=_phases([timing for chunk in chunks for timing in chunk.timings]),
         batches=tuple(BatchSize(rows, count) for rows, count in sorted(batches.items()) if count),
         usage=usage,
-        generator=_generator(parts, subject, percentiles.get(percent), percentiles.get(50.0)),
+        generator=_generator(rounds, late_us, subject, percentiles.get(percent), percentiles.get(50.0)),
         outputs=outputs,
         histogram_ms=tuple(edges),
         histogram=tuple(counts),
@@ -95,15 +96,11 @@ class _Part:
 
     def __init__(self, seen: Seen, *, is_open: bool) -> None:
         self.samples = samples = join(seen.chunks)
-        self.processes = len(seen.finished)
         begin_ns = min(one.begin_ns for one in seen.finished)
         end_ns = max(one.end_ns for one in seen.finished)
         self.seconds = (end_ns - begin_ns) / 1e9
         self.latencies_s = samples.latencies_s(from_schedule=is_open)
         self.rate = estimate_rate((samples.done_ns[samples.is_answered] - begin_ns) / 1e9, self.seconds)
-        self.due = sum(len(samples.due_ns) if one.due is None else one.due for one in seen.finished)
-        self.cpu_share = max(one.cpu_ns for one in seen.finished) / 1e9 / self.seconds
-        self.waited_ns = sum(one.waited_ns for one in seen.finished)
         self.is_overloaded = is_open and self._is_overloaded(begin_ns, end_ns)
 
     def _is_overloaded(self, begin_ns: int, end_ns: int) -> bool:
@@ -153,25 +150,25 @@ def _phases(timings: Sequence[bytes]) -> tuple[Phase, ...]:
 
 
 def _generator(
-    parts: Sequence[_Part], subject: LoadOnTarget, asked: Percentile | None, median: Percentile | None
+    rounds: Sequence[Seen], late_us: np.ndarray, load: LoadOnTarget, asked: Percentile | None, median: Percentile | None
 ) -> Generator:
-    cpu_share = max(part.cpu_share for part in parts)
-    sent, due = sum(len(part.samples.due_ns) for part in parts), sum(part.due for part in parts)
-    sent_share = min(1.0, sent / due) if due else 1.0
-    waited_us = sum(part.waited_ns for part in parts) / 1e3 / max(1, sent)
-    late_us = np.concatenate([(part.samples.sent_ns - part.samples.due_ns) / 1e3 for part in parts])
-    if subject.concurrency is not None:  # callers of a closed loop are never late
+    finished = [one for seen in rounds for one in seen.finished]
+    cpu_share = max(one.cpu_ns / (one.end_ns - one.begin_ns) for one in finished)
+    due = sum(one.due or 0 for one in finished)
+    sent_share = min(1.0, len(late_us) / due) if due else 1.0
+    waited_us = sum(one.waited_ns for one in finished) / 1e3 / max(1, len(late_us))
+    if load.concurrency is not None:  # callers of a closed loop are never late
         late_us = late_us[:0]
     late_p50_us, late_p99_us = np.percentile(late_us, [50, 99]).tolist() if len(late_us) else (None, None)
     reasons: list[str] = []
-    if subject.server:  # in this process it is the model that keeps the generator busy
+    if load.server:  # in this process it is the model that keeps the generator busy
         reasons = judge_generator(cpu_share, late_us, sent_share, asked)
         if median is not None and waited_us > _WAIT_SHARE * median.ms * 1e3:
             reasons.append(
                 f"answers waited {waited_us:,.0f} µs for the generator, "
                 f"more than {_WAIT_SHARE:.0%} of the median of {median.ms:.3g} ms"
             )
-    processes = max(part.processes for part in parts)
+    processes = len(rounds[0].finished)
     return Generator(processes, cpu_share, late_p50_us, late_p99_us, sent_share, tuple(reasons), waited_us)
 
 

@@ -1,10 +1,9 @@
 """Prepares targets: inputs, encoded requests and expected outputs."""
 
-import contextlib
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -158,9 +157,8 @@ def prepare_model(target: str, way: str, batch: int, given: Namespace) -> Prepar
     )
 
 
-@contextmanager
-def prepare_server(address: Address, protocol: str, batch: int, given: Namespace) -> Iterator[Prepared]:
-    """Prepare a model on a server. Sends each request twice, and registers shared memory while the block runs.
+def prepare_server(address: Address, protocol: str, batch: int, given: Namespace, stack: ExitStack) -> Prepared:
+    """Prepare a model on a server. Sends each request twice, and registers shared memory until the stack ends.
 
     Raises:
         ServeError: The server cannot be reached, is of another kind, or rejects the requests.
@@ -206,22 +204,21 @@ def prepare_server(address: Address, protocol: str, batch: int, given: Namespace
     if given.compare_outputs and answers:
         answers, expected, source = _compare_with(given.compare_outputs, signature, arrays, answers, address.url)
     tensors = [tensors_of(signature, one) for one in (arrays[: len(answers)] if answers else arrays)]
-    with contextlib.ExitStack() as stack:
-        if protocol == "shm":
-            memory = stack.enter_context(share_requests(control, tensors, answers))
-            requests = [encode_shared(model, version, *pair, is_grpc=address.is_grpc) for pair in memory.places]
-            read = memory.read
-        elif length:
-            requests = [
-                encode(tensors[caller % len(tensors)], 1 + caller, is_start=is_start, is_end=is_end)
-                for caller in range(given.callers)
-                for is_start, is_end in ((True, length == 1), (False, False), (length == 1, True))
-            ]
-        else:
-            requests = list(map(encode, tensors))
-        messages = tuple(_message(control, request) for request in requests)
-        plan = ServerPlan(address, messages, protocol == "grpc-stream", given.connections, length)
-        yield Prepared(address.url, protocol, server, batch, plan, origin, expected, source, read, control)
+    if protocol == "shm":
+        memory = stack.enter_context(share_requests(control, tensors, answers))
+        requests = [encode_shared(model, version, *pair, is_grpc=address.is_grpc) for pair in memory.places]
+        read = memory.read
+    elif length:
+        requests = [
+            encode(tensors[caller % len(tensors)], 1 + caller, is_start=is_start, is_end=is_end)
+            for caller in range(given.callers)
+            for is_start, is_end in ((True, length == 1), (False, False), (length == 1, True))
+        ]
+    else:
+        requests = list(map(encode, tensors))
+    messages = tuple(_message(control, request) for request in requests)
+    plan = ServerPlan(address, messages, protocol == "grpc-stream", given.connections, length)
+    return Prepared(address.url, protocol, server, batch, plan, origin, expected, source, read, control)
 
 
 def _compare_with(

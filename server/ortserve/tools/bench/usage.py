@@ -1,36 +1,48 @@
-"""The processor time and memory of a server on this machine."""
+"""What a server did during the measurement: processor time and memory, if it runs on this machine, and its batches."""
 
 import socket
 import time
+from collections import Counter
 
 import numpy as np
 import psutil
 
 from ortserve.tools.address import Address
 from ortserve.tools.bench.result import ServerUsage
+from ortserve.tools.control import Control
 
 
 class UsageMeter:
-    """Measures the processes of a server during one or more intervals, each from ``begin`` to ``end``."""
+    """Measures a server during one or more intervals, each from ``begin`` to ``end``.
 
-    def __init__(self, address: Address | None) -> None:
-        self._processes = _listeners(address) if address else []
-        self._cpu_s = self._began_s = self._used_s = self._seconds = 0.0
+    Attributes:
+        batches: Counts of the batches that ran in all intervals, by rows.
+    """
+
+    def __init__(self, control: Control | None) -> None:
+        """``control`` is None for a model in the process of the generator."""
+        self._control = control
+        self._processes = _listeners(control.address) if control else []
         self._resident = 0
-        self._machine_s = np.zeros(2)
+        self._used_s = np.zeros(4)
+        """Processor time of the server, time, and processor time of this machine, in total and idle."""
+        self._has_begun = False
+        self.batches: Counter[int] = Counter()
 
     def begin(self) -> None:
         """Begin an interval."""
-        self._cpu_s, self._began_s = self.look(), time.monotonic()
-        self._machine_s -= _machine_s()
+        if self._control:
+            self.batches.subtract(self._control.batches())
+        self._used_s -= self._times_s()
+        self._has_begun = True
 
     def end(self) -> None:
-        """End the interval."""
-        if self._began_s:
-            self._used_s += max(0.0, self.look() - self._cpu_s)
-            self._seconds += time.monotonic() - self._began_s
-            self._began_s = 0.0
-            self._machine_s += _machine_s()
+        """End the interval, if it has begun."""
+        if self._has_begun:
+            self._has_begun = False
+            self._used_s += self._times_s()
+            if self._control:
+                self.batches.update(self._control.batches())
 
     def look(self) -> float:
         """Record the memory in use. Returns the processor time so far, in seconds."""
@@ -47,19 +59,16 @@ class UsageMeter:
 
     def usage(self, answers: int) -> ServerUsage | None:
         """The usage in all intervals, in which the server gave ``answers``. None if no process was found."""
-        if not self._processes or not self._seconds:
+        used_s, seconds, all_s, idle_s = self._used_s.tolist()
+        if not self._processes or not seconds:
             return None
-        used, (all_s, idle_s) = self._used_s, self._machine_s
-        per_request_us = used / max(1, answers) * 1e6
-        busy = float(1 - idle_s / max(1e-9, all_s))
-        return ServerUsage(len(self._processes), used / self._seconds, per_request_us, self._resident, busy)
+        used_s, busy = max(0.0, used_s), 1 - idle_s / max(1e-9, all_s)
+        per_request_us = used_s / max(1, answers) * 1e6
+        return ServerUsage(len(self._processes), used_s / seconds, per_request_us, self._resident, busy)
 
-
-def _machine_s() -> np.ndarray:
-    """Seconds of all processors of this machine so far: in total, and idle."""
-    times = psutil.cpu_times()
-    idle = times.idle + times.iowait
-    return np.array([sum(times[:8]), idle])  # without guests, which are part of user
+    def _times_s(self) -> np.ndarray:
+        times = psutil.cpu_times()  # the guests at their end are part of user
+        return np.array([self.look(), time.monotonic(), sum(times[:8]), times.idle + times.iowait])
 
 
 def _listeners(address: Address) -> list[psutil.Process]:

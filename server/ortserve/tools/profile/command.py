@@ -35,19 +35,14 @@ def run(given: argparse.Namespace) -> Outcome:
 def _run_here(given: argparse.Namespace) -> Outcome:
     expect_writable("--trace", given.trace, b"[")
     variants = _variants(given)
-    with (
-        scratch_folder() as folder,
-        progress("opening", WARM_UP + given.runs) as step,
-    ):
-        asked = {"runs": given.runs, "rows": given.rows, "seconds": given.seconds, "inputs": given.inputs}
-        runs = measure(variants, folder, **asked, step=step)
-        error = _keep(
-            given.trace, *(partial(shutil.copyfile, folder / f"{number}.json") for number in range(len(runs)))
-        )
-    profiles = [profile_of(held) for held in runs]
-    result = ProfileResult(profile=profiles[0])
+    with scratch_folder() as folder, progress("opening", WARM_UP + given.runs) as step:
+        runs = measure(variants, folder, given, step)
+        traces = [folder / f"{number}.json" for number in range(len(runs))]
+        error = _keep(given.trace, *(partial(shutil.copyfile, trace) for trace in traces))
+    result = ProfileResult(profile=profile_of(runs[0]))
     if len(runs) > 1:
-        result = replace(result, other=profiles[1], comparison=compare(runs[0], runs[1], profiles[0], profiles[1]))
+        other = profile_of(runs[1])
+        result = replace(result, other=other, comparison=compare(runs[0], runs[1], result.profile, other))
     return Outcome(result, present(result, runs), error=error)
 
 
@@ -55,8 +50,7 @@ def _run_on_server(given: argparse.Namespace) -> Outcome:
     address = address_of(given.target, given, needs_http=True)
     expect_writable("--trace", given.trace, b"[")
     with progress(f"waiting for requests of {given.model}, and profiling them"):
-        asked = {"requests": given.requests, "timeout_s": given.timeout, "inputs": given.inputs, "rows": given.rows}
-        runs, batches, trace = profile_server(address, given.model, **asked)
+        runs, batches, trace = profile_server(address, given)
     result = ProfileResult(profile=profile_of(runs), server=batches)
     return Outcome(result, present(result, [runs]), error=_keep(given.trace, lambda file: file.write_bytes(trace)))
 

@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.tools.console import Step
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.profile.runs import Runs, RunTime
@@ -34,25 +36,13 @@ class Variant(Timed):
     label: str
 
 
-def measure(
-    variants: Sequence[Variant],
-    folder: Path,
-    *,
-    runs: int,
-    rows: int,
-    seconds: float,
-    inputs: Path | None,
-    step: Callable[[float, str], None],
-) -> list[Runs]:
+def measure(variants: Sequence[Variant], folder: Path, given: Namespace, step: Step) -> list[Runs]:
     """Open each variant twice, without and with profiling, and run all of them in turn.
 
     Args:
         variants: The models to measure.
         folder: Receives the optimized graphs and the traces: ``0.json`` of the first variant, ``1.json`` of the second.
-        runs: Measured runs of each session.
-        rows: Rows of each run; batched models only.
-        seconds: Time limit of all runs.
-        inputs: File of samples; None for synthetic inputs.
+        given: The arguments of the command.
         step: Receives the number of the current run.
 
     Raises:
@@ -61,14 +51,14 @@ def measure(
     arms = []
     for number, variant in enumerate(variants):
         step(0, f"opening {variant.label}")
-        arms.append(_Arm(variant, folder / f"{number}.json", rows, inputs))
-    most = min(arm.max_runs(runs) for arm in arms)
+        arms.append(_Arm(variant, folder / f"{number}.json", given.rows, given.inputs))
+    most = min(arm.max_runs(given.runs) for arm in arms)
     order = random.Random(0)  # noqa: S311 - a fixed order could favour an arm
-    until = time.monotonic() + seconds
+    until = time.monotonic() + given.seconds
     for number in range(WARM_UP + most):
         if number >= WARM_UP + _MIN_RUNS and time.monotonic() > until:
             for arm in arms:
-                arm.runs.notes.append(f"only {number - WARM_UP} of {runs} runs fit into {seconds:g} s")
+                arm.runs.notes.append(f"only {number - WARM_UP} of {given.runs} runs fit into {given.seconds:g} s")
             break
         step(number, f"run {number + 1} of {WARM_UP + most}")
         for arm in order.sample(arms, len(arms)):
@@ -84,18 +74,10 @@ class _Arm:
         # The session without profiling must not write its configured optimized model, which a server may read.
         plain = self._plain = self._open(None, None)
         self._inputs, self._has_samples = choose_inputs(plain, inputs), inputs is not None
-        settings = {name: str(value) for name, value in variant.settings.items()}
         self._rows = rows if plain.signature.is_batched else 1
-        graph = plain.graph
-        self.runs = Runs(
-            variant.label,
-            plain.choice.name,
-            plain.threads,
-            settings,
-            self._inputs.origin,
-            self._rows,
-            source=graph.graph,
-        )
+        graph, settings = plain.graph, {name: str(value) for name, value in variant.settings.items()}
+        about = (variant.label, plain.choice.name, plain.threads, settings, self._inputs.origin, self._rows)
+        self.runs = Runs(*about, source=graph.graph)
         self._graph_file: Path | None = trace.with_suffix(".onnx")
         if not graph.external_files and model_nbytes(variant.subject.path, graph) > _LARGE_WEIGHTS:
             self._graph_file = None

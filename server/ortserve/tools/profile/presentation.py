@@ -4,7 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ortserve.tools.profile.drawing import flame_view, tree_map
-from ortserve.tools.profile.result import Batches, Comparison, Cost, Fusion, OperatorCost, Profile, ProfileResult
+from ortserve.tools.profile.result import (
+    Balance,
+    Batches,
+    Comparison,
+    Cost,
+    Fusion,
+    OperatorCost,
+    Profile,
+    ProfileResult,
+)
 from ortserve.tools.profile.runs import CLOSED_WITHIN, MIN_MS, MIN_PAIRS, Runs, is_interrupted
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, number_text
 
@@ -89,45 +98,40 @@ def _balance(profile: Profile, of: str) -> Table:
         "run with profiling": balance.profiled_ms,
         "run without profiling": balance.plain_ms,
     }
-    if balance.is_closed is not None:
-        note = (
-            f"Operators and profiler {'' if balance.is_closed else 'do NOT '}account for the time without "
-            f"interruptions within {_percent(CLOSED_WITHIN)}: the rest is {_percent(balance.rest_share)} "
-            f"± {_percent(balance.rest_error)}."
-        )
-    elif balance.operators_ms < MIN_MS:
-        taken = f"the profiler takes {_percent(balance.profiler_share)} of a profiled run"
-        if balance.rest_error > _KNOWN_WITHIN or not 0 <= balance.profiler_share <= 1:
-            taken = "the profiler's share of a profiled run is not known, because its cost varied too much"
-        note = (
-            f"A run takes less than {MIN_MS:g} ms: {taken}. Its clock counts whole µs, so up to "
-            f"{_percent(balance.clock_error)} may belong to other parts. Rely on shares, not on times."
-        )
-    elif balance.runs < MIN_PAIRS:
-        note = f"{balance.runs} runs are too few for a verdict on these parts; {MIN_PAIRS} are the least."
-    elif balance.rest_error > CLOSED_WITHIN:
-        note = f"The time that the profiler adds is known only within {_percent(balance.rest_error)}."
-    elif is_interrupted(balance):
-        note = (
-            f"The rest is {_percent(balance.rest_share)}. Interruptions took "
-            f"{_percent(balance.interrupted_ms / balance.profiled_ms)} of the time, so they may have caused it."
-        )
-    elif abs(balance.rest_share) - CLOSED_WITHIN <= balance.clock_error:
-        note = (
-            f"The rest is {_percent(balance.rest_share)}. The profiler's clock counts whole µs, so up to "
-            f"{_percent(balance.clock_error)} may belong to operators or to the rest."
-        )
-    else:
-        note = f"A run takes less than {MIN_MS:g} ms without the profiler, too little for a verdict on these parts."
+    note = _verdict(balance)
     if balance.is_closed is False and balance.rest_ms < 0:
-        within = number_text(-balance.rest_ms)
-        note += (
-            f" Profiling slows the operators down by at least {within} ms, in addition to its own share of their times."
-        )
+        slowed = f"Profiling slows the operators down by at least {number_text(-balance.rest_ms)} ms"
+        note += f" {slowed}, in addition to its own share of their times."
     if balance.gaps_ms is not None:
         note += f" No operator ran for {number_text(balance.gaps_ms)} ms of a profiled run."
     rows = [(part, ms, 100 * ms / balance.profiled_ms) for part, ms in parts.items()]
     return Table(f"Where the time goes{of}", ("part", "ms", "%"), rows, note)
+
+
+def _verdict(balance: Balance) -> str:
+    """Whether the parts account for the time, or why this is not known."""
+    rest, error, clock = map(_percent, (balance.rest_share, balance.rest_error, balance.clock_error))
+    if balance.is_closed is not None:
+        how = "account" if balance.is_closed else "do NOT account"
+        within = f"{how} for the time without interruptions within {_percent(CLOSED_WITHIN)}"
+        return f"Operators and profiler {within}: the rest is {rest} ± {error}."
+    if balance.operators_ms < MIN_MS:
+        taken = f"the profiler takes {_percent(balance.profiler_share)} of a profiled run"
+        if balance.rest_error > _KNOWN_WITHIN or not 0 <= balance.profiler_share <= 1:
+            taken = "the profiler's share of a profiled run is not known, because its cost varied too much"
+        uncertain = f"Its clock counts whole µs, so up to {clock} may belong to other parts"
+        return f"A run takes less than {MIN_MS:g} ms: {taken}. {uncertain}. Rely on shares, not on times."
+    if balance.runs < MIN_PAIRS:
+        return f"{balance.runs} runs are too few for a verdict on these parts; {MIN_PAIRS} are the least."
+    if balance.rest_error > CLOSED_WITHIN:
+        return f"The time that the profiler adds is known only within {error}."
+    if is_interrupted(balance):
+        interrupted = _percent(balance.interrupted_ms / balance.profiled_ms)
+        return f"The rest is {rest}. Interruptions took {interrupted} of the time, so they may have caused it."
+    if abs(balance.rest_share) - CLOSED_WITHIN <= balance.clock_error:
+        uncertain = f"so up to {clock} may belong to operators or to the rest"
+        return f"The rest is {rest}. The profiler's clock counts whole µs, {uncertain}."
+    return f"A run takes less than {MIN_MS:g} ms without the profiler, too little for a verdict on these parts."
 
 
 def _operators(title: str, operators: Sequence[OperatorCost]) -> Table:
@@ -174,21 +178,16 @@ def _comparison(comparison: Comparison, one: str, other: str, pairs: int) -> Ite
     verdict = f"No difference between {one} and {other} beyond the noise"
     if comparison.is_beyond_noise:
         verdict = f"{other} is {'faster' if comparison.ratio < 1 else 'slower'} than {one}, beyond the noise"
-    yield Text(
-        f"{verdict}: the runs of {other} take {number_text(comparison.ratio)} of the time of {one} "
-        f"({number_text(comparison.ratio_low)} to {number_text(comparison.ratio_high)} "
-        f"{'with 95 %' if pairs >= MIN_PAIRS else f'in {pairs} pairs, too few for a verdict'})."
-    )
-    yield Table(
-        "Operators whose times differ",
-        ("operator", "nodes A", "nodes B", "ms A", "ms B", "difference"),
-        [
-            (row.op, row.nodes, row.other_nodes, row.self_ms, row.other_self_ms, row.other_self_ms - row.self_ms)
-            for row in comparison.operators
-        ],
-        f"A is {one}, B is {other}. Self times per run. A dash means that there is no such operator.",
-        _SHOWN,
-    )
+    ratio, low, high = map(number_text, (comparison.ratio, comparison.ratio_low, comparison.ratio_high))
+    sure = "with 95 %" if pairs >= MIN_PAIRS else f"in {pairs} pairs, too few for a verdict"
+    yield Text(f"{verdict}: the runs of {other} take {ratio} of the time of {one} ({low} to {high} {sure}).")
+    rows = [
+        (row.op, row.nodes, row.other_nodes, row.self_ms, row.other_self_ms, row.other_self_ms - row.self_ms)
+        for row in comparison.operators
+    ]
+    columns = ("operator", "nodes A", "nodes B", "ms A", "ms B", "difference")
+    note = f"A is {one}, B is {other}. Self times per run. A dash means that there is no such operator."
+    yield Table("Operators whose times differ", columns, rows, note, _SHOWN)
 
 
 def _percent(share: float) -> str:

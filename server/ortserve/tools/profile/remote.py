@@ -1,6 +1,7 @@
 """Profiles batches of a running server. The server copies the batches as they run, and later runs the copies again."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -33,20 +34,15 @@ _MAX_RUNS_S: Final = 180.0
 """Time for the server to profile the copies: it opens one or two sessions, and runs them for at most 60 s."""
 
 
-def profile_server(
-    address: Address, model: str, *, requests: int, timeout_s: float, inputs: Path | None, rows: int
-) -> tuple[Runs, Batches, bytes]:
+def profile_server(address: Address, given: Namespace) -> tuple[Runs, Batches, bytes]:
     """Have a server profile the batches of a model's next requests.
 
-    Without ``inputs``, a line on standard error says that the server waits for requests, unless it is a terminal.
+    It sends the samples of ``--inputs`` meanwhile. Without them, it waits for the requests of other clients, and a line
+    on standard error says so, unless it is a terminal.
 
     Args:
         address: The HTTP port of the server.
-        model: Name, or ``name/version``.
-        requests: The number of requests to copy.
-        timeout_s: Time to wait for them.
-        inputs: Samples to send meanwhile; None to wait for the requests of other clients.
-        rows: Rows of each request that is sent.
+        given: The arguments of the command.
 
     Returns:
         The runs, the batches, and ONNX Runtime's trace.
@@ -54,11 +50,11 @@ def profile_server(
     Raises:
         ServeError: The server cannot be reached, cannot profile, or rejects the call.
     """
-    name, _, version = model.partition("/")
+    (name, _, version), requests, timeout_s = given.model.partition("/"), given.requests, given.timeout
     asked = orjson.dumps({"requests": requests, "timeout_s": timeout_s})
-    sending = _say_waiting(f"{requests} requests to {model}, for at most {timeout_s:g} s")
-    if inputs is not None:
-        sending = _send(Control(address, name, version), inputs, rows)
+    sending = _say_waiting(f"{requests} requests to {given.model}, for at most {timeout_s:g} s")
+    if given.inputs is not None:
+        sending = _send(Control(address, name, version), given.inputs, given.rows)
     with sending, closing(Client(address, timeout_s + _MAX_RUNS_S)) as client:
         body = client.call(f"{path_of(name, version)}/profile", asked, {"content-type": "application/json"}).body
     head, _, rest = body.partition(_TRACE_KEY)
@@ -66,7 +62,7 @@ def profile_server(
         profile = _PROFILE.validate_python({**orjson.loads(head + b"}"), "trace": rest.removesuffix(b"}")})
         batches = profile.batches
         runs = Runs(
-            model,
+            given.model,
             profile.execution_provider,
             profile.intra_op_threads,
             profile.settings,

@@ -16,6 +16,8 @@ from ortserve.tools.profile.trace import NodeKey, Run, TracedNode
 from ortserve.tools.profile.work import find_work
 
 _MAX_SHAPES: Final = 4
+_NOTHING: Final = (None, 0.0)
+"""Nodes and time of an operator that a profile does not have."""
 _SESSIONS_DIFFER: Final = 0.05
 """Two sessions of one model in one process took 0.93 to 1.00 of each other's time on a busy machine."""
 
@@ -28,13 +30,13 @@ class _Sum:
     """The node once per set of shapes."""
     place: Placed | None
     calls: int
+    operations: int | None
+    nbytes: int | None
     self_ms: float
     total_ms: float
     gap_ms: float
     thread_us: float
     wait_us: float
-    operations: int | None
-    nbytes: int | None
 
 
 def profile_of(runs: Runs) -> Profile:
@@ -91,10 +93,8 @@ def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
     times_us = np.zeros((5, len(of_node), len(trace.runs)))
     for number, run in enumerate(trace.runs):
         for call in run.calls:
-            self_us = call.self_us - overhead_us
-            total_us = call.total_us - overhead_us * call.calls
-            parts = (self_us, total_us, call.gap_us, call.thread_us, call.wait_us)
-            times_us[:, rows[call.node], number] += parts
+            self_us, total_us = call.self_us - overhead_us, call.total_us - overhead_us * call.calls
+            times_us[:, rows[call.node], number] += (self_us, total_us, call.gap_us, call.thread_us, call.wait_us)
     # Times of operators and of whole runs are sums of these values, because typical values of sums would not add up.
     typical_ms = typical(times_us[:3], runs.groups).clip(0).T / 1e3
     thread_us = times_us[3:].sum(axis=-1).T
@@ -103,14 +103,10 @@ def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
     for row, (key, indices) in enumerate(of_node.items()):
         place = places.get(key)
         node, constants = (place.node, place.constants) if place else (None, {})
-        works = [find_work(trace.nodes[index], node, constants) for index in indices]
-        called = [calls[index] for index in indices]
-        operations = _weighted([work.operations for work in works], called)
-        nbytes = _weighted([work.nbytes for work in works], called)
-        kinds = [trace.nodes[index] for index in indices]
-        self_ms, total_ms, gap_ms = typical_ms[row].tolist()
-        thread, wait = thread_us[row].tolist()
-        sums.append(_Sum(kinds, place, sum(called), self_ms, total_ms, gap_ms, thread, wait, operations, nbytes))
+        kinds, called = [trace.nodes[index] for index in indices], [calls[index] for index in indices]
+        works = [find_work(kind, node, constants) for kind in kinds]
+        amounts = _weighted([one.operations for one in works], called), _weighted([one.nbytes for one in works], called)
+        sums.append(_Sum(kinds, place, sum(called), *amounts, *typical_ms[row].tolist(), *thread_us[row].tolist()))
     return sums, times_us[0], times_us[2]
 
 
@@ -188,11 +184,8 @@ def compare(one: Runs, other: Runs, profile: Profile, other_profile: Profile) ->
     times, other_times = (times_ns(runs.plain[:count], on_processor=on_processor) for runs in (one, other))
     ratio, low, high = median_interval(other_times / times)
     mine, others = _by_operator(profile), _by_operator(other_profile)
-    differences = [
-        OperatorDifference(op, nodes, other_nodes, self_ms, other_ms)
-        for op in {**mine, **others}
-        for (nodes, self_ms), (other_nodes, other_ms) in [(mine.get(op, (None, 0.0)), others.get(op, (None, 0.0)))]
-    ]
+    pairs = ((op, mine.get(op, _NOTHING), others.get(op, _NOTHING)) for op in {**mine, **others})
+    differences = [OperatorDifference(op, a[0], b[0], a[1], b[1]) for op, a, b in pairs]
     differences.sort(key=lambda row: -abs(row.other_self_ms - row.self_ms))
     is_beyond = count >= MIN_PAIRS and (high < 1 - _SESSIONS_DIFFER or low > 1 + _SESSIONS_DIFFER)
     return Comparison(ratio, low, high, is_beyond, differences)

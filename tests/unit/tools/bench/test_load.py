@@ -71,4 +71,4 @@ def test_files_without_times_are_named(tmp_path: Path, content: str) -> None:
 
 
 def test_callers_are_shared_by_generators() -> None:
-    assert [Load(7).share(number, 3) for number in range(3)] == [3, 2, 2]
+    assert [callers for callers, _ in Load(7).divide(3, 1.0, 1)] == [3, 2, 2]
