@@ -167,8 +167,7 @@ def cpu_of_clients(address: str, tensor: Tensor) -> str:
 
     from ortserve.clock import monotonic_ns
     from ortserve.tools.address import parse_address
-    from ortserve.tools.bench.connections import Connections
-    from ortserve.tools.bench.http_client import HttpConnection
+    from ortserve.tools.bench.connections import Connections, HttpConnection
     from ortserve.tools.bench.samples import Ticket
     from ortserve.tools.bench.target import ServerPlan
 
@@ -195,7 +194,8 @@ def cpu_of_clients(address: str, tensor: Tensor) -> str:
         plan = ServerPlan(parse_address(f"http://{address}"), (head.encode() + body,), False, callers)
         target = Connections(plan, HttpConnection)
         await target.open(callers)
-        target.sink = run = Callers(target)
+        run: Any = Callers(target)
+        target.sink = run
         began_s = time.process_time()
         for _ in range(callers):
             target.send(Ticket(0, 0, monotonic_ns()))

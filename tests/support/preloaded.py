@@ -60,7 +60,7 @@ _TOOLS: Final = (
 )
 _ALSO_FOR_TOOLS: Final = (
     *("onnxscript.optimizer", "onnxscript.rewriter.ort_fusions", "onnxslim", "matplotlib.pyplot"),
-    *("ortserve.tools.bench.generator", "ortserve.tools.bench.in_process", "ortserve.tools.bench.http_client"),
+    *("ortserve.tools.bench.generator", "ortserve.tools.bench.in_process", "ortserve.tools.bench.grpc_client"),
 )
 """Modules that commands import on first use."""
 

@@ -6,14 +6,16 @@ requests.
 
 import asyncio
 import gc
-import itertools
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, repeat
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final
 
@@ -135,63 +137,55 @@ class Channel:
             self._received.put_nowait(message)
 
 
-class LoopDriver:
-    """Offers a load to a ``Target`` on the event loop, and receives the outcomes."""
+class LoopDriver(Recorder):
+    """Offers a load to a ``Target`` on the event loop, and sends the next requests when it records outcomes."""
 
     def __init__(self, target: Target, work: Work, channel: Channel, start_ns: int) -> None:
         """``start_ns`` is the beginning of the warm-up (monotonic), in the future."""
-        self._target = target
-        self._work = work
-        self._channel = channel
+        self._target, self._work, self._channel = target, work, channel
         self._loop = asyncio.get_running_loop()
         self._start_ns = start_ns
-        self._begin_ns, self._end_ns, self._dues = work.times(start_ns)
+        begin_ns, self._end_ns, self._dues = work.times(start_ns)
+        super().__init__(begin_ns, work.look_every)
         self._next = 0
-        self._recorder = Recorder(self._begin_ns, work.look_every)
         self._under_way = 0
-        self._is_stopped = False
-        self._drained: asyncio.Future[None] = self._loop.create_future()
+        self._stopped, self._drained = asyncio.Event(), asyncio.Event()
         self._timer = best_timer(self._loop, self._on_timer)
-        self._timer_ns = 0
         self._wakes_ns = 0
         self._wake_delay_ns = 0.0
-        self._cpu_at_begin_ns: int | None = None
-        self._cpu_ns = self._waited_ns = 0
+        self._waited_ns = 0
         self._turn_ns: int | None = None
-        self._batches: dict[int, int] = {}
         target.sink = self
 
     async def run(self) -> Finished:
-        """Send all requests, and wait until each is answered or has timed out."""
-        work, target = self._work, self._target
-        self._channel.on_stop = self.stop
-        self._call_at(self._begin_ns, self._begin)
-        self._call_at(self._end_ns, self.stop)
+        """Send all requests, or as many as fit until the channel says stop, and wait until each is answered or late."""
+        work, target, begin_ns = self._work, self._target, self._begin_ns
+        self._channel.on_stop = self._stopped.set
         await asyncio.sleep((self._start_ns - monotonic_ns()) / 1e9)
-        if self._dues:
-            self._set_timer(self._dues[0], monotonic_ns())
+        self._set_timer(monotonic_ns())
         for caller in range(work.callers or 0):
             self._send(caller, monotonic_ns())
-        while not self._drained.done():
-            await asyncio.wait([self._drained], timeout=_CHUNK_S)
-            target.expire(monotonic_ns() - int(work.timeout_s * 1e9))
-            self._channel.send(self._recorder.take())
+        await self._wait(self._stopped, begin_ns)
+        cpu_ns, before = time.process_time_ns(), target.batches()
+        await self._wait(self._stopped, self._end_ns)
+        end_ns, cpu_ns = max(begin_ns + 1, min(self._end_ns, monotonic_ns())), time.process_time_ns() - cpu_ns
+        self._stopped.set()
+        if self._under_way:
+            await self._wait(self._drained)
+        self._channel.send(self.take())
         self._channel.on_stop = None
         self._timer.close()
-        batches = {rows: n - self._batches.get(rows, 0) for rows, n in target.batches().items()}
-        due = sum(self._begin_ns <= due_ns < self._end_ns for due_ns in self._dues)
-        due_or_none = None if work.callers else due
-        return Finished(self._begin_ns, self._end_ns, self._cpu_ns, due_or_none, batches, self._waited_ns)
+        batches = {rows: number - before.get(rows, 0) for rows, number in target.batches().items()}
+        due = None if work.callers else sum(begin_ns <= due_ns < end_ns for due_ns in self._dues)
+        return Finished(begin_ns, end_ns, cpu_ns, due, batches, self._waited_ns)
 
-    def stop(self) -> None:
-        """Stop sending. ``run`` returns when each request is answered or has timed out."""
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        self._end_ns = max(self._begin_ns + 1, min(self._end_ns, monotonic_ns()))
-        if self._cpu_at_begin_ns is not None:
-            self._cpu_ns = time.process_time_ns() - self._cpu_at_begin_ns
-        self._end_if_answered()
+    async def _wait(self, event: asyncio.Event, until_ns: float = math.inf) -> None:
+        """Wait for an event or a time. Meanwhile, send the outcomes, and fail requests that time out."""
+        while not event.is_set() and (left_s := (until_ns - monotonic_ns()) / 1e9) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), min(_CHUNK_S, left_s))
+            self._target.expire(monotonic_ns() - int(self._work.timeout_s * 1e9))
+            self._channel.send(self.take())
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
@@ -208,7 +202,7 @@ class LoopDriver:
             self._loop.call_soon(self._end_turn)
         elif ticket.due_ns >= self._begin_ns:
             self._waited_ns += done_ns - self._turn_ns
-        self._recorder.answered(ticket, done_ns, nbytes, timing, body)
+        super().answered(ticket, done_ns, nbytes, timing, body)
         self._under_way -= 1
         self._go_on(ticket, is_failed=False)
 
@@ -216,58 +210,46 @@ class LoopDriver:
         self._turn_ns = None
 
     def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
-        self._recorder.failed(ticket, done_ns, kind, example)
+        super().failed(ticket, done_ns, kind, example)
         self._under_way -= 1
-        if kind.startswith("connection") and not self._is_stopped:
-            self._call_at(done_ns + int(_PAUSE_S * 1e9), partial(self._go_on, ticket, is_failed=True))
+        if kind.startswith("connection") and not self._stopped.is_set():
+            self._loop.call_later(_PAUSE_S, partial(self._go_on, ticket, is_failed=True))
         else:
             self._go_on(ticket, is_failed=True)
 
-    def _call_at(self, time_ns: int, call: Callable[[], object]) -> None:
-        self._loop.call_later(max(0.0, (time_ns - monotonic_ns()) / 1e9), call)
-
     def _go_on(self, ticket: Ticket, *, is_failed: bool) -> None:
         """Send the next request of the ticket's caller, unless the work is stopped."""
-        if self._is_stopped:
-            self._end_if_answered()
+        if self._stopped.is_set():
+            if not self._under_way:
+                self._drained.set()
         elif callers := self._work.callers:
             number = self._work.plan.next_number(ticket.number, callers, is_failed=is_failed)
             self._send(number, monotonic_ns())
-
-    def _end_if_answered(self) -> None:
-        if not self._under_way and not self._drained.done():
-            self._drained.set_result(None)
 
     def _send(self, number: int, due_ns: int) -> None:
         self._under_way += 1
         work = self._work
         now_ns = due_ns if work.callers else monotonic_ns()
         request = work.plan.request_of(number, work.callers)
-        self._target.send(Ticket(number, due_ns, now_ns, self._recorder.wants_body(number, due_ns), request))
+        self._target.send(Ticket(number, due_ns, now_ns, self.wants_body(number, due_ns), request))
 
-    def _set_timer(self, due_ns: int, now_ns: int) -> None:
-        """Set the timer earlier than ``due_ns`` by the usual delay of a wake-up: some 50 µs on an idle processor."""
-        self._timer_ns = due_ns
-        self._wakes_ns = max(now_ns, due_ns - int(self._wake_delay_ns))
-        self._timer.set(self._wakes_ns, now_ns)
+    def _set_timer(self, now_ns: int) -> None:
+        """Set the timer for the next request, earlier by the usual delay of a wake-up: 50 µs on an idle processor."""
+        if self._next < len(self._dues) and not self._stopped.is_set():
+            self._wakes_ns = max(now_ns, self._dues[self._next] - int(self._wake_delay_ns))
+            self._timer.set(self._wakes_ns, now_ns)
 
     def _on_timer(self) -> None:
         """Send all requests that are due, and set the timer for the next one."""
         dues, now_ns = self._dues, monotonic_ns()
         delay_ns = min(now_ns - self._wakes_ns, _MAX_EARLY_NS)
         self._wake_delay_ns += _EARLY_GAIN * (delay_ns - self._wake_delay_ns)
-        while now_ns < self._timer_ns:
+        while now_ns < dues[self._next]:
             now_ns = monotonic_ns()
-        while not self._is_stopped and self._next < len(dues):
-            if dues[self._next] > now_ns:
-                self._set_timer(dues[self._next], now_ns)
-                break
+        while not self._stopped.is_set() and self._next < len(dues) and dues[self._next] <= now_ns:
             self._send(self._next, dues[self._next])
             self._next += 1
-
-    def _begin(self) -> None:
-        self._batches = self._target.batches()
-        self._cpu_at_begin_ns = time.process_time_ns()
+        self._set_timer(now_ns)
 
 
 def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int) -> Finished:
@@ -276,23 +258,18 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
     Requests of an open loop that wait for longer than the time limit fail, as on a server.
     """
     begin_ns, end_ns, dues = work.times(start_ns)
-    stop, lock, recorder, numbers = (
-        threading.Event(),
-        threading.Lock(),
-        Recorder(begin_ns, work.look_every),
-        itertools.count(),
-    )
+    stop, lock, recorder = threading.Event(), threading.Lock(), Recorder(begin_ns, work.look_every)
     channel.on_stop = stop.set
     timeout_ns = int(work.timeout_s * 1e9)
+    # Numbers and due times, which the threads take in turn (not from a generator, which only one thread may run). In a
+    # closed loop requests are due at once.
+    turns: Iterator[tuple[int, int]] = zip(count(), repeat(0), strict=False) if work.callers else enumerate(dues)
 
     def call() -> None:
         run = target.caller()
-        while not stop.is_set():
-            number = next(numbers)
-            if work.callers is None and number >= len(dues):
-                return
-            due_ns = sent_ns = monotonic_ns() if work.callers else dues[number]
-            if due_ns >= end_ns:
+        for number, due in turns:
+            due_ns = sent_ns = due or monotonic_ns()
+            if stop.is_set() or due_ns >= end_ns:
                 return
             if sent_ns > monotonic_ns():  # a later one waited for an earlier run, so the generator was not late
                 stop.wait((sent_ns - monotonic_ns()) / 1e9)
@@ -333,15 +310,10 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
 def make_target(plan: Plan) -> "Target | BareRuns":
     """Make the target of a plan. Imports what it needs: importing ONNX Runtime and its users takes over a second."""
     if isinstance(plan, ServerPlan):
-        from ortserve.tools.bench.connections import Connections
+        from ortserve.tools.bench.connections import Connections, HttpConnection
+        from ortserve.tools.bench.grpc_client import GrpcConnection
 
-        if plan.address.is_grpc:
-            from ortserve.tools.bench.grpc_client import GrpcConnection
-
-            return Connections(plan, GrpcConnection)
-        from ortserve.tools.bench.http_client import HttpConnection
-
-        return Connections(plan, HttpConnection)
+        return Connections(plan, GrpcConnection if plan.address.is_grpc else HttpConnection)
     from ortserve.tools.bench.in_process import BareRuns, BatcherTarget
 
     return BatcherTarget(plan) if plan.way == "batcher" else BareRuns(plan)

@@ -2,11 +2,11 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
@@ -58,14 +58,14 @@ class Generators:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for _ in range(count):
-                ours, theirs = socket.socketpair()
+                ours, theirs = Pipe()
+                self._pipes.append(ours)
                 with theirs:
                     command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
                     process = subprocess.Popen(  # noqa: S603 - ours
                         command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=errors
                     )
                     self._processes.append(process)
-                self._pipes.append(Connection(ours.detach()))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

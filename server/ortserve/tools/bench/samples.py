@@ -84,6 +84,7 @@ class Recorder:
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
+        """The answer arrived at ``done_ns``. ``timing`` is ``Server-Timing``; ``body`` only if the ticket wants it."""
         if ticket.due_ns < self._begin_ns:
             return
         chunk = self._chunk
@@ -95,6 +96,7 @@ class Recorder:
             chunk.bodies.append((ticket.number, body))
 
     def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
+        """The request was rejected or timed out, its connection was lost, or its answer is malformed."""
         if ticket.due_ns < self._begin_ns:
             return
         self._chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns, 0))

@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ortserve.core.batch import Arrays
 from ortserve.tools.address import Address
-from ortserve.tools.bench.samples import Ticket
+from ortserve.tools.bench.samples import Recorder, Ticket
 
 if TYPE_CHECKING:
     from ortserve.tools.subject import Subject
@@ -80,28 +80,15 @@ class ModelPlan:
 Plan: TypeAlias = ServerPlan | ModelPlan
 
 
-class Sink(Protocol):
-    """Receives the outcome of each request exactly once, on the thread of the event loop."""
-
-    def answered(
-        self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
-    ) -> None:
-        """The answer arrived at ``done_ns``. ``timing`` is ``Server-Timing``; ``body`` only if the ticket wants it."""
-        ...
-
-    def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
-        """The request was rejected or timed out, its connection was lost, or its answer is malformed."""
-        ...
-
-
 class Target(ABC):
     """Sends prepared requests. Used on the thread of the event loop only.
 
     Attributes:
-        sink: Receives the outcomes. Set before the first ``send``.
+        sink: Gets exactly one call of ``answered`` or ``failed`` for each request, on the thread of the event loop. Set
+            before the first ``send``.
     """
 
-    sink: Sink
+    sink: Recorder
 
     @abstractmethod
     async def open(self, count: int) -> None:

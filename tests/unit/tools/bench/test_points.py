@@ -211,9 +211,10 @@ class Bursts(Target):
 
     def expire(self, sent_before_ns: int) -> None:
         """All are answered in time, except for those of the last burst, which is not full."""
-        for ticket in self.waiting:
+        late = [ticket for ticket in self.waiting if ticket.sent_ns < sent_before_ns]
+        self.waiting = [ticket for ticket in self.waiting if ticket not in late]
+        for ticket in late:
             self.sink.failed(ticket, monotonic_ns(), "timeout", "")
-        self.waiting = []
 
     async def close(self) -> None:
         """Nothing to close."""
