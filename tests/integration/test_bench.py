@@ -528,6 +528,16 @@ def test_every_protocol_of_a_real_server_is_measured(server: ServerProcess, way:
     assert not list(Path("/dev/shm").glob("ortserve_bench_*"))
 
 
+def test_each_target_and_batch_size_has_its_own_shared_memory(server: ServerProcess) -> None:
+    targets = (server.url, f"grpc://{server.grpc}", "--model", "digits", "--protocol", "shm,shm", "--batch", "1,3")
+    ran = bench(*targets, *SHORT, "--json")
+
+    points = ran.result["points"]
+    assert [(point["batch"], point["failures"]) for point in points] == [(1, []), (3, [])] * 4
+    assert sum(point["answers"] for point in points) > 8
+    assert not list(Path("/dev/shm").glob("ortserve_bench_*"))
+
+
 @pytest.mark.parametrize("way", ["rest", "rest-binary", "grpc", "grpc-stream"])
 def test_callers_send_whole_sequences(tmp_path: Path, way: str) -> None:
     """A request to a sequence that has not started, or has another request in flight, would be an error."""

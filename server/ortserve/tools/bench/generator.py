@@ -59,7 +59,7 @@ class Work:
         look_every: As in ``Recorder``.
     """
 
-    key: str
+    key: int
     plan: Plan
     callers: int | None
     times_ns: np.ndarray | None
@@ -322,7 +322,7 @@ def make_target(plan: Plan) -> "Target | BareRuns":
 async def _serve(pipe: Connection) -> None:
     """Offer one work after the other, until the pipe closes."""
     channel = Channel(pipe)
-    targets: dict[str, Target | BareRuns] = {}
+    targets: dict[int, Target | BareRuns] = {}
     while (work := await channel.receive()) is not None:
         if not isinstance(work, Work):  # STOP, for a work that this generator could not begin
             continue

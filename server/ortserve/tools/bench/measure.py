@@ -44,9 +44,9 @@ class _Series:
         if load.concurrency is not None and load.concurrency < processes:
             expected = f"expected at most one for each of {load.concurrency} callers"
             raise invalid_input(f"--processes: {expected}, got {processes}")
-        key, limits = f"{prepared.target} {prepared.way} {prepared.batch}", (given.warmup_s, seconds, given.timeout_s)
+        limits = given.warmup_s, seconds, given.timeout_s
         parts = load.divide(processes, given.warmup_s + seconds, _SEED + len(self.rounds))
-        works = [Work(key, prepared.plan, *part, *limits) for part in parts]
+        works = [Work(id(prepared), prepared.plan, *part, *limits) for part in parts]
         seen = generators.offer(works, partial(self._look, precision=precision), self._meter.begin)
         self._meter.end()
         for finished in seen.finished:

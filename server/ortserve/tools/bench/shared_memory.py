@@ -49,7 +49,7 @@ def share_requests(
     Raises:
         ServeError: The memory cannot be created, or the server does not register it.
     """
-    name = f"ortserve_bench_{os.getpid()}"
+    name = f"ortserve_bench_{os.getpid()}_{os.urandom(4).hex()}"  # each target and batch size has its own
     path = Path("/dev/shm") / name  # noqa: S108 - the folder of POSIX shared memory on Linux
     content = bytearray()
 

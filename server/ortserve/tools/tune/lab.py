@@ -189,7 +189,7 @@ class ModelProcess:
     def _run(self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False) -> Seen:
         slo_s = self._goal.slo_s or _TIMEOUT_S
         timeout_s = max(_RAMP_TIMEOUT_S, 3 * slo_s) if is_ramp else max(_TIMEOUT_S, 2 * slo_s)
-        work = Work("model", self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
+        work = Work(0, self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
         wants_more = self._wants_more if is_ramp else lambda seen, elapsed_s: True
         try:
             seen = self._generators.offer([work], wants_more, lambda: None)

@@ -18,7 +18,7 @@ def test_a_generator_that_waits_for_the_start_ends_with_its_pipe() -> None:
         plan = ServerPlan(address, (b"request",), is_stream=False, max_connections=1)
         with Generators(1) as generators:
             (pipe,), (process,) = generators._pipes, generators._processes
-            pipe.send(Work("key", plan, 1, None, warmup_s=0, seconds=1, timeout_s=1))
+            pipe.send(Work(0, plan, 1, None, warmup_s=0, seconds=1, timeout_s=1))
             assert pipe.recv() == READY
 
     assert process.returncode == 0, "it had to be killed"

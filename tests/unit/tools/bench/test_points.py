@@ -226,7 +226,7 @@ def test_answers_that_come_together_wait_for_each_other() -> None:
     plan = ModelPlan(Subject("m", Path("m.onnx")), "batcher", None, None, ((),), 1)
 
     async def run() -> Finished:
-        work = Work("", plan, 4, None, 0.0, 0.2, 1.0)
+        work = Work(0, plan, 4, None, 0.0, 0.2, 1.0)
         return await LoopDriver(Bursts(), work, channel, monotonic_ns() + 10_000_000).run()
 
     finished = asyncio.run(run())
