@@ -232,6 +232,7 @@ def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.Cap
             "--requests: expected the URL of a server, which begins with http:// or grpc://, got a model",
         ),
         ("profile http://host m --runs 9", "--runs: expected a model in this process, got a URL"),
+        ("profile http://host m --rows 9", "--rows: expected requests to send, got a URL without --inputs"),
         ("profile http://host m --compare a b", "--compare: expected a model in this process, got a URL"),
     ],
 )

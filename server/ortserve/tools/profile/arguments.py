@@ -27,6 +27,8 @@ def _check(parser: ToolParser, given: argparse.Namespace) -> None:
         parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
     else:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
+        if given.inputs is None:
+            parser.refuse(given, ("--rows",), "requests to send, got a URL without --inputs")
     if given.trace is not None and given.trace == given.page:
         parser.error(f"--trace: expected another file than that of -o, got '{given.trace}'")
 
