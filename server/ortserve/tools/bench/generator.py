@@ -172,7 +172,6 @@ class LoopDriver(Recorder):
         self._stopped.set()
         if self._under_way:
             await self._wait(self._drained)
-        self._channel.send(self.take())
         self._channel.on_stop = None
         self._timer.close()
         batches = {rows: number - before.get(rows, 0) for rows, number in target.batches().items()}
@@ -180,12 +179,15 @@ class LoopDriver(Recorder):
         return Finished(begin_ns, end_ns, cpu_ns, due, batches, self._waited_ns)
 
     async def _wait(self, event: asyncio.Event, until_ns: float = math.inf) -> None:
-        """Wait for an event or a time. Meanwhile, send the outcomes, and fail requests that time out."""
-        while not event.is_set() and (left_s := (until_ns - monotonic_ns()) / 1e9) > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), min(_CHUNK_S, left_s))
+        """Wait for an event or a time. Meanwhile and at the end, send the outcomes, and fail requests that are late."""
+        while True:
             self._target.expire(monotonic_ns() - int(self._work.timeout_s * 1e9))
             self._channel.send(self.take())
+            left_s = (until_ns - monotonic_ns()) / 1e9
+            if event.is_set() or left_s <= 0:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), min(_CHUNK_S, left_s))
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None

@@ -91,16 +91,13 @@ class Generators:
                 process.kill()
                 process.wait()
 
-    def offer(
-        self, works: Sequence[Work], wants_more: Callable[[Seen, float], bool], on_begin: Callable[[], object]
-    ) -> Seen:
+    def offer(self, works: Sequence[Work], wants_more: Callable[[Seen, float], bool]) -> Seen:
         """Have all generators offer their work at the same time. Ctrl-C ends the load, and this call returns normally.
 
         Args:
             works: One for each process.
-            wants_more: Called ten times a second with the outcomes so far and the seconds since the measurement began
-                (negative in the warm-up). False ends the load.
-            on_begin: Called once when the measurement has begun.
+            wants_more: Called at the beginning of the measurement and ten times a second, with the outcomes so far and
+                the seconds since this beginning (negative in the warm-up). False ends the load.
 
         Raises:
             ServeError: A target cannot be opened, or a generator has died.
@@ -108,11 +105,9 @@ class Generators:
         seen, work = Seen(), works[0]
         begin_ns, end_ns, _ = work.times(self._open(works))
         left = list(self._pipes)
-        has_begun = False
         while left:
             try:
-                to_begin_s = 0.1 if has_begun else max(0.0, (begin_ns - monotonic_ns()) / 1e9)
-                for pipe in wait(left, timeout=min(0.1, to_begin_s)):
+                for pipe in wait(left, timeout=0.1):
                     assert isinstance(pipe, Connection)
                     message = _receive(pipe)
                     if isinstance(message, Finished):
@@ -121,9 +116,6 @@ class Generators:
                     else:
                         seen.chunks.append(message)
                 now_ns = monotonic_ns()
-                if not has_begun and now_ns >= begin_ns:
-                    has_begun = True
-                    on_begin()
                 if now_ns > end_ns + (work.timeout_s + _GRACE_S) * 1e9:
                     raise ServeError(ErrorKind.INTERNAL, "a generator has not ended in time")
                 if not wants_more(seen, (now_ns - begin_ns) / 1e9) and not seen.is_precise:

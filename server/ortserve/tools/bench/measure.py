@@ -47,7 +47,7 @@ class _Series:
         limits = given.warmup_s, seconds, given.timeout_s
         parts = load.divide(processes, given.warmup_s + seconds, _SEED + len(self.rounds))
         works = [Work(id(prepared), prepared.plan, *part, *limits) for part in parts]
-        seen = generators.offer(works, partial(self._look, precision=precision), self._meter.begin)
+        seen = generators.offer(works, partial(self._look, precision=precision))
         self._meter.end()
         for finished in seen.finished:
             self._meter.batches.update(finished.batches)
@@ -68,6 +68,8 @@ class _Series:
 
     def _look(self, seen: Seen, elapsed_s: float, precision: float | None) -> bool:
         """Whether the load goes on. Returns at once if no chunk has arrived since the last call."""
+        if elapsed_s >= 0:
+            self._meter.begin()
         if len(seen.chunks) == self._shown:
             return True
         self._shown = len(seen.chunks)

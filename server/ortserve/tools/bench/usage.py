@@ -30,11 +30,12 @@ class UsageMeter:
         self.batches: Counter[int] = Counter()
 
     def begin(self) -> None:
-        """Begin an interval."""
-        if self._control:
-            self.batches.subtract(self._control.batches())
-        self._used_s -= self._times_s()
-        self._has_begun = True
+        """Begin an interval, unless one has begun."""
+        if not self._has_begun:
+            self._has_begun = True
+            if self._control:
+                self.batches.subtract(self._control.batches())
+            self._used_s -= self._times_s()
 
     def end(self) -> None:
         """End the interval, if it has begun."""

@@ -192,7 +192,7 @@ class ModelProcess:
         work = Work(0, self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
         wants_more = self._wants_more if is_ramp else lambda seen, elapsed_s: True
         try:
-            seen = self._generators.offer([work], wants_more, lambda: None)
+            seen = self._generators.offer([work], wants_more)
         except ServeError as error:
             said = os.pread(self._errors, 2000, max(0, os.fstat(self._errors).st_size - 2000)).decode(errors="replace")
             last = (said.strip().splitlines() or [""])[-1][:300]
