@@ -1,6 +1,5 @@
 """A memory budget for models, and models that load on the first request, over both protocols."""
 
-import os
 import platform
 import re
 import time
@@ -135,22 +134,17 @@ def test_requests_wait_for_the_newer_load_that_cancels_the_one_they_waited_for(t
 
 
 def test_lower_version_does_not_answer_while_the_highest_one_is_loaded_on_demand(tmp_path: Path) -> None:
-    """A pipe with a sample delays the load of each version."""
     folder = add_model(tmp_path, "m", members.affine, offset=1)
     add_model(tmp_path, "m", members.affine, version=2, offset=2)
-    write_options(folder, "version_policy: {all: true}\nwarmup_samples: [{inputs: {a: {file: pipe}}}]")
-    pipe = folder / "warmup" / "pipe"
-    pipe.parent.mkdir()
-    os.mkfifo(pipe)
-    sample = PAIR["a"][:1].tobytes()
+    write_options(folder, "version_policy: {all: true}")
     flags = ("--load-policy", "on_demand", "--memory-budget-bytes", str(1024 * MIB))
     with (
+        held_file(folder / "2" / "model.onnx") as file,
         serving(tmp_path, *flags, *SHORT_LOADS) as server,
         triton_clients(server) as (http, grpc),
         ThreadPoolExecutor(2) as threads,
     ):
         waiting = threads.submit(ask, server, "m", PAIR)
-        pipe.write_bytes(sample)
         wait_until(lambda: ("m", "1", "READY") in versions(server))
         assert ("m", "2", "LOADING") in versions(server)
         for client, library in ((http, triton_http), (grpc, triton_grpc)):
@@ -158,7 +152,7 @@ def test_lower_version_does_not_answer_while_the_highest_one_is_loaded_on_demand
             np.testing.assert_array_equal(answer.as_numpy("b"), PAIR["a"] + 1)
         assert TOO_LATE in ask_briefly(server, "m", PAIR)
         later = threads.submit(grpc.infer, "m", triton_inputs(triton_grpc, PAIR))
-        pipe.write_bytes(sample)
+        file.release()
         np.testing.assert_array_equal(waiting.result(LONG_S), PAIR["a"] + 2)
         np.testing.assert_array_equal(later.result(LONG_S).as_numpy("b"), PAIR["a"] + 2)
 
