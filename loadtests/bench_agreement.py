@@ -43,7 +43,7 @@ from models.builders import heavy  # noqa: E402
 from ortserve.core.dtypes import DataType  # noqa: E402
 from ortserve.core.tensor import Tensor  # noqa: E402
 from ortserve.example import repository_path  # noqa: E402
-from ortserve.tools.bench.encoding import encode_grpc, encode_rest  # noqa: E402
+from ortserve.tools.encoding import encode_grpc, encode_rest  # noqa: E402
 from perf_analyzer import PerfAnalyzer, find_perf_analyzer  # noqa: E402
 
 PORT = 18500

@@ -22,7 +22,7 @@ from typing import Any, Final
 from gpu_models import encoder, residual
 from harness import circumstances, table
 from ortserve.engine.child_process import call_apart
-from ortserve.tools.bench.statistics import estimate_ratio
+from ortserve.tools.statistics import estimate_ratio
 from ortserve.tools.subject import find_model
 from ortserve.tools.tune.lab import ProcessLab, prepare_requests
 from ortserve.tools.tune.search import describe

@@ -18,10 +18,10 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.child_process import ObjectApart
 from ortserve.engine.process_memory import give_back_freed
 from ortserve.errors import invalid_input
-from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.console import progress
 from ortserve.tools.ensemble import Opened, open_ensemble
 from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.statistics import Estimate, estimate_ratio
 from ortserve.tools.subject import Subject
 
 Feeds = Mapping[str, np.ndarray]

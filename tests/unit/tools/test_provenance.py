@@ -6,7 +6,6 @@ import pytest
 
 from models import builders
 from ortserve.core.agreement import Agreement, OutputError
-from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.provenance import (
     command_line,
     describe_model,
@@ -15,6 +14,7 @@ from ortserve.tools.provenance import (
     write_provenance,
 )
 from ortserve.tools.speed import Speed
+from ortserve.tools.statistics import Estimate
 from ortserve.tools.subject import find_model
 
 AGREEMENT = Agreement(301, (OutputError("y", 0.0123, 0.02, 0.001, 0.01),), 0.97, 0.98)

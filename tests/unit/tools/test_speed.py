@@ -6,8 +6,8 @@ import pytest
 
 from ortserve.engine.child_process import ObjectApart, call_apart
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError, invalid_input
-from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.speed import _Block, _speed, _Trial
+from ortserve.tools.statistics import Estimate
 
 
 def trial(seconds: np.ndarray) -> _Trial:

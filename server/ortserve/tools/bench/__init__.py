@@ -1,3 +1,3 @@
 """``ortserve bench``."""
 
-__all__ = ["encoding", "generator", "generators", "prepare", "samples", "statistics", "target"]
+__all__ = ["generator", "generators", "prepare", "samples", "target"]

@@ -6,7 +6,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ortserve.errors import invalid_input
 from ortserve.tools.bench.result import BenchComparison, BenchResult, Change, Point
-from ortserve.tools.bench.statistics import Estimate, compare
+from ortserve.tools.statistics import Estimate, compare
 
 
 def read_result(file: Path) -> BenchResult:

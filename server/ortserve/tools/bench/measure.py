@@ -16,8 +16,8 @@ from ortserve.tools.bench.points import NO_VERDICT, make_point
 from ortserve.tools.bench.prepare import Prepared
 from ortserve.tools.bench.result import Capacity, LoadOnTarget, Point
 from ortserve.tools.bench.samples import join
-from ortserve.tools.bench.statistics import estimate_percentile, next_check
 from ortserve.tools.bench.usage import UsageMeter
+from ortserve.tools.statistics import estimate_percentile, next_check
 
 _LIVE_CHUNKS: Final = 4
 _PROBE: Final = Load(8)

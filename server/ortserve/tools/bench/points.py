@@ -20,8 +20,8 @@ from ortserve.tools.bench.result import (
     ServerUsage,
 )
 from ortserve.tools.bench.samples import Chunk, join
-from ortserve.tools.bench.statistics import Estimate, estimate_percentile, estimate_rate, histogram
 from ortserve.tools.client import read_timing
+from ortserve.tools.statistics import Estimate, estimate_percentile, estimate_rate, histogram
 
 PERCENTS: Final = (50.0, 90.0, 95.0, 99.0, 99.9)
 NO_VERDICT: Final = "no verdict"

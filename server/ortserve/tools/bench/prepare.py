@@ -20,7 +20,12 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.interface import Interface, resolve_interface
 from ortserve.tools.address import Address
-from ortserve.tools.bench.encoding import (
+from ortserve.tools.bench.result import OutputCheck
+from ortserve.tools.bench.shared_memory import share_requests
+from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
+from ortserve.tools.client import Client
+from ortserve.tools.control import Control
+from ortserve.tools.encoding import (
     Encoded,
     Outputs,
     decode_grpc,
@@ -30,11 +35,6 @@ from ortserve.tools.bench.encoding import (
     encode_shared,
     tensors_of,
 )
-from ortserve.tools.bench.result import OutputCheck
-from ortserve.tools.bench.shared_memory import share_requests
-from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
-from ortserve.tools.client import Client
-from ortserve.tools.control import Control
 from ortserve.tools.inputs import Inputs, SyntheticInputs, make_inputs, take_inputs
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import find_model

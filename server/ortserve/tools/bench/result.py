@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.statistics import Estimate
 
 
 @dataclass(frozen=True, slots=True)

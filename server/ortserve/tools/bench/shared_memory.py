@@ -11,8 +11,8 @@ from ortserve.codecs.binary_tensor import decode_binary_tensor
 from ortserve.core.region import RegionSpan
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.encoding import Outputs, Placed, encoded
 from ortserve.tools.control import Control
+from ortserve.tools.encoding import Outputs, Placed, encoded
 
 
 @dataclass(frozen=True, slots=True)

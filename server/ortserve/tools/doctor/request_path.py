@@ -8,11 +8,11 @@ import numpy as np
 
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.bench.encoding import encode_rest, tensors_of
 from ortserve.tools.client import Answer, Client, read_timing
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.doctor.result import RequestPath, Stage
+from ortserve.tools.encoding import encode_rest, tensors_of
 from ortserve.tools.inputs import make_inputs
 from ortserve.tools.opening import OpenModel
 

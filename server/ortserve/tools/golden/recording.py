@@ -33,8 +33,8 @@ from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.recording import UnrecordableError, encode_texts, write_arrays
-from ortserve.tools.bench.encoding import decode_grpc, decode_rest, encode_grpc, encode_rest, tensors_of
 from ortserve.tools.control import Control
+from ortserve.tools.encoding import decode_grpc, decode_rest, encode_grpc, encode_rest, tensors_of
 from ortserve.tools.inputs import FileInputs, Inputs, SyntheticInputs, make_inputs, read_inputs
 from ortserve.tools.subject import Subject
 

@@ -17,9 +17,9 @@ from pydantic import TypeAdapter
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.profiling import ServerProfile
 from ortserve.tools.address import Address
-from ortserve.tools.bench.encoding import encode_rest, tensors_of
 from ortserve.tools.client import Client, another_kind, path_of
 from ortserve.tools.control import Control
+from ortserve.tools.encoding import encode_rest, tensors_of
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.profile.result import Batches
 from ortserve.tools.profile.runs import Runs, RunTime

@@ -8,9 +8,9 @@ import numpy as np
 
 from ortserve.engine.provider_options import CPU
 from ortserve.model_file.graph import Graph
-from ortserve.tools.bench.statistics import estimate_percentile, least_samples
 from ortserve.tools.profile.result import Balance
 from ortserve.tools.profile.trace import Run, Trace
+from ortserve.tools.statistics import estimate_percentile, least_samples
 
 CLOSED_WITHIN: Final = 0.05
 """Limit of the share of ``rest_ms`` in a closed balance."""

@@ -21,11 +21,11 @@ from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
-from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.command import Outcome
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.machine import Files, read_processors
 from ortserve.tools.provenance import describe_model, read_provenance
+from ortserve.tools.statistics import Estimate
 from ortserve.tools.subject import Subject, find_model
 from ortserve.tools.tune.arguments import JOURNAL, OBJECTIVES
 from ortserve.tools.tune.budget import KEEPING_PAIRS, Budget

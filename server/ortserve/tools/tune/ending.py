@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ortserve.errors import ServeError
-from ortserve.tools.bench.statistics import Estimate, estimate_ratio
+from ortserve.tools.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.budget import CONFIRMING_PAIRS, MIN_PAIRS
 from ortserve.tools.tune.loads import Reading, steady
 from ortserve.tools.tune.ratios import MIN_GAIN, is_confirmed, is_decided

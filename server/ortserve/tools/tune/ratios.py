@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, variance
 from typing import Final
 
-from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.statistics import Estimate
 
 _Z: Final = 1.96
 """The 97.5th percentile of the normal distribution."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.statistics import Estimate
 
 State: TypeAlias = Literal["measured", "pruned", "failed"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ServeError
-from ortserve.tools.bench.statistics import Estimate, estimate_ratio
+from ortserve.tools.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.budget import Budget
 from ortserve.tools.tune.journal import Journal, key_of
 from ortserve.tools.tune.ratios import MIN_GAIN, Noise, is_hopeless

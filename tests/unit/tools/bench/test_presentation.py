@@ -7,8 +7,8 @@ import pytest
 
 from ortserve.tools.bench.presentation import present
 from ortserve.tools.bench.result import BenchResult, Generator, OutputCheck, Percentile, Point, ServerUsage
-from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.report import Facts, Findings, Picture, Table
+from ortserve.tools.statistics import Estimate
 
 POINT = Point(
     *("http://host", "rest", "s 1", "1 caller", 1, None, 1),

@@ -1,8 +1,8 @@
 import pytest
 
-from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.compare.command import missed_speedup
 from ortserve.tools.speed import Speed
+from ortserve.tools.statistics import Estimate
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ortserve.tools.bench.statistics import Estimate, estimate_ratio
+from ortserve.tools.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.ratios import Noise, is_confirmed, is_hopeless, is_too_noisy
 
 

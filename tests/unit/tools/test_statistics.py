@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ortserve.tools.bench.statistics import (
+from ortserve.tools.statistics import (
     Estimate,
     compare,
     estimate_percentile,
