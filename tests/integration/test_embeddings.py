@@ -3,7 +3,12 @@
 import asyncio
 import base64
 import json
+import socket
+import struct
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,12 +16,14 @@ import numpy as np
 import openai
 import pytest
 
+from held_files import held_file
+from http_wire import wait_until
 from models import builders
 from models.members import add_ensemble
 from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
 from ortserve.codecs.embeddings import MAX_TEXTS
 from ortserve.core.dtypes import DataType
-from servers import LONG_S, ServerProcess, add_model, read_metrics, serving
+from servers import LONG_S, ServerProcess, add_model, read_metrics, serving, wait_for_sample
 
 WORDS = ("red", "green", "blue")
 """The vector of each word is the row of an identity matrix."""
@@ -29,6 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     add_model(folder, "words", builders.word_counts)
     limited = add_model(folder, "limited", builders.word_counts)
     (limited / "model.yaml").write_text("max_rows: 3\n")
+    short = add_model(folder, "short_queue", builders.word_counts)
+    (short / "model.yaml").write_text("max_queue_rows: 32\n")
     alone = add_model(folder, "alone", builders.word_counts)
     (alone / "model.yaml").write_text("batched: false\n")
     add_model(folder, "wide", builders.word_counts, words=[f"w{number}" for number in range(WIDE)])
@@ -138,5 +147,46 @@ def test_error_names_what_was_expected(server: ServerProcess, document: Any, sta
 
 
 def test_deadline_counts_for_the_whole_call(server: ServerProcess) -> None:
-    answer = post(server, {"model": "words", "input": ["red"] * MAX_TEXTS}, **{"X-Request-Timeout-Ms": "1"})
-    assert answer.status_code == 504, answer.text[:200]
+    """One text meets the deadline, 2,048 do not, whatever the speed of the machine."""
+    one = {"model": "sentences", "input": "red"}
+    began_s = time.monotonic()
+    assert post(server, one).status_code == 200
+    limit_ms = 1 + round(2e3 * (time.monotonic() - began_s))
+    many = {"model": "sentences", "input": ["red"] * MAX_TEXTS}
+    while (answer := post(server, many, **{"X-Request-Timeout-Ms": str(limit_ms)})).status_code == 200:
+        limit_ms //= 2
+    assert answer.status_code in (429, 504), answer.text[:200]
+    assert "deadline" in answer.json()["error"]
+
+
+def test_long_list_fits_a_short_queue(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(post, server, {"model": "short_queue", "input": ["red"] * 500}) for _ in range(4)]
+        answers = [one.result() for one in asked]
+    assert [answer.status_code for answer in answers] == [200] * 4, [answer.text[:200] for answer in answers]
+
+
+def test_deadline_ends_the_wait_for_a_model_that_is_loaded_on_demand(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "words", builders.word_counts)
+    with serving(tmp_path, "--load-policy", "on_demand") as server, held_file(folder / "1" / "model.onnx"):
+        for path, document in (
+            ("/v1/embeddings", {"model": "words", "input": "red"}),
+            ("/v2/models/words/generate", {"text": [["red"]]}),
+        ):
+            headers = {"X-Request-Timeout-Ms": "100"}
+            answer = httpx.post(f"{server.url}{path}", json=document, headers=headers, timeout=LONG_S)
+            assert answer.status_code == 503, answer.text
+            assert "is loaded on demand, which takes longer than the request may wait" in answer.json()["error"]
+
+
+def test_caller_that_leaves_while_the_model_is_loaded_is_counted(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "words", builders.word_counts)
+    body = b'{"model": "words", "input": "red"}'
+    with serving(tmp_path, "--load-policy", "on_demand") as server, held_file(folder / "1" / "model.onnx") as file:
+        host, port = server.http.split(":")
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as caller:
+            caller.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            wait_until(lambda: file.is_awaited)
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        name = "ortserve_request_duration_seconds_count"
+        wait_for_sample(server, name, lambda count: count == 1, protocol="http", outcome="cancelled")

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import orjson
 
 from ortserve.codecs.binary_tensor import object_array
@@ -150,13 +151,14 @@ class VectorEncoder:
         """``first`` is the position of the first text; ``parameters`` are those of ``decode_embeddings_request``."""
         self._first = first
         self._count = count
-        self._is_base64 = parameters[FORMAT] == "base64"
-        self._size = parameters.get(DIMENSIONS)
+        self._parameters = parameters
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         return response.outputs[0].array.size > INLINE_ELEMENTS
 
-    def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> list[bytes | memoryview]:
         """Encode each vector as an array, or as base64 of FP32 in little-endian order.
 
         Raises:
@@ -170,24 +172,31 @@ class VectorEncoder:
                 f"model '{model}' returns no embeddings: expected a vector for each text, got output '{tensor.name}' "
                 f"of shape {format_shape(array.shape)} for {self._count} of them"
             )
-        if self._size is not None and self._size != size:
-            raise invalid_input(f"{DIMENSIONS}: the vectors of model '{model}' have {size}, got {self._size}")
+        check_size(model, size, self._parameters)
         entries = []
         for index, vector in enumerate(array.reshape(self._count, size), self._first):
             value: Any
-            if self._is_base64:
+            if self._parameters[FORMAT] == "base64":
                 numbers = widen(vector) if tensor.datatype is DataType.BF16 else vector
-                value = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+                with np.errstate(over="ignore"):  # numbers of FP64 beyond the range of FP32 become infinite
+                    value = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
             else:
                 value = encode_json_data(vector, tensor.datatype)
             entry = {"object": "embedding", "index": index, "embedding": value}
-            entries.append(write_json(entry, response.outputs))
-        return b",".join(entries)
+            entries.append(write_json(entry, response.outputs, memory))
+        return entries
 
 
-def embeddings_answer(model: str, entries: Sequence[bytes]) -> list[bytes]:
+def check_size(model: str, size: int, parameters: Mapping[str, Parameter]) -> None:
+    """Check that a call expects vectors of this size; -1 for an unknown one. Raises ServeError: invalid_input."""
+    expected = parameters.get(DIMENSIONS, size)
+    if size != -1 and size != expected:
+        raise invalid_input(f"{DIMENSIONS}: the vectors of model '{model}' have {size}, got {expected}")
+
+
+def embeddings_answer(model: str, entries: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """Return the parts of the answer with the encoded ``entries``. Its ``usage`` is 0: the server counts no tokens."""
-    parts = [b'{"object":"list","model":%b,"data":[' % orjson.dumps(model)]
+    parts: list[bytes | memoryview] = [b'{"object":"list","model":%b,"data":[' % orjson.dumps(model)]
     for entry in entries:
         parts += (entry, b",")
     parts[-1] = b'],"usage":{"prompt_tokens":0,"total_tokens":0}}'

@@ -123,8 +123,8 @@ class ServerOptions(
     64 KiB per stream beyond it. Unset: a quarter of the memory available to the process (cgroup, address space limit,
     machine)."""
     max_json_bytes: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    """Maximum size of the JSON of a request to infer or generate, after decompression; larger JSON is rejected as
-    ``too_large``. Parsing JSON takes up to 32 times its size in memory; binary tensors take none and may be larger.
+    """Maximum size of the JSON of a request to infer, generate or embeddings, after decompression; larger JSON is
+    rejected as ``too_large``. Parsing JSON takes up to 32 times its size in memory; binary tensors take none and may be larger.
     Unset: 32 MiB, or less if ``max_inflight_bytes`` is too small for that."""
     memory_budget_bytes: int | None = Field(default=None, ge=1, le=2**44)
     """Private memory on the host that all models together may hold: weights, ONNX Runtime's arenas and buffers, as

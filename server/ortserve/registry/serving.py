@@ -99,6 +99,11 @@ class ServedVersion(ABC):
         """Maximum number of rows that run together."""
 
     @property
+    def max_queue_rows(self) -> int:
+        """Maximum number of rows that wait, also in a member of an ensemble."""
+        return self.options.max_queue_rows
+
+    @property
     def queued_rows(self) -> int:
         """Number of rows that wait in the version itself; those in the queues of members do not count."""
         return 0

@@ -163,6 +163,7 @@ class InferenceService:
             return await answered
         finally:
             call.cancel()
+            del answered  # a reference cycle: the frames of its error
 
     def count_rejected_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         """Record a request whose body was rejected, for example as too large, or whose caller disconnected."""

@@ -44,6 +44,7 @@ class ModelMetadata:
         versions: The ready ones.
         properties: How the model runs, for operators.
         max_rows: Maximum number of rows that run together.
+        max_queue_rows: Maximum number of rows that wait, also in a member of an ensemble.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelMetadata:
     outputs: tuple[TensorSpec, ...]
     properties: Mapping[str, str]
     max_rows: int
+    max_queue_rows: int
 
 
 class ModelService:
@@ -143,8 +145,10 @@ class ModelService:
             return False
         return True
 
-    async def prepare(self, name: str, version: str) -> None:
-        """Load a model that is not in memory, for a call that describes it.
+    async def prepare(
+        self, name: str, version: str, received_ns: int | None = None, timeout_ns: int | None = None
+    ) -> None:
+        """Load a model that is not in memory, for a call that describes it. The limits are those of ``wait_for``.
 
         Raises:
             ServeError: The errors of ``Registry.wait_for``, but not for models that no request loads.
@@ -152,7 +156,7 @@ class ModelService:
         try:
             self._registry.find(name, version)
         except NotInMemoryError:
-            await self._registry.wait_for(name, version)
+            await self._registry.wait_for(name, version, received_ns, timeout_ns)
         except ServeError:  # the call itself reports it
             pass
 
@@ -200,4 +204,5 @@ class ModelService:
             served.signature.outputs,
             properties,
             served.max_rows,
+            served.max_queue_rows,
         )

@@ -176,4 +176,5 @@ class FakeModelService:
             (TensorSpec("OUT0", DataType.FP32, (-1, 4)),),
             {"batching": "verified"},
             64,
+            4096,
         )

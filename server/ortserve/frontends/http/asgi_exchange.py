@@ -1,4 +1,4 @@
-"""One request to the ASGI application, which answers all calls except inference; ``generate`` is one of them.
+"""One request to the ASGI application, which answers all calls except ``infer``.
 
 ``protocol`` creates an ``AsgiExchange`` for each such request. The exchange is the ASGI server of the request: it
 builds the scope, and provides ``receive`` and ``send`` (ASGI 3.0, HTTP protocol 2.3).

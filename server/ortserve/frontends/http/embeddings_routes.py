@@ -1,42 +1,53 @@
 """``POST /v1/embeddings``, the call of OpenAI's API, through FastAPI.
 
-The texts of a call are rows of one or more requests. A model without a batch axis, such as a tokenizer that takes one
-text, gets a request for each text; texts of all callers share the batches of the other steps of its ensemble.
+The texts of a call are the rows of one or more requests, which run as others do and share batches with them. A model
+without a batch axis gets a request for each text.
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from functools import partial
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES, TEXT_BYTES
 from ortserve.codecs.embeddings import (
     EmbeddingsRequest,
     TextsRequest,
     VectorEncoder,
+    check_size,
     embeddings_answer,
     find_text_input,
     find_vector_output,
 )
 from ortserve.core.encoded import JsonRequest
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
+from ortserve.errors import ServeError
 from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
+from ortserve.service.call import Call
 from ortserve.service.codec_threads import decoded_in, hold_until_decoded
 from ortserve.service.gate import json_too_large
+from ortserve.service.inference import InferenceService
 
 _JSON: Final = "application/json"
 
 _ROWS: Final = 64
 """Maximum number of texts in a request to a model with a batch axis."""
-_AT_ONCE: Final = 64
-"""Maximum number of requests of a call that are queued or run at one time, so that it does not fill the queue."""
-_PIECE_BYTES: Final = 256 * 1024
-"""Minimum size of the pieces of a long answer."""
+_ROWS_AT_ONCE: Final = 128
+"""Maximum number of texts of a call that are queued or run at one time."""
+_QUEUE_PARTS: Final = 8
+"""A call also uses at most this part of the rows that may wait for the model, for the sake of other callers."""
 _PER_TURN: Final = 8
 """Number of requests that begin in one turn of the event loop, in about 0.5 ms."""
+_PIECE_BYTES: Final = 256 * 1024
+"""Maximum size of an answer that is sent as a whole, and approximate size of the pieces of a longer one."""
+
+ReadJson: TypeAlias = Callable[[JsonRequest, InflightRequest], "asyncio.Future[InferRequest]"]
 
 _REQUEST: Final[dict[str, Any]] = {
     "requestBody": {
@@ -76,8 +87,8 @@ def embeddings_routes(embeddings: "Embeddings") -> APIRouter:
 class Embeddings:
     """Answers the call. Loop thread only."""
 
-    def __init__(self, calls: JsonCalls, read_json: Callable[[JsonRequest], "asyncio.Future[InferRequest]"]) -> None:
-        """``read_json`` decodes a long call in another process."""
+    def __init__(self, calls: JsonCalls, read_json: ReadJson) -> None:
+        """``read_json`` decodes a long call in another process, unless it is settled before a thread is free."""
         self._calls = calls
         self._read_json = read_json
 
@@ -87,22 +98,25 @@ class Embeddings:
         async with self._calls.receive(request, "embeddings") as received:
             with received.counting():
                 decoded = await self._decode(received)
-                name = decoded.model_name
-                await models.prepare(name, "")
+                name, parameters = decoded.model_name, decoded.parameters
+                await models.prepare(name, "", received.complete_ns, received.given.timeout_ns)
                 metadata = models.model_metadata(name, "")
                 text_input = find_text_input(name, metadata.inputs)
                 output = find_vector_output(name, metadata.outputs)
+                check_size(name, output.shape[-1] if output.shape else -1, parameters)
             texts: list[str] = decoded.inputs[0].array.tolist()
+            rows_at_once = max(1, min(_ROWS_AT_ONCE, metadata.max_queue_rows // _QUEUE_PARTS))
             has_rows = text_input.batch_axis is not None and output.batch_axis == 0
-            step = min(_ROWS, metadata.max_rows) if has_rows else 1
+            step = min(_ROWS, metadata.max_rows, rows_at_once) if has_rows else 1
             firsts = range(0, len(texts), step)
             requests = [TextsRequest(name, text_input, output.name, texts[first : first + step]) for first in firsts]
-            encoders = [VectorEncoder(first, min(step, len(texts) - first), decoded.parameters) for first in firsts]
-            entries, timing = await self._run(received, requests, encoders)
-        parts, headers = embeddings_answer(name, entries), received.headers(timing)
-        if sum(map(len, parts)) <= INLINE_BINARY_BYTES:
+            encoders = [VectorEncoder(first, min(step, len(texts) - first), parameters) for first in firsts]
+            running = _Running(self._calls.inference, received, requests, encoders, rows_at_once // step)
+            entries = await running.run()
+        parts, headers = embeddings_answer(name, entries), received.headers(running.timing)
+        if sum(map(len, parts)) <= _PIECE_BYTES:
             return Response(b"".join(parts), media_type=_JSON, headers=headers)
-        return StreamingResponse(_in_turns(parts), media_type=_JSON, headers=headers)
+        return StreamingResponse(_in_pieces(parts), media_type=_JSON, headers=headers)
 
     async def _decode(self, received: JsonCall) -> InferRequest:
         """Decode a call, a long one in another process. Raises ServeError: invalid_input, too_large, overloaded."""
@@ -112,54 +126,105 @@ class Embeddings:
         if body.json_bytes > inference.max_json_bytes:
             raise json_too_large(body.json_bytes, inference.max_json_bytes)
         hold.grow(body.growth_bytes)
-        decoding = self._read_json(body)
+        waiting = InflightRequest(Timing(received.complete_ns))
+        decoding = self._read_json(body, waiting)
         try:
             decoded = await decoded_in(decoding, received.left_ns)
         finally:
+            waiting.cancel()  # otherwise a thread would still decode it
             hold_until_decoded(decoding, inference.gate, hold.size)
-        hold.set_unchecked(len(received.body) + TEXT_BYTES * decoded.inputs[0].array.size)
-        received.body = b""  # the texts are as long together
+        hold.set_unchecked(sum(map(sys.getsizeof, decoded.inputs[0].array.tolist())))
+        received.body = b""
         return decoded
 
-    async def _run(
-        self, received: JsonCall, requests: list[TextsRequest], encoders: list[VectorEncoder]
-    ) -> tuple[list[bytes], Timing]:
-        """Run the requests of a call.
 
-        Returns:
-            Their encoded vectors in the order of the texts, and the times of the request that was answered last.
+class _Running:
+    """The requests of a call, of which some run at a time. Loop thread only."""
+
+    def __init__(
+        self,
+        inference: InferenceService,
+        received: JsonCall,
+        requests: list[TextsRequest],
+        encoders: list[VectorEncoder],
+        at_once: int,
+    ) -> None:
+        self._inference = inference
+        self._received = received
+        self._requests = requests
+        self._encoders = encoders
+        self._at_once = at_once
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._begun = 0
+        self._calls: dict[int, Call] = {}
+        """The requests that run, by index."""
+        self._entries: list[list[bytes | memoryview]] = [[]] * len(requests)
+        self.timing = Timing(received.complete_ns)
+        """The times of the request that was answered last."""
+
+    async def run(self) -> list[bytes | memoryview]:
+        """Run all requests. Returns the encoded vectors in the order of the texts.
 
         Raises:
             ServeError: The error of the first request that failed; the others are cancelled.
         """
-        entries = [b""] * len(requests)
-        answered: list[Timing] = []
-        slots = asyncio.Semaphore(_AT_ONCE)
-
-        async def run(index: int) -> None:
-            call = received.begin()
-            entries[index] = await self._calls.inference.serve(call, requests[index], encoders[index])
-            answered[:] = [call.timing]
-            slots.release()
-
+        self._begin()
+        ended = self._ended
         try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(len(requests)):
-                    await slots.acquire()
-                    if index % _PER_TURN == _PER_TURN - 1:
-                        await asyncio.sleep(0)
-                    group.create_task(run(index))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return entries, answered[0]
+            await ended
+        finally:
+            for call in self._calls.values():
+                call.cancel()
+            self._calls.clear()
+            self._begun = len(self._requests)
+            if not ended.cancelled():
+                ended.exception()  # also if the task was cancelled, which does not retrieve it
+            del ended, self._ended  # a reference cycle: the frames of its error
+        return list(chain.from_iterable(self._entries))
+
+    def _begin(self) -> None:
+        """Begin some requests; the next turn of the loop begins more."""
+        for _ in range(_PER_TURN):
+            index = self._begun
+            if index == len(self._requests) or len(self._calls) >= self._at_once:
+                return
+            self._begun += 1
+            call = self._calls[index] = self._received.begin()
+            self._inference.start(
+                call,
+                self._requests[index],
+                self._encoders[index],
+                partial(self._on_answer, index),
+                partial(self._on_error, index),
+            )
+        self._loop.call_soon(self._begin)
+
+    def _on_answer(self, index: int, entries: list[bytes | memoryview]) -> None:
+        self.timing = self._calls.pop(index).timing
+        self._entries[index] = entries
+        if self._begun < len(self._requests):
+            self._begin()
+        elif not self._calls and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _on_error(self, index: int, error: ServeError) -> None:
+        del self._calls[index]
+        self._begun = len(self._requests)
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
 
-async def _in_turns(parts: list[bytes]) -> AsyncIterator[bytes]:
-    """Join parts to pieces of at least ``_PIECE_BYTES``, except the last one: joining all would block the loop."""
-    piece = bytearray()
+async def _in_pieces(parts: list[bytes | memoryview]) -> AsyncIterator[bytes]:
+    """Join and divide parts to pieces of about ``_PIECE_BYTES``: a long copy would block the event loop."""
+    joined: list[bytes | memoryview] = []
+    size = 0
     for part in parts:
-        piece += part
-        if len(piece) >= _PIECE_BYTES:
-            yield bytes(piece)
-            piece.clear()
-    yield bytes(piece)
+        for start in range(0, len(part), _PIECE_BYTES):
+            joined.append(part if len(part) <= _PIECE_BYTES else memoryview(part)[start : start + _PIECE_BYTES])
+            size += len(joined[-1])
+            if size >= _PIECE_BYTES:
+                yield b"".join(joined)
+                joined, size = [], 0
+    if joined:
+        yield b"".join(joined)

@@ -66,7 +66,8 @@ class Generation:
         inference, models = self._calls.inference, self._calls.models
         async with self._calls.receive(request, "generate_stream" if is_stream else "generate", version) as received:
             with received.counting():
-                await models.prepare(model, version)  # the inputs of the model decide how the body is decoded
+                # The inputs of the model decide how the body is decoded.
+                await models.prepare(model, version, received.complete_ns, received.given.timeout_ns)
             call = received.begin()
             content = await inference.serve(
                 call,

@@ -1,5 +1,6 @@
 """Inference calls whose body is a JSON object of their own, through FastAPI: receiving a body, and answering it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
@@ -74,13 +75,12 @@ class JsonCall:
         body: The bytes of the body.
         hold: The memory that is reserved for the body.
         given: What the headers say about the body and the expected response.
-        complete_ns: When the body was complete (monotonic).
+        complete_ns: When the body was complete (monotonic); 0 before that.
     """
 
     body: bytes | memoryview
     hold: Hold
     given: InferHeaders
-    complete_ns: int
 
     def __init__(self, calls: JsonCalls, request: Request, route: str, version: str) -> None:
         self._calls = calls
@@ -88,6 +88,7 @@ class JsonCall:
         self._route = route
         self._version = version
         self._received_ns = calls.clock()
+        self.complete_ns = 0
 
     @property
     def left_ns(self) -> int | None:
@@ -97,9 +98,17 @@ class JsonCall:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the request as rejected if the block raises ServeError, unless the caller left."""
+        """Count the request as rejected if the block raises ServeError, and as cancelled if its task is cancelled.
+
+        A request whose caller left before its body was complete does not count.
+        """
         try:
             yield
+        except asyncio.CancelledError:
+            if self.complete_ns:
+                inference, trace = self._calls.inference, self._begin_trace()
+                inference.count_rejected_body("http", ErrorKind.CANCELLED, self._received_ns, trace)
+            raise
         except ServeError as error:
             if error.kind is not ErrorKind.CANCELLED:
                 self._calls.admission.count(error, self._received_ns, self._begin_trace())

@@ -107,6 +107,10 @@ class ServedEnsemble(ServedVersion):
         return min([member.max_rows for member in self.members])
 
     @property
+    def max_queue_rows(self) -> int:
+        return min([member.max_queue_rows for member in self.members])
+
+    @property
     def queued_rows(self) -> int:
         return self._numbers().queue_rows
 
