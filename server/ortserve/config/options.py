@@ -124,8 +124,8 @@ class ServerOptions(
     machine)."""
     max_json_bytes: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Maximum size of the JSON of a request to infer, generate or embeddings, after decompression; larger JSON is
-    rejected as ``too_large``. Parsing JSON takes up to 32 times its size in memory; binary tensors take none and may be larger.
-    Unset: 32 MiB, or less if ``max_inflight_bytes`` is too small for that."""
+    rejected as ``too_large``. Parsing JSON takes up to 32 times its size in memory; binary tensors take none and may be
+    larger. Unset: 32 MiB, or less if ``max_inflight_bytes`` is too small for that."""
     memory_budget_bytes: int | None = Field(default=None, ge=1, le=2**44)
     """Private memory on the host that all models together may hold: weights, ONNX Runtime's arenas and buffers, as
     measured when each model was loaded. Models load one at a time; if a load has no room, the least recently used
