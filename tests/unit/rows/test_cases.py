@@ -74,6 +74,18 @@ def test_a_size_that_a_reshape_needs_is_assumed() -> None:
     assert prove_model(model).fixed_sizes == (("M", 2),)
 
 
+def test_rows_behind_a_target_size_that_may_be_0_are_not_proven_if_their_axis_may_have_entries_then() -> None:
+    """No trap: ONNX Runtime infers a size of 3 for ``a`` where its target shape has 0, so that its claim is false."""
+    sizes = "c = Slice(z, one, end, one) m = Shape<start=1, end=2>(c) n = Shape<start=0, end=1>(x)"
+    joined = "t = Concat<axis=0>(n, m) a = Reshape(x, t) f = Reshape(a, less) w = Unsqueeze(f, zero)"
+    copied = "u = Concat<axis=0>(less, m) v = Reshape(w, u) q = Softmax<axis=1>(v)"
+    body = f"{sizes} {joined} {copied} k = Concat<axis=0>(n, less) y = Reshape(q, k)"
+    weights = "int64[1] zero = {0}, int64[1] one = {1}, int64[1] end = {99}, int64[1] less = {-1}"
+    case = Case("reshape: a size of 0", "float[N,T] x, float[N,S] z", body, weights, sizes={"T": 3, "S": 1})
+    assert prove_model(parse_model(memoryview(case.model.SerializeToString()))).outcome is not Outcome.PROVEN
+    assert rows_meet(case.observe(inside=False)), "the rows stay apart anyway"
+
+
 def test_a_model_without_an_operator_set_has_the_newest_operators() -> None:
     case = Case("axis: DFT of the newest set", "float[N,4,1] x", "y = DFT(x, , a)", "int64 a = {0}", opset=20)
     model = onnx.ModelProto()

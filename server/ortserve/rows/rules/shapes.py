@@ -248,7 +248,10 @@ def _is_copied_harmlessly(call: Call, value: Value, length: Number) -> bool:
     ONNX Runtime replaces a 0 by the size of the operand, here that axis.
     """
     assert value.dims is not None
-    return is_positive(length) or call.symbols.divide_exactly(value.dims[value.axis], length) is not None
+    if is_positive(length):
+        return True
+    check_sizes(call)  # otherwise the axis may have entries although its claimed length is 0
+    return call.symbols.divide_exactly(value.dims[value.axis], length) is not None
 
 
 def _has_several_computed(dims: Sequence[Number], target: Sequence[Number]) -> bool:
