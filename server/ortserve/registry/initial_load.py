@@ -33,6 +33,7 @@ async def load_initially(
     """
     loads: list[asyncio.Task[None]] = []
     begun: dict[str, ModelSource] = {}  # By model: calls may have unloaded some since, which then stay unloaded.
+    was_forced: set[str] = set()
 
     def load_arrived(sources: Sequence[ModelSource]) -> None:
         room.start_order = _start_order(sources, only)
@@ -47,11 +48,13 @@ async def load_initially(
         forced = closure_of([source.name for source in sources if not source.is_on_demand], by_name)
         new = {name for name, source in by_name.items() if begun.get(name) != source}
         again = forced if is_whole else closure_of([name for name in forced if name in new], by_name)
-        # A model on demand without records was found before, but its change has not begun.
-        missing = {name for name in again if catalog.lacks_room(name) or not catalog.of(name)}
+        # A model on demand without records was found before, but its change has not begun. One without records whose
+        # change was forced has been unloaded since: an unload forgets failed and cancelled loads.
+        missing = {name for name in again if catalog.lacks_room(name) or not (catalog.of(name) or name in was_forced)}
         order = room.start_order
         due = [source for name, source in by_name.items() if name in new or name in missing]
         begun.update((source.name, source) for source in due)
+        was_forced.update(source.name for source in due if source.name in forced)
         due.sort(key=lambda source: order.get(source.name, len(order)))
         await reconciler.apply_all(due, forced=forced)
 

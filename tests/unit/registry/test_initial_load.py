@@ -130,6 +130,30 @@ async def test_model_that_was_unloaded_during_the_start_stays_unloaded(start: St
     assert start.states() == {"near": State.GONE, "far": State.READY}
 
 
+async def test_model_that_was_unloaded_during_its_load_at_the_start_stays_unloaded(start: Start) -> None:
+    start.put("near")
+    with held_file(start.models / "near" / "1" / "model.onnx") as file:
+        loading = asyncio.create_task(start.registry.load_all())
+        await file.wait()
+        unloading = asyncio.create_task(start.registry.unload("near"))
+        await asyncio.sleep(0)  # so that the unload cancels the load
+    await asyncio.wait_for(unloading, LONG_S)
+    start.arrive.set()
+    await asyncio.wait_for(loading, LONG_S)
+    assert start.states() == {"far": State.READY}
+
+
+async def test_model_that_was_unloaded_after_its_load_failed_at_the_start_is_not_tried_again(start: Start) -> None:
+    start.put("near")
+    (start.models / "near" / "1" / "model.onnx").write_bytes(b"no model")
+    loading = asyncio.create_task(start.registry.load_all())
+    await start.reach(lambda: start.states().get("near") is State.FAILED)
+    await start.registry.unload("near")
+    start.arrive.set()
+    await asyncio.wait_for(loading, LONG_S)
+    assert start.states() == {"far": State.READY}
+
+
 async def test_member_on_demand_that_was_unloaded_with_its_ensemble_stays_unloaded(start: Start) -> None:
     start.put("lazy", "load_policy: on_demand")
     members.add_ensemble(start.models, "chain", ["x"], ["y"], [("lazy", {"a": "x"}, {"b": "y"})])
