@@ -97,7 +97,8 @@ class StateFile:
         self._folder = folder
         self._states = {} if folder is None else _read(folder / FILE_NAME)
         self._coming: list[tuple[str, ModelState]] = []
-        """Changes that are being written, or wait for that: model and new state."""
+        """Changes that are being written, or wait for that: model and new state. Other threads iterate over the list.
+        A change leaves it after it has taken effect, by a new list in its place."""
         self._writing = asyncio.Lock()
         self._late: asyncio.Future[None] | None = None
         """The latest write that took longer than its caller waited. It may still hold its thread."""
@@ -114,7 +115,7 @@ class StateFile:
 
     def versions_of(self, model: str) -> frozenset[int]:
         """The version numbers in the state of a model, and in changes of it that may still take effect. Any thread."""
-        coming = [state for name, state in self._coming if name == model]
+        coming = [state for name, state in self._coming if name == model]  # first: a change leaves the list last
         return frozenset[int]().union(*(state.versions for state in (self.of(model), *coming)))
 
     async def put(self, model: str, state: ModelState) -> None:
@@ -152,13 +153,15 @@ class StateFile:
                     raise _not_kept(f"a folder to store the change in: {reason}") from None
         finally:
             if writing is None:
-                self._coming.remove(coming)
+                self._coming = [change for change in self._coming if change is not coming]
 
     def _on_written(self, coming: tuple[str, ModelState], ended: asyncio.Future[None]) -> None:
-        self._coming.remove(coming)
-        if not ended.cancelled() and ended.exception() is None:
-            model, state = coming
+        model, state = coming
+        is_stored = not ended.cancelled() and ended.exception() is None
+        if is_stored:
             self._states[model] = state
+        self._coming = [change for change in self._coming if change is not coming]
+        if is_stored:
             self.on_change(model)
 
 

@@ -99,6 +99,33 @@ async def test_write_that_ends_after_its_caller_timed_out_takes_effect_at_once(
     assert state.of("m") == StateFile(tmp_path).of("m") == changed
 
 
+async def test_versions_of_a_change_that_takes_effect_are_named_at_any_time(tmp_path: Path) -> None:
+    """Otherwise a thread that reads the repository just then would leave a version out that a new label needs."""
+    state = StateFile(tmp_path)
+    named: list[frozenset[int]] = []
+
+    class States(dict[str, ModelState]):
+        def __setitem__(self, model: str, new: ModelState) -> None:
+            named.append(state.versions_of(model))
+            super().__setitem__(model, new)
+            named.append(state.versions_of(model))
+
+    state._states = States()
+    await state.put("m", LABELLED)
+    assert named == [{1}, {1}]
+
+
+async def test_thread_in_the_middle_of_the_coming_changes_misses_none_when_one_takes_effect(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    changes = [asyncio.ensure_future(state.put(model, LABELLED)) for model in ("m", "n")]
+    await asyncio.sleep(0)
+    reading = iter(state._coming)
+    found = [next(reading)]
+    state.on_change = lambda model: found.extend(reading if model == "m" else ())
+    await asyncio.gather(*changes)
+    assert found == [("m", LABELLED), ("n", LABELLED)]
+
+
 async def test_file_system_that_reports_a_timeout_is_named_as_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
