@@ -55,10 +55,10 @@ async def test_change_is_refused_while_another_server_holds_the_lock(
 async def test_change_is_refused_while_the_folder_hangs_and_not_made_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_file, "_WRITE_S", 0.1)
     folder = tmp_path / "state"
     state = StateFile(folder)
     await state.put("m", LABELLED)
+    monkeypatch.setattr(state_file, "_WRITE_S", 0.1)
     try:
         with hung(folder):
             assert "expected a folder that answers within 0.1 s: state.json is still" in await refusal(state, "m")
@@ -69,15 +69,16 @@ async def test_change_is_refused_while_the_folder_hangs_and_not_made_later(
     assert late is not None
     await asyncio.wait({late})
     assert StateFile(folder).of("m") == LABELLED
+    monkeypatch.undo()
     await state.put("m", NOTHING_CHANGED)
 
 
 async def test_write_that_ends_after_its_caller_timed_out_takes_effect_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_file, "_WRITE_S", 0.1)
     state, changed = StateFile(tmp_path), ModelState({"stable": 2})
     await state.put("m", LABELLED)
+    monkeypatch.setattr(state_file, "_WRITE_S", 0.1)
     sync, may_sync = os.fsync, threading.Event()
 
     def sync_slowly(descriptor: int) -> None:
