@@ -134,9 +134,8 @@ class Reconciler:
         applied = {source.name for source in sources}
 
         async def apply(source: ModelSource) -> None:
-            members = closure_of([source.name], known)[
-                1:
-            ]  # Also those of unchanged members, which follow their change.
+            # Also those of unchanged members, which follow their change.
+            _, *members = closure_of([source.name], known)
             if changing := [self._coming[member].task for member in members if member in self._coming]:
                 await asyncio.wait(changing)
             async with self.lock(source.name):
