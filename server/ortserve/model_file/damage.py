@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.model_file.graph import Model
-from ortserve.paths import open_file
+from ortserve.paths import MISSING, open_file
 
 _POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
 _LARGEST_POINTER: Final = 1024
@@ -47,10 +47,8 @@ def _read_error(file: Path) -> str:
     """Why a file cannot be opened, such as missing permission; empty if it can."""
     try:
         open_file(file).close()
-    except FileNotFoundError:
-        return "there is no such file"
     except OSError as error:
-        return f"it cannot be read: {error.strerror}"
+        return "there is no such file" if error.errno in MISSING else f"it cannot be read: {error.strerror}"
     return ""
 
 

@@ -25,3 +25,13 @@ def test_file_that_is_not_there_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
 
     assert find_damage(path, read_model(path)) == "expected an ONNX model, there is no such file"
+
+
+def test_file_behind_a_file_or_a_loop_of_links_is_not_there(tmp_path: Path) -> None:
+    path = builders.external_weights(tmp_path / "model.onnx", "weights.bin")
+    (tmp_path / "weights.bin").unlink(missing_ok=True)
+    (tmp_path / "weights.bin").symlink_to("weights.bin")
+    behind = path / "model.onnx"
+
+    assert find_damage(path, read_model(path)).endswith("in weights.bin: there is no such file")
+    assert find_damage(behind, read_model(behind)) == "expected an ONNX model, there is no such file"
