@@ -138,7 +138,8 @@ class CaptureTrials:
             ):
                 reason = trial.call(CaptureTrial.why_not)
         except OSError as error:
-            return f"it could not be tried in another process: {error.strerror}"
+            progress.check()
+            return f"it could not be tried in another process: {error.strerror or error}"
         except ServeError as error:
             progress.check()
             return f"the trial in another process failed: {error.message}"

@@ -42,6 +42,10 @@ def exit_at_once(request: TrialRequest) -> CaptureTrial:
     sys.exit("it is bad")
 
 
+def lack_memory(request: TrialRequest) -> CaptureTrial:
+    raise OSError("no memory for the device")  # without a number, as libraries raise it
+
+
 def crash(request: TrialRequest) -> CaptureTrial:
     os.kill(os.getpid(), signal.SIGSEGV)
     raise AssertionError
@@ -86,6 +90,21 @@ def test_failures_and_crashes_are_distinguished(
 ) -> None:
     reason = why_not(CaptureTrials(make, timeout_s=60), builders.mlp(tmp_path / "m.onnx"))
     assert reason == f"the trial in another process failed: {expected}"
+
+
+def test_error_without_a_number_is_reported_by_its_text(tmp_path: Path) -> None:
+    reason = why_not(CaptureTrials(lack_memory, timeout_s=60), builders.mlp(tmp_path / "m.onnx"))
+    assert reason == "it could not be tried in another process: no memory for the device"
+
+
+def test_trial_that_no_process_can_make_ends_with_its_cancelled_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = Progress(time.monotonic_ns)
+    progress.cancel("the model is unloaded")
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    with pytest.raises(LoadCancelledError, match="the model is unloaded"):
+        CaptureTrials().why_not(order(builders.mlp(tmp_path / "m.onnx")), progress)
 
 
 def test_hanging_process_is_killed(tmp_path: Path) -> None:
