@@ -141,7 +141,7 @@ class LoadPermit:
         return self._limiter._on_device is self
 
     def release(self) -> None:
-        """Return everything, and hold nothing any more, whatever the thread of the load does. Any thread."""
+        """Return everything, and neither hold nor wait for anything any more, whatever the load does. Any thread."""
         limiter = self._limiter
         with limiter._changed:
             self._is_released = True
@@ -158,7 +158,7 @@ class LoadPermit:
         """Run work that holds the interpreter lock, one load at a time. Concurrent work would take no less time."""
         limiter = self._limiter
         with limiter._changed:
-            limiter._changed.wait_for(lambda: limiter._analyzing is None)
+            limiter._changed.wait_for(lambda: self._is_released or limiter._analyzing is None)
             if not self._is_released:
                 limiter._analyzing = self
         try:
@@ -175,9 +175,9 @@ class LoadPermit:
         assert not self.is_on_device
         self._give()
         with limiter._changed:
-            if limiter._on_device is not None:
+            if limiter._on_device is not None and not self._is_released:
                 self._on_wait()
-                limiter._changed.wait_for(lambda: limiter._on_device is None)
+                limiter._changed.wait_for(lambda: self._is_released or limiter._on_device is None)
             if not self._is_released:
                 limiter._on_device = self
 
@@ -199,13 +199,15 @@ class LoadPermit:
     def _take(self, processors: int) -> None:
         limiter = self._limiter
         with limiter._changed:
-            if limiter._waiting or limiter._free < processors:
+            if not self._is_released and (limiter._waiting or limiter._free < processors):
                 self._on_wait()
                 place = object()
                 limiter._waiting.append(place)
                 # First come, first served: otherwise a load that needs all processors would wait for all others.
-                limiter._changed.wait_for(lambda: limiter._waiting[0] is place and limiter._free >= processors)
-                limiter._waiting.popleft()
+                limiter._changed.wait_for(
+                    lambda: self._is_released or (limiter._waiting[0] is place and limiter._free >= processors)
+                )
+                limiter._waiting.remove(place)
                 limiter._changed.notify_all()
             if not self._is_released:
                 limiter._free -= processors

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from queue import SimpleQueue
 
 import pytest
@@ -173,3 +173,34 @@ def test_released_load_holds_nothing_any_more_whatever_its_thread_does(begin: Ca
     third.may_measure.set()
     assert third.measures.wait(WAIT_S)
     third.end()
+
+
+@pytest.mark.parametrize("stage", ["measuring", "device", "analyzing"])
+def test_released_load_waits_for_nothing_and_delays_no_other(begin: Callable[..., Load], stage: str) -> None:
+    """It was given up while it waited for what another load holds."""
+    turns, permits, waits = LoadLimiter(2), SimpleQueue[LoadPermit](), threading.Event()
+
+    def wait() -> None:
+        with turns.permit(waits.set) as permit:
+            permits.put(permit)
+            if stage == "device":
+                permit.move_to_device()
+            elif stage == "measuring":
+                with permit.measuring(2):
+                    pass
+            else:
+                waits.set()
+                with permit.analyzing():
+                    pass
+
+    with ThreadPoolExecutor(1) as pool, turns.permit() as holder, ExitStack() as held:
+        if stage == "device":
+            holder.move_to_device()
+        elif stage == "analyzing":
+            held.enter_context(holder.analyzing())
+        given_up = pool.submit(wait)
+        permit = permits.get(timeout=WAIT_S)
+        assert waits.wait(WAIT_S)
+        permit.release()
+        assert begin(turns).has_turn.wait(WAIT_S)
+        given_up.result(WAIT_S)
