@@ -1,5 +1,6 @@
 """Analyses a model before a session is open: its file, its options and its row axes."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,19 @@ class AnalysedModel:
         return operator_libraries(self.options, self.folder)
 
 
-def find_file(path: Path) -> None:
+def find_file(path: Path, check: Callable[[], None]) -> None:
     """Wait until the system has the model file in memory. Blocks on the disk.
+
+    Args:
+        path: The ``.onnx`` file.
+        check: Called for each piece of the file; what it raises ends the wait.
 
     Raises:
         ServeError: invalid_input, for something else than a file, which ONNX Runtime would open and might wait for.
     """
     with suppress(OSError), open_file(path) as file:  # opening the session gives the reason
         while file.read(_PIECE_BYTES):
-            pass
+            check()
     _reject_others(path)
 
 

@@ -95,7 +95,8 @@ def load_model(
     with limiter.permit(partial(progress.show, "waiting for other loads")) as permit, ExitStack() as instances:
         progress.give_back = permit.release
         progress.begin("waiting for its file")
-        find_file(path)  # On a slow file server this may take long, during which other loads may analyse.
+        # On a slow file server this may take long, during which other loads may analyse.
+        find_file(path, progress.check)
         with permit.analyzing():
             progress.begin("following rows through the graph")
             model = analyse_model(path, name, options, folder)  # 1

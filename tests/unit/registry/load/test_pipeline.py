@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import threading
 import time
 import weakref
@@ -763,6 +764,28 @@ def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
         load(builders.repeats(tmp_path / "m.onnx", steps=2**62), options)
     assert caught.value.kind is ErrorKind.DEADLINE
     assert not workers()
+
+
+def test_cancelled_load_does_not_read_its_file_to_the_end(tmp_path: Path) -> None:
+    """A poll or an unload waits for its end; the file server may take minutes for a large file."""
+
+    class Reading(Progress):
+        pieces = 0
+
+        def check(self) -> None:
+            super().check()
+            self.pieces += self.describe().startswith("waiting for its file")
+            if self.pieces == 2:
+                self.cancel("the model is unloaded")
+
+    path = tmp_path / "m.onnx"
+    path.touch()
+    os.truncate(path, 64 << 20)
+    progress = Reading(time.monotonic_ns)
+    with pytest.raises(LoadCancelledError, match="its load was cancelled: the model is unloaded"):
+        load_model(path, "m/1", ModelOptions(), progress=progress)
+    assert progress.pieces == 2
+    assert progress.describe().startswith("waiting for its file")
 
 
 def test_cancelled_load_ends_the_opening_of_its_session(tmp_path: Path) -> None:
