@@ -1,6 +1,6 @@
 """Analyses a model before a session is open: its file, its options and its row axes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +47,17 @@ class AnalysedModel:
         """Paths of libraries with custom operators."""
         return operator_libraries(self.options, self.folder)
 
+    def check_weights(self) -> None:
+        """Reject external weights that are no files, as ``find_files`` does for the model file. Blocks on the disk."""
+        _reject_others(*(self.path.parent / file for file in self.content.external_files))
 
-def find_file(path: Path, check: Callable[[], None]) -> None:
-    """Wait until the system has the model file in memory. Blocks on the disk.
+
+def find_files(path: Path, libraries: Iterable[Path], check: Callable[[], None]) -> None:
+    """Wait until the system has the model file in memory, and has found the libraries. Blocks on the disk.
 
     Args:
         path: The ``.onnx`` file.
+        libraries: Libraries with custom operators.
         check: Called for each piece of the file; what it raises ends the wait.
 
     Raises:
@@ -61,18 +66,16 @@ def find_file(path: Path, check: Callable[[], None]) -> None:
     with suppress(OSError), open_file(path) as file:  # opening the session gives the reason
         while file.read(_PIECE_BYTES):
             check()
-    _reject_others(path)
+    _reject_others(path, *libraries)
 
 
 def analyse_model(path: Path, name: str, options: ModelOptions, folder: Path | None = None) -> AnalysedModel:
     """Read the file and follow rows through its graph. Blocks on the disk; takes about 70 µs per node.
 
     Raises:
-        ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output, and for weights or libraries that
-            are no files.
+        ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.
     """
     content = read_model(path)
-    _reject_others(*(path.parent / file for file in content.external_files), *operator_libraries(options, folder))
     return AnalysedModel(path, name, options, folder, content, find_row_axes(content, options))
 
 

@@ -27,7 +27,7 @@ from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.thread_priority import own_nice
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
-from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model, find_file
+from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model, find_files
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
@@ -41,7 +41,7 @@ from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, 
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.load.warmup import WarmUpPlan, WarmUpResult, run_once, run_samples, warm_up, why_alone
-from ortserve.registry.repository.model_files import read_labels
+from ortserve.registry.repository.model_files import operator_libraries, read_labels
 from ortserve.registry.repository.provenance import read_provenance
 from ortserve.telemetry.logs import log_event
 
@@ -96,10 +96,11 @@ def load_model(
         progress.give_back = permit.release
         progress.begin("waiting for its file")
         # On a slow file server this may take long, during which other loads may analyse.
-        find_file(path, progress.check)
+        find_files(path, operator_libraries(options, folder), progress.check)
         with permit.analyzing():
             progress.begin("following rows through the graph")
             model = analyse_model(path, name, options, folder)  # 1
+        model.check_weights()
         load = _Load(model, runtime, trials, progress, permit, instances)
         choice = load.choose_provider()  # 2
         while True:

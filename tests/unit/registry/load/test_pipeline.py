@@ -7,16 +7,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 
+from apart import UnavailableError
 from fakes.host_device import HostDevice
+from hung_folders import hung
 from models import builders, interfaces
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
@@ -33,7 +37,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 from ortserve.model_file.graph import Model
 from ortserve.registry.load import providers as providers_module
 from ortserve.registry.load.batch_policy import batch_policy
-from ortserve.registry.load.coordination import LoadCancelledError, Progress
+from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, Progress
 from ortserve.registry.load.loaded_model import (
     LoadedModel,
     describe_properties,
@@ -43,6 +47,7 @@ from ortserve.registry.load.loaded_model import (
 )
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
+from servers import LONG_S
 
 QUICK = ModelOptions(warmup_s=0.1)
 
@@ -786,6 +791,38 @@ def test_cancelled_load_does_not_read_its_file_to_the_end(tmp_path: Path) -> Non
         load_model(path, "m/1", ModelOptions(), progress=progress)
     assert progress.pieces == 2
     assert progress.describe().startswith("waiting for its file")
+
+
+@pytest.mark.parametrize("silent", ["libraries", "weights"])
+def test_load_that_waits_for_libraries_or_weights_keeps_no_other_from_being_analysed(
+    tmp_path: Path, silent: str
+) -> None:
+    class Noted(Progress):
+        def begin(self, step: str) -> None:
+            super().begin(step)
+            steps.put(step)
+
+    steps, limiter = SimpleQueue[str](), LoadLimiter(2)
+    folder = tmp_path / silent
+    folder.mkdir()
+    path, other = builders.identity(tmp_path / "m.onnx"), builders.identity(tmp_path / "other.onnx")
+    options = ModelOptions(warmup_s=0, session=SessionSettings(operator_libraries=("libraries/ops.so",)))
+    awaited = ["waiting for its file"]
+    if silent == "weights":
+        path, options = builders.external_weights(path, "weights/w"), QUICK
+        awaited.append("following rows through the graph")
+    try:
+        with ThreadPoolExecutor(2) as pool, hung(folder):
+            progress = Noted(time.monotonic_ns)
+            waiting = pool.submit(load_model, path, "m/1", options, tmp_path, progress=progress, limiter=limiter)
+            assert [steps.get(timeout=LONG_S) for _ in awaited] == awaited
+            pool.submit(load_model, other, "other/1", QUICK, limiter=limiter).result(LONG_S).close()
+            assert steps.empty()
+            progress.cancel("its files do not answer")
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    with pytest.raises(LoadCancelledError):
+        waiting.result()
 
 
 def test_cancelled_load_ends_the_opening_of_its_session(tmp_path: Path) -> None:
