@@ -191,14 +191,19 @@ class VersionLoader:
         raise ServeError(ErrorKind.NOT_READY, problem)
 
     async def _find_silent(self, source: VersionSource, loading: asyncio.Future[Any]) -> str:
-        """Name a file of a version that does not answer; empty if all do, or if the load has ended meanwhile."""
+        """Name a file of a version that does not answer; empty if all do, or if the load has ended meanwhile.
+
+        Also empty if no thread becomes free to read a file: that says nothing about the file.
+        """
         for file in dict.fromkeys((source.path, *(Path(known.path) for known in source.fingerprints))):
-            reading: asyncio.Future[Any] = self._loop.run_in_executor(self._threads, _read_byte, file)
-            await asyncio.wait({loading, reading}, timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
-            if loading.done():
-                break
-            if not reading.done():
-                return file.name
+            begun: asyncio.Future[None] = self._loop.create_future()
+            begin = partial(self._loop.call_soon_threadsafe, begun.set_result, None)
+            reading: asyncio.Future[Any] = self._loop.run_in_executor(self._threads, _read_byte, file, begin)
+            for step in (begun, reading):
+                await asyncio.wait({loading, step}, timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                if loading.done() or not step.done():
+                    reading.cancel()
+                    return file.name if step is reading and not loading.done() else ""
         return ""
 
     def _discard(self, discard: Callable[[_Result], object], ended: asyncio.Future[_Result]) -> None:
@@ -293,8 +298,12 @@ class VersionLoader:
             )
 
 
-def _read_byte(file: Path) -> None:
-    """Read a byte of a file, if it has any: not always the same, which would be in memory since the first time."""
+def _read_byte(file: Path, begin: Callable[[], object]) -> None:
+    """Read a byte of a file, if it has any: not always the same, which would be in memory since the first time.
+
+    ``begin`` is called before.
+    """
+    begin()
     with suppress(OSError), open_file(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         os.pread(opened.fileno(), 1, monotonic_ns() % max(1, size))

@@ -28,6 +28,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.terms import Scheduling, Terms
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry import load_retries, version_loader
@@ -1035,6 +1036,22 @@ async def test_model_that_was_opened_before_its_load_was_given_up_is_closed(
             await asyncio.wait_for(registry.load("m"), 30)
         assert is_open("m")
     await is_reached(lambda: not is_open("m"))
+
+
+async def test_load_is_not_given_up_because_no_thread_is_free_to_read_its_files(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_loader, "_SILENCE_S", 0.05)
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    registry._loader.close()
+    pool = registry._loader._threads = ThreadPool(1)
+    put(tmp_path, builders.identity, "m")
+    with held_file(tmp_path / "m" / "1" / "model.onnx") as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()
+        await is_reached(lambda: loading.done() or pool._work_queue.qsize() > 1)
+    await asyncio.wait_for(loading, 30)
+    assert registry.ready_versions("m") == [1]
 
 
 def is_open(name: str) -> bool:
