@@ -98,7 +98,13 @@ class VersionLoader:
                 raise invalid_input(source.problem)
             if source.configuration.options.ensemble is not None:
                 loading = self._loop.create_task(self._load_ensemble(record, source))
-                return await self._while_files_answer(source, progress, loading)
+                try:
+                    return await self._while_files_answer(source, progress, loading)
+                except asyncio.CancelledError:  # the server stops
+                    (ended,) = await asyncio.gather(loading, return_exceptions=True)
+                    if not isinstance(ended, BaseException):
+                        await ended.close()
+                    raise
             if source.configuration.options.trial_load:
                 await self._try_first(record, source, progress)
             load = partial(self._load_measured, record, source, progress)
@@ -184,10 +190,9 @@ class VersionLoader:
         problem = f"{silent} has not answered for {_SILENCE_S:g} s"
         progress.cancel(problem)
         progress.give_back()
+        loading.add_done_callback(partial(self._discard, discard))
         if isinstance(loading, asyncio.Task):
             loading.cancel()
-        else:
-            loading.add_done_callback(partial(self._discard, discard))
         raise ServeError(ErrorKind.NOT_READY, problem)
 
     async def _find_silent(self, source: VersionSource, loading: asyncio.Future[Any]) -> str:
@@ -207,6 +212,7 @@ class VersionLoader:
         return ""
 
     def _discard(self, discard: Callable[[_Result], object], ended: asyncio.Future[_Result]) -> None:
+        """Discard what a load that was given up opened. Its error, if it failed, has no reader any more."""
         if not ended.cancelled() and ended.exception() is None:
             with suppress(RuntimeError):  # the server ends
                 self._threads.submit(discard, ended.result())

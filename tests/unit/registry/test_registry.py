@@ -1038,6 +1038,46 @@ async def test_model_that_was_opened_before_its_load_was_given_up_is_closed(
     await is_reached(lambda: not is_open("m"))
 
 
+@interpreted_only
+@pytest.mark.parametrize("because", ["the server stops", "a file does not answer"])
+async def test_load_of_an_ensemble_that_ends_early_loses_no_error(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, because: str
+) -> None:
+    """The error would be logged as one that was never retrieved, whenever the task is collected."""
+    if because == "a file does not answer":
+        monkeypatch.setattr(version_loader, "_SILENCE_S", 0.05)
+    lost: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    closed = asyncio.Event()
+    close = ServedEnsemble.close
+
+    async def fail_to_close(served: ServedEnsemble) -> None:
+        await close(served)
+        closed.set()
+        raise RuntimeError
+
+    monkeypatch.setattr(ServedEnsemble, "close", fail_to_close)
+    put(tmp_path, builders.identity, "member")
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    members.add_ensemble(tmp_path, "m", ["x"], ["y"], [("member", {"x": "x"}, {"y": "y"})])
+    golden = tmp_path / "m" / "1" / "golden"
+    golden.mkdir()
+    np.savez(golden / "a.npz", **{"input.x": np.ones((1, 4), np.float32), "output.y": np.ones((1, 4), np.float32)})
+    with held_file(golden / "a.npz") as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()
+        if because == "the server stops":
+            await asyncio.wait_for(registry.close(), 30)
+            assert closed.is_set()
+        await asyncio.wait({loading}, timeout=30)
+        assert loading.cancelled() or loading.exception() is not None
+        await asyncio.wait_for(closed.wait(), 30)
+    del loading
+    await asyncio.sleep(0)
+    gc.collect()
+    assert lost == []
+
+
 async def test_load_is_not_given_up_because_no_thread_is_free_to_read_its_files(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
