@@ -538,6 +538,21 @@ def test_each_target_and_batch_size_has_its_own_shared_memory(server: ServerProc
     assert not list(Path("/dev/shm").glob("ortserve_bench_*"))
 
 
+def test_too_little_shared_memory_on_this_machine_is_an_error(server: ServerProcess) -> None:
+    """A write to memory that the machine lacks would end the command by SIGBUS."""
+    target = (server.url, "--model", "digits", "--protocol", "shm", "--batch", "64", *SHORT)
+    small = 'mount -t tmpfs -o size=8k none /dev/shm || exit 77; "$@"; status=$?; ls /dev/shm; exit $status'
+    apart = ["unshare", "--map-root-user", "--mount", "sh", "-c", small, "sh"]
+    command = [*apart, sys.executable, "-m", "ortserve", "bench", *target]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    if ran.returncode == 77 or ran.stderr.startswith("unshare:"):
+        pytest.skip("this process may not mount a file system")
+    assert (ran.returncode, ran.stdout) == (1, ""), "a file is left"
+    problem = r"/dev/shm/ortserve_bench_\w+: cannot create shared memory of \d+ bytes: No space left on device"
+    assert re.fullmatch(f"ortserve bench: {problem}", ran.stderr.splitlines()[-1])
+
+
 @pytest.mark.parametrize("way", ["rest", "rest-binary", "grpc", "grpc-stream"])
 def test_callers_send_whole_sequences(tmp_path: Path, way: str) -> None:
     """A request to a sequence that has not started, or has another request in flight, would be an error."""

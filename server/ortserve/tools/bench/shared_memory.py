@@ -61,12 +61,14 @@ def share_requests(
     pairs = zip(inputs, answers, strict=True)
     places = [([place(one) for one in given], [place(one) for one in got.values()]) for given, got in pairs]
     try:
-        with path.open("x+b") as file:
-            file.truncate(len(content))
-            memory = mmap.mmap(file.fileno(), len(content))
-    except OSError as error:
-        raise ServeError(ErrorKind.UNSUPPORTED, f"{path}: no shared memory: {error.strerror}") from None
-    try:
+        try:
+            with path.open("x+b") as file:
+                # Reserves the memory. Without that, a write to memory that the machine lacks would end this process.
+                os.posix_fallocate(file.fileno(), 0, len(content))
+                memory = mmap.mmap(file.fileno(), len(content))
+        except OSError as error:
+            text = f"{path}: cannot create shared memory of {len(content)} bytes: {error.strerror}"
+            raise ServeError(ErrorKind.UNSUPPORTED, text) from None
         memory[:] = bytes(content)
         control.register(name, len(content))
         try:
