@@ -26,24 +26,24 @@ class UsageMeter:
         self._resident = 0
         self._used_s = np.zeros(4)
         """Processor time of the server, time, and processor time of this machine, in total and idle."""
-        self._has_begun = False
+        self._at_begin: tuple[np.ndarray, dict[int, int]] | None = None
+        """The same and the batches when the interval began; None outside of an interval."""
         self.batches: Counter[int] = Counter()
 
     def begin(self) -> None:
         """Begin an interval, unless one has begun."""
-        if not self._has_begun:
-            self._has_begun = True
-            if self._control:
-                self.batches.subtract(self._control.batches())
-            self._used_s -= self._times_s()
+        if self._at_begin is None:
+            batches = self._batches()
+            self._at_begin = self._times_s(), batches
 
     def end(self) -> None:
         """End the interval, if it has begun."""
-        if self._has_begun:
-            self._has_begun = False
-            self._used_s += self._times_s()
-            if self._control:
-                self.batches.update(self._control.batches())
+        if self._at_begin is not None:
+            times_s, batches = self._at_begin
+            self._at_begin = None
+            self._used_s += np.maximum(0.0, self._times_s() - times_s)  # a process of the server may have ended
+            self.batches.update(self._batches())
+            self.batches.subtract(batches)
 
     def look(self) -> float:
         """Record the memory in use. Returns the processor time so far, in seconds."""
@@ -63,9 +63,12 @@ class UsageMeter:
         used_s, seconds, all_s, idle_s = self._used_s.tolist()
         if not self._processes or not seconds:
             return None
-        used_s, busy = max(0.0, used_s), 1 - idle_s / max(1e-9, all_s)
+        busy = 1 - idle_s / max(1e-9, all_s)
         per_request_us = used_s / max(1, answers) * 1e6
         return ServerUsage(len(self._processes), used_s / seconds, per_request_us, self._resident, busy)
+
+    def _batches(self) -> dict[int, int]:
+        return self._control.batches() if self._control else {}
 
     def _times_s(self) -> np.ndarray:
         times = psutil.cpu_times()  # the guests at their end are part of user
