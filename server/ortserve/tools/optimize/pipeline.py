@@ -148,6 +148,8 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
         except ServeError as problem:
             tried[name] = _failed(step, problem, target)
         except OSError as problem:
+            if problem.errno not in _FULL_DISK:  # no process could be started
+                raise
             tried[name] = _failed(step, problem, target)
             work = replace(work, full_disk=problem)
     name, best = min(tried.items(), key=lambda one: one[1].rank())

@@ -1,7 +1,7 @@
 """The steps that are kept, the nodes that need FP32, and the remaining nodes after fusions."""
 
 import errno
-import tempfile
+import os
 from collections.abc import Collection
 from pathlib import Path
 from zipfile import ZipFile
@@ -14,7 +14,6 @@ from models import patterns
 from ortserve.core.agreement import Agreement, ErrorBound, OutputError
 from ortserve.model_file.reading import read_model
 from ortserve.tools.compare.result import ComparedModel, CompareResult
-from ortserve.tools.optimize import pipeline
 from ortserve.tools.optimize.checking import Checked, Look
 from ortserve.tools.optimize.findings import find
 from ortserve.tools.optimize.pipeline import Step, Work, judge, keep_arrays, run_steps
@@ -23,7 +22,7 @@ from ortserve.tools.optimize.recognition import almost_fused, fused_operators
 from ortserve.tools.optimize.result import Shape
 from ortserve.tools.speed import Timed
 from ortserve.tools.subject import Subject
-from scarcity import files_of_at_most
+from scarcity import few_descriptors, files_of_at_most
 
 
 def look(nodes: int = 10, run: int | None = 10, nbytes: int = 100_000) -> Look:
@@ -156,20 +155,28 @@ def test_samples_keep_the_arrays_of_inputs_with_any_names(tmp_path: Path) -> Non
         assert kept["file"].tolist() == [[1.0] * 3] * 2
 
 
-def test_a_step_that_meets_a_full_disk_is_dropped_and_its_error_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(source: Path, target: Path) -> tuple[str, ...]:
-        with files_of_at_most(10):
-            target.write_bytes(bytes(100))
-        return ()
+def fill(source: Path, target: Path) -> tuple[str, ...]:
+    with files_of_at_most(10):
+        target.write_bytes(bytes(100))
+    return ()
 
-    monkeypatch.setattr(pipeline, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # the step changes it
-    work = Work(tmp_path / "m.onnx", look(), Timed(Subject("m", tmp_path / "m.onnx")), None)
-    done = run_steps(work, [Step("fill", {"": fill}, ErrorBound("relative", 1))], tmp_path, lambda done, now: None)
+
+def try_to_fill(folder: Path) -> Work:
+    work = Work(folder / "m.onnx", look(), Timed(Subject("m", folder / "m.onnx")), None)
+    return run_steps(work, [Step("fill", {"": fill}, ErrorBound("relative", 1))], folder, lambda done, now: None)
+
+
+def test_a_step_that_meets_a_full_disk_is_dropped_and_its_error_kept(tmp_path: Path) -> None:
+    done = try_to_fill(tmp_path)
     assert done.full_disk is not None
     assert done.full_disk.errno == errno.EFBIG
     assert [(step.is_kept, step.reason) for step in done.steps] == [
         (False, "failed: OSError: [Errno 27] File too large")
     ]
+
+
+def test_a_step_whose_process_cannot_be_started_is_no_full_disk(tmp_path: Path) -> None:
+    free = os.dup(0)
+    os.close(free)
+    with few_descriptors(free), pytest.raises(OSError, match="Too many open files"):
+        try_to_fill(tmp_path)
