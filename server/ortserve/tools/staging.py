@@ -31,7 +31,7 @@ def staging_folder(beside: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(file: Path, instead_of: Path | None = None) -> Iterator[None]:
-    """Add the file to errors of the block that name none, as those of writes to a full disk.
+    """Add the file to errors of the block that name none, as those of writes to a full disk. They get a ``strerror``.
 
     Args:
         file: The file.
@@ -44,6 +44,8 @@ def naming(file: Path, instead_of: Path | None = None) -> Iterator[None]:
         is_inside = instead_of is not None and any(Path(name).is_relative_to(instead_of) for name in named)
         if is_inside and error.errno is not None:
             error.strerror = os.strerror(error.errno)  # without advice about the folder, such as to set TMPDIR
+        if error.strerror is None:  # an error without a number has only a text
+            error.strerror = str(error)
         if is_inside or not named:
             error.filename = str(file)
         raise

@@ -124,3 +124,14 @@ def test_an_error_names_the_version_that_was_published_before(
     monkeypatch.setattr(destination, "publish_version", publish_and_replace_the_folder)
     with pytest.raises(IsADirectoryError, match="; version 2 of m is published"):
         make(source, parsed("-o", tmp_path / "better.onnx", "--publish"))
+
+
+def test_an_error_without_a_number_keeps_its_text(
+    source: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Path) -> None:
+        raise OSError("the copy is incomplete")
+
+    monkeypatch.setattr(destination, "install_files", fail)
+    with pytest.raises(OSError, match="the copy is incomplete; version 2 of m is published"):
+        make(source, parsed("-o", tmp_path / "better.onnx", "--publish"))
