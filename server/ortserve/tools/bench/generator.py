@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ortserve.tools.bench.in_process import BareRuns
 
 _CHUNK_S: Final = 0.25
+_MIN_WAIT_S: Final = 0.001
+"""Timers of the event loop wait for whole milliseconds, rounded: a shorter wait could end at once."""
 _PAUSE_S: Final = 0.1
 """Pause of a caller after its connection failed."""
 _LAST_RUN_S: Final = 10
@@ -168,7 +170,7 @@ class LoopDriver(Recorder):
         await self._wait(self._stopped, begin_ns)
         cpu_ns, before = time.process_time_ns(), target.batches()
         await self._wait(self._stopped, self._end_ns)
-        end_ns, cpu_ns = max(begin_ns + 1, min(self._end_ns, monotonic_ns())), time.process_time_ns() - cpu_ns
+        end_ns, cpu_ns = _ended(begin_ns, self._end_ns, cpu_ns)
         self._stopped.set()
         if self._under_way:
             await self._wait(self._drained)
@@ -187,7 +189,7 @@ class LoopDriver(Recorder):
             if event.is_set() or left_s <= 0:
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), min(_CHUNK_S, left_s))
+                await asyncio.wait_for(event.wait(), max(_MIN_WAIT_S, min(_CHUNK_S, left_s)))
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
@@ -305,8 +307,14 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
             with lock:
                 channel.send(recorder.take())
     channel.on_stop = None
-    last_ns = max(begin_ns + 1, min(end_ns, monotonic_ns()))
-    return Finished(begin_ns, last_ns, time.process_time_ns() - cpu_at_begin_ns, None, {})
+    last_ns, cpu_ns = _ended(begin_ns, end_ns, cpu_at_begin_ns)
+    return Finished(begin_ns, last_ns, cpu_ns, None, {})
+
+
+def _ended(begin_ns: int, planned_end_ns: int, cpu_at_begin_ns: int) -> tuple[int, int]:
+    """The end of a measurement that ends now, and its processor time: none if it was stopped before it began."""
+    now_ns, cpu_ns = monotonic_ns(), time.process_time_ns() - cpu_at_begin_ns
+    return max(begin_ns + 1, min(planned_end_ns, now_ns)), cpu_ns if now_ns > begin_ns else 0
 
 
 def make_target(plan: Plan) -> "Target | BareRuns":
