@@ -134,9 +134,8 @@ def several(read: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
 
 def add_fail_on(parser: argparse.ArgumentParser, default: str) -> None:
     """Add ``--fail-on``: the lowest level of findings for which ``status_of`` returns ``FAILED``."""
-    text = (
-        f"Exit with status 1 for findings of this level or a worse one: {', '.join(LEVELS)}, never. Default: {default}."
-    )
+    text = f"Exit with status 1 for findings of this level or a worse one: {', '.join(LEVELS)}, never. "
+    text += f"Default: {default}."
     parser.add_argument("--fail-on", choices=(*LEVELS, "never"), default=default, metavar="LEVEL", help=text)
 
 

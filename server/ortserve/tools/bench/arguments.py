@@ -44,15 +44,16 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("what to run").add_argument
     add("--model", default="", metavar="NAME[/VERSION]", help="Name of the model on the server.")
     text = f"Protocols to a server: {', '.join(PROTOCOLS)}; shm is system shared memory. "
-    add("--protocol", default="", metavar="P,…", help=f"{text}Default: rest for http, grpc for grpc.")
-    text = "How a model in this process runs: run (bare session.run), bound (on bound memory), batcher (as the server "
-    add("--way", default="run", metavar="W,…", help=f"{text}batches). Default: run.")
+    text += "Default: rest for http, grpc for grpc."
+    add("--protocol", default="", metavar="P,…", help=text)
+    text = "How a model in this process runs: run (bare session.run), bound (bound memory) or batcher (like a server). "
+    text += "Default: run."
+    add("--way", default="run", metavar="W,…", help=text)
     add("--batch", type=several(_count), default=[1], metavar="N,…", help="Rows per request. Default: 1.")
     add("--inputs", type=Path, metavar="DATA", help="Samples to send, .npz or a folder. Default: synthetic inputs.")
     text = "Size of the free dimensions of synthetic inputs, except the number of rows."
     add("--free-dim", type=_count, metavar="N", help=text)
-    text = "Compare the answers with those of this model. Without it, they are compared with the answers to single "
-    text += "requests, or with bare runs of a model in this process."
+    text = "Model whose outputs the answers must equal. Default: answers to single requests, or bare runs of the model."
     add("--compare-outputs", metavar="MODEL", help=text)
     add("--provider", metavar="NAME", help="Execution provider for a model in this process; no other is used.")
     add("--threads", type=_count, metavar="N", help="Threads per run of a model in this process.")
@@ -64,7 +65,8 @@ def build_parser() -> ToolParser:
     text = "Open loop: requests per second."
     add("--rate", "--rates", type=several(number(float, 1e-6, 9_999_999)), metavar="R,…", help=text)
     text = "Open loop: pattern of arrivals, constant, poisson, bursts:N, or a file of times in seconds, one per line. "
-    add("--arrivals", default="constant", metavar="KIND", help=f"{text}Default: constant.")
+    text += "Default: constant."
+    add("--arrivals", default="constant", metavar="KIND", help=text)
     add("--find-capacity", action="store_true", help="Search for the highest rate that is sustained (within --slo).")
     add("--seconds", type=_period, default=10.0, metavar="S", help="Maximum time for each load. Default: 10.")
     text = "Time for which the load runs before the measurement. Default: 1."
@@ -79,8 +81,8 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("verdict").add_argument
     text = "Percentile that --slo and --precision use. Default: 99."
     add("--percentile", type=number(float, 0.01, 99.9999), default=99.0, metavar="P", help=text)
-    text = "Stop early when half the width of the 95 %% interval of the percentile is at most this share of it, for "
-    add("--precision", type=_share, metavar="SHARE", help=f"{text}example 0.05.")
+    text = "Stop when half the 95 %% interval of the percentile is at most this share of it, such as 0.05."
+    add("--precision", type=_share, metavar="SHARE", help=text)
     text = "Latency bound: the answers within it are counted, and the exit status is 1 if the percentile exceeds it."
     add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=text)
     text = "Share of requests that may fail without exit status 1. Default: 0."

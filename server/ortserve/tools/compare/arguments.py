@@ -20,15 +20,13 @@ def build_parser() -> ToolParser:
         epilog="Exit status: 0 within all bounds, 1 a bound is missed or a failure, 2 wrong arguments or input files.",
     )
     add = parser.add_argument
-    text = "model.onnx, or REPOSITORY/name[/version] of a model or an ensemble"
-    add("reference", metavar="FIRST", help=f"{text}: the model to compare with")
-    add("candidate", metavar="SECOND", help=text)
+    text = "model to compare with: model.onnx, or REPOSITORY/name[/version] of a model or an ensemble"
+    add("reference", metavar="FIRST", help=text)
+    add("candidate", metavar="SECOND", help="model to compare, named in the same way")
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples to compare with. Default: synthetic inputs.")
     add("--labels", type=Path, metavar="LABELS.npy", help="Labels for the accuracy: an integer or text per sample.")
-    text = (
-        "Largest error that is accepted: a number bounds the largest difference, MEASURE=N relative, cosine, top1 or "
-    )
-    text += "accuracy, such as cosine=0.01; may be repeated."
+    text = "Largest error: N bounds the largest difference, MEASURE=N relative, cosine, top1 or accuracy. "
+    text += "May be repeated."
     add("--max-error", action="append", default=[], metavar="[MEASURE=]N", help=text)
     text = "Least speed of SECOND relative to FIRST: 1.2 requires 1.2 times the speed, 0.9 accepts a tenth less."
     add("--min-speedup", type=number(float, 1e-6, 1000), metavar="X", help=text)

@@ -24,14 +24,12 @@ def build_parser() -> ToolParser:
     add("--inputs", type=Path, metavar="DATA.npz", help=text)
     text = f"Maximum number of samples, spread over the inputs. Default: {_SAMPLES}."
     add("--samples", type=number(int, 1), default=_SAMPLES, metavar="N", help=text)
-    text = "Record as expected outputs those of another model, or of a version on a running server. Default: those of "
-    text += "the target."
+    text = "Record the outputs of another model, or of a version on a server. Default: those of the target."
     add("--from", dest="source", metavar="URL|MODEL", help=text)
     add("--model", metavar="NAME", help="Name of the model on the server. Default: that of the target.")
     text = "Version on the server. Default: the version that answers requests without one."
     add("--version", metavar="N", default="", help=text)
-    text = "Bound of an output's error, such as y:cosine=0.01; without a measure, of the largest difference (max); may "
-    text += "be repeated."
+    text = "Bound of an output's error, such as y:cosine=0.01 or, by the largest difference, y:0.01; may be repeated."
     add("--tolerance", action="append", default=[], metavar="OUTPUT:[MEASURE=]N", help=text)
     text = "Replace existing samples. Their tolerances are kept unless --tolerance gives others."
     add("--replace", action="store_true", help=text)

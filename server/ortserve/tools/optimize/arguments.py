@@ -51,8 +51,8 @@ def build_parser() -> ToolParser:
     text = "Write the weights to a file beside the model, as is always done over 2 GB."
     add("--external-data", action="store_true", help=text)
     add = parser.add_argument_group("checks").add_argument
-    text = f"Largest accepted error against the source; MEASURE is max, relative, cosine or top1 ({FP32_BOUND}; 16 "
-    text += f"bits: {HALF_BOUND})."
+    text = "Largest accepted error against the source; MEASURE is max, relative, cosine or top1. "
+    text += f"Default: {FP32_BOUND}, with 16 bits {HALF_BOUND}."
     add("--max-error", metavar="[MEASURE=]NUMBER", help=text)
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the comparison. Default: synthetic inputs.")
     add("--provider", metavar="NAME", help="Execution provider that runs the models: cpu, cuda, …")

@@ -40,8 +40,8 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
     add("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
-    text = "Samples, .npz or a folder (default: synthetic inputs). With a URL, they are sent instead of waiting for "
-    add("--inputs", type=Path, metavar="DATA", help=f"{text}requests.")
+    text = "Samples, .npz or a folder (default: synthetic inputs). With a URL, the command sends them."
+    add("--inputs", type=Path, metavar="DATA", help=text)
     add("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent (1).")
     add = parser.add_argument_group("runs in this process").add_argument
     text = "Number of runs with profiling, and of runs without (50)."

@@ -19,17 +19,13 @@ def build_parser() -> ToolParser:
     parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
     add_destination(parser)
     add = parser.add_argument_group("quantization; defaults are those that are fast on this processor").add_argument
-    text = "Quantize weights and activations, with ranges from each run (dynamic) or from calibration (static); or "
-    text += "only weights."
+    text = "dynamic: ranges from each run; static: ranges from calibration; weights: only weights are quantized."
     add("--mode", choices=MODES, required=True, help=text)
     add("--bits", type=int, choices=(4, 8), help="Bits per weight in mode weights (4).")
     add("--block", type=int, metavar="N", help="Number of weights that share a scale in mode weights (32).")
-    text = "Samples for mode static: an .npz file with an array per input, or a folder of such files, as a server "
-    text += "records them."
+    text = "Samples for mode static: an .npz with an array per input, or a folder of such files, as servers record."
     add("--calibration", type=Path, metavar="DATA.npz", help=text)
-    text = (
-        "How the range of a tensor is chosen: from all values (minmax), or without rare values (entropy, percentile)."
-    )
+    text = "Choice of a tensor's range: from all values (minmax), or without rare values (entropy, percentile)."
     add("--calibrator", choices=("minmax", "entropy", "percentile"), help=text)
     channel = parser.add_mutually_exclusive_group()
     text = "Use one scale per channel of a weight (default)."
@@ -45,8 +41,7 @@ def build_parser() -> ToolParser:
     text = "Keep these nodes in floating point."
     add("--exclude", type=_names, action="extend", default=[], metavar="NODE,…", help=text)
     add = parser.add_argument_group("comparison with MODEL").add_argument
-    text = "Largest accepted error, by measure: max, relative, cosine, top1 or, with --labels, accuracy; may be "
-    text += "repeated, for example cosine=0.02."
+    text = "Largest error, by max, relative, cosine, top1 or accuracy (--labels), such as cosine=0.02; may be repeated."
     add("--max-error", action="append", default=[], metavar="[MEASURE=]NUMBER", help=text)
     text = "Samples for the comparison. Default: a part of the calibration samples, otherwise synthetic inputs."
     add("--inputs", type=Path, metavar="DATA.npz", help=text)

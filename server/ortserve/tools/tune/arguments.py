@@ -32,14 +32,13 @@ def build_parser() -> ToolParser:
     text = "Percentile of the latency that --slo bounds. Default: 99."
     add("--percentile", type=number(float, 50, 99.99), default=99.0, metavar="P", help=text)
     add("--objective", choices=OBJECTIVES, default="throughput", help="What to improve. Default: throughput.")
-    rate = "Requests per second for objectives other than throughput. Default: half of what the current configuration "
-    rate += "sustains."
-    add("--rate", type=number(float, 0.001), metavar="R", help=rate)
+    text = "Rate for other objectives than throughput. Default: half of what the current configuration sustains."
+    add("--rate", type=number(float, 0.001), metavar="R", help=text)
     add("--inputs", type=Path, metavar="FILE.npz", help="Samples to send. Default: synthetic inputs.")
     add("--rows", type=number(int, 1), default=1, metavar="N", help="Rows per request. Default: 1.")
-    bound = "Largest error of outputs against those of the current configuration: 0.001, or MEASURE=NUMBER. Default: "
-    bound += "the tolerance of the datatype."
-    add("--max-error", metavar="BOUND", help=bound)
+    text = "Largest error of outputs against those of the current configuration: 0.001, or MEASURE=NUMBER. "
+    text += "Default: the tolerance of the datatype."
+    add("--max-error", metavar="BOUND", help=text)
     add = parser.add_argument_group("search").add_argument
     text = "Time limit, including the confirmation. Default: 10."
     add("--max-minutes", type=number(float, 0.001), default=10.0, metavar="M", help=text)
