@@ -15,7 +15,7 @@ from models import builders
 from ortserve.engine.process_limits import cpu_budget
 from servers import starting, triton_clients
 
-OPENING = r"waiting for its file, for \d+ s"
+WAITING_FOR_FILE = r"waiting for its file, for \d+ s"
 ONES = {"x": np.ones((1, 4), np.float32)}
 
 
@@ -24,16 +24,16 @@ def test_long_load_reports_its_step_on_both_protocols_and_in_the_log(tmp_path: P
     flags = ("--warmup-s", "0", "--intra-op-threads", "1")
     with held_file(file) as hold, starting(tmp_path, *flags) as server:
         line = server.wait_for_line("model is still loading", "waiting for its file")
-        assert re.search(rf' model=m version=1 doing="{OPENING}" seconds=1\d\.\d+$', line)
+        assert re.search(rf' model=m version=1 doing="{WAITING_FOR_FILE}" seconds=1\d\.\d+$', line)
         with triton_clients(server) as (http, grpc):
             (entry,) = http.get_model_repository_index()
             assert (entry["name"], entry["version"], entry["state"]) == ("m", "1", "LOADING")
-            assert re.fullmatch(OPENING, entry["reason"])
+            assert re.fullmatch(WAITING_FOR_FILE, entry["reason"])
             (listed,) = grpc.get_model_repository_index().models
             assert (listed.name, listed.version, listed.state) == ("m", "1", "LOADING")
-            assert re.fullmatch(OPENING, listed.reason)
+            assert re.fullmatch(WAITING_FOR_FILE, listed.reason)
             for client, library in ((http, triton_http), (grpc, triton_grpc)):
-                with pytest.raises(InferenceServerException, match=rf"LOADING \({OPENING}\)"):
+                with pytest.raises(InferenceServerException, match=rf"LOADING \({WAITING_FOR_FILE}\)"):
                     client.infer("m", triton_inputs(library, ONES))
             hold.release()
             server.wait_until_loaded()

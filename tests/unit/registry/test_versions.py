@@ -21,7 +21,7 @@ from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import Metrics
 
-OPENING = "waiting for its file, for 0 s"
+WAITING_FOR_FILE = "waiting for its file, for 0 s"
 
 
 class Lines(logging.Handler):
@@ -55,10 +55,10 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, caplog: pytest.
         logging.getLogger("ortserve.registry.version_loader").addHandler(lines)
         try:
             loading = asyncio.create_task(versions.load(record, source.versions[1]))
-            while (fields := await lines.fields.get())["doing"] != OPENING:
+            while (fields := await lines.fields.get())["doing"] != WAITING_FOR_FILE:
                 pass
-            assert fields == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
-            assert (record.state, record.explanation) == (State.LOADING, OPENING)
+            assert fields == {"model": "m", "version": 1, "doing": WAITING_FOR_FILE, "seconds": 0.0}
+            assert (record.state, record.explanation) == (State.LOADING, WAITING_FOR_FILE)
             hold.release()
             assert await loading == ""
         finally:
