@@ -15,6 +15,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from held_files import held_file
+from http_wire import wait_until
 from models import builders, members, sequences
 from models.members import Step, add_ensemble, ensemble_text
 from ortserve.core.dtypes import DataType
@@ -272,8 +273,7 @@ def test_a_change_of_an_ensemble_that_waits_to_follow_a_member_fails_no_request(
         ThreadPoolExecutor(2) as threads,
     ):
         holding = threads.submit(change, server, "held")
-        while not file.is_awaited:
-            time.sleep(LOOK_S)
+        wait_until(lambda: file.is_awaited)
         url = f"{server.url}/v2/models/plus/labels"
         httpx.put(url, json={"labels": {"stable": 2}}, timeout=LONG_S).raise_for_status()
         with (repository / "chain" / "model.yaml").open("a") as configuration:

@@ -97,7 +97,7 @@ async def test_version_of_a_change_that_is_written_late_serves_until_the_change_
     def sync_slowly(descriptor: int) -> None:
         sync(descriptor)
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # the file has its name by then
-            may_sync.wait()
+            assert may_sync.wait(60)
 
     monkeypatch.setattr(os, "fsync", sync_slowly)
     with pytest.raises(ServeError, match="the change may take effect later"):
@@ -107,7 +107,7 @@ async def test_version_of_a_change_that_is_written_late_serves_until_the_change_
     changed = asyncio.Event()
     registry.on_versions = lambda name: changed.set()
     may_sync.set()
-    await changed.wait()
+    await asyncio.wait_for(changed.wait(), 60)
     assert registry.find("m", "kept").version == "1"
 
 
