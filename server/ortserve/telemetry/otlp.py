@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
 from uuid import uuid4
@@ -375,9 +376,13 @@ def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
 def _read_answer(answer: Any, *_: object, **__: object) -> None:
     """Read a short answer, so that its connection is used again, and close the connection of a longer one.
 
-    The exporter uses only status and headers. Without this, it would hold an answer of any length in memory.
+    The exporter uses only status and headers. Without this, it would hold an answer of any length in memory. An error of
+    reading, for example because the answer is incomplete, does not fail the export.
     """
-    answer.raw.read(_MAX_ANSWER_BYTES, decode_content=False)
+    from urllib3.exceptions import HTTPError  # what ``requests`` reads with
+
+    with suppress(HTTPError):
+        answer.raw.read(_MAX_ANSWER_BYTES, decode_content=False)
     answer.close()
 
 

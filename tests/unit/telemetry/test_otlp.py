@@ -238,6 +238,16 @@ class Endless(Collecting):
                 type(self).sent_bytes += self.wfile.write(bytes(2**16))
 
 
+class Incomplete(Collecting):
+    connections = 0
+
+    def answer(self) -> None:
+        self.close_connection = True
+        self.send_header("content-length", "2000")
+        self.end_headers()
+        self.wfile.write(bytes(10))
+
+
 def export_to(handler: type[Collecting], exports: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Export one request after the other to a collector. Fails unless all are accepted."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
@@ -266,3 +276,8 @@ def test_endless_answer_of_a_collector_is_not_read(monkeypatch: pytest.MonkeyPat
 def test_exports_share_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     export_to(Collecting, 3, monkeypatch)
     assert Collecting.connections == 1
+
+
+def test_export_whose_answer_is_incomplete_has_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    export_to(Incomplete, 2, monkeypatch)
+    assert Incomplete.connections == 2, "an export was repeated"
