@@ -100,7 +100,7 @@ class HelperProcess:
         """
         assert self._process is not None
         ticks = _stopped_ticks(self._process.pid)
-        if ticks >= 0 and ticks == self._stopped_ticks:
+        if silent_checks > 1 and ticks >= 0 and ticks == self._stopped_ticks:
             raise TimeoutError("was stopped by a signal")
         self._stopped_ticks = ticks
         if silent_checks >= _MAX_SILENT_CHECKS:
@@ -138,7 +138,6 @@ class HelperProcess:
         finally:
             theirs.close()
         self._connection = ours
-        self._stopped_ticks = -1
         return ours
 
 

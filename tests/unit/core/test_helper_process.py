@@ -72,5 +72,9 @@ def test_process_that_is_stopped_for_a_moment_answers() -> None:
         continuing.start()
         assert unpack_load(helper.call(("load", ()), b'{"parameters": {"a": 1}}')) == {"a": 1}
         assert helper._process is process
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        for _ in range(2):  # a byte came between them
+            helper._check_progress(1)
     finally:
         helper.close()
