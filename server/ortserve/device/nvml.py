@@ -4,7 +4,6 @@ NVML does not call the CUDA runtime, so its calls never break the capture of a g
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +72,12 @@ class GpuReader:
             library: None for the package's module; without package or driver there are no GPUs.
         """
         self._library = library = open_library(library)
-        found: list[Gpu] = []
+        found: list[Gpu | None] = []
         for number in range(0 if library is None else self._ask("nvmlDeviceGetCount") or 0):
-            with suppress(library.NVMLError):
+            try:
                 found.append(self._find(number))
+            except library.NVMLError:
+                found.append(None)
         self._gpus = visible_gpus(found, environment)
 
     def read(self) -> list[GpuReading]:
@@ -118,32 +119,32 @@ class GpuReader:
             return None
 
 
-def visible_gpus(found: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
+def visible_gpus(found: Sequence[Gpu | None], environment: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that CUDA shows to a process, by ``CUDA_VISIBLE_DEVICES`` (CUDA programming guide).
 
     Entries are numbers or prefixes of UUIDs. CUDA ignores the first entry that matches no GPU and all later entries.
     If the result cannot be determined, all GPUs are returned: for partitions of a GPU (MIG), and for numbers if there
-    are several products and CUDA does not number GPUs by the PCI bus.
+    are several products and CUDA does not number GPUs by the PCI bus. ``found`` has None for GPUs that cannot be
+    opened: they are left out, and the others keep their numbers.
     """
+    known = [gpu for gpu in found if gpu is not None]
     wished = environment.get("CUDA_VISIBLE_DEVICES")
     if wished is None:
-        return list(found)
+        return known
     entries = [entry.strip() for entry in wished.split(",")]
-    is_by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in found}) <= 1
+    is_by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in known}) <= 1
     if any(entry.startswith("MIG") or (entry.isdecimal() and not is_by_bus) for entry in entries):
-        return list(found)
+        return known
     chosen: list[Gpu] = []
     for entry in entries:
         named = _named(found, entry)
-        if named is None:
+        if len(named) != 1:
             break
-        if named not in chosen:
-            chosen.append(named)
+        chosen += [gpu for gpu in named if gpu is not None and gpu not in chosen]
     return chosen
 
 
-def _named(found: Sequence[Gpu], entry: str) -> Gpu | None:
+def _named(found: Sequence[Gpu | None], entry: str) -> Sequence[Gpu | None]:
     if entry.isdecimal():
-        return found[int(entry)] if int(entry) < len(found) else None
-    matching = [gpu for gpu in found if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-    return matching[0] if len(matching) == 1 else None
+        return found[int(entry) :][:1]
+    return [gpu for gpu in found if gpu is not None and entry.startswith("GPU-") and gpu.uuid.startswith(entry)]

@@ -78,6 +78,12 @@ def test_gpu_that_has_failed_hides_no_other() -> None:
     assert [gpu.uuid for gpu in GpuReader({}, FakeNvml(failed=0)).read()] == ["GPU-1"]
 
 
+@pytest.mark.parametrize(("visible", "read"), [("1", ["GPU-1"]), ("0,1", ["GPU-1"]), ("0", [])])
+def test_gpus_keep_their_numbers_beside_one_that_has_failed(visible: str, read: list[str]) -> None:
+    reader = GpuReader({"CUDA_VISIBLE_DEVICES": visible}, FakeNvml(failed=0))
+    assert [gpu.uuid for gpu in reader.read()] == read
+
+
 ALIKE = [Gpu(number, f"GPU-{number}{number}", "a") for number in range(3)]
 MIXED = [Gpu(number, f"GPU-{number}{number}", model) for number, model in enumerate("aba")]
 
