@@ -180,8 +180,8 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
 def shared_memory_routes(regions: SharedMemory) -> APIRouter:
     """Create the routes for shared memory of the system and of GPUs."""
     router = APIRouter(prefix="/v2", tags=["shared memory"])
-    system = _region_routes(regions, RegionStatus, list[RegionStatus], "")
-    cuda = _region_routes(regions, CudaRegionStatus, list[CudaRegionStatus], " on GPUs")
+    system = _region_routes(regions, RegionStatus, list[RegionStatus], "of system memory")
+    cuda = _region_routes(regions, CudaRegionStatus, list[CudaRegionStatus], "on GPUs")
 
     @system.post("/region/{region}/register", openapi_extra=_REGISTRATION_BODY, response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
@@ -210,12 +210,12 @@ def _region_routes(
     """Create the routes that both kinds of regions have. ``where`` follows "regions" in their descriptions."""
     router = APIRouter()
 
-    @router.get("/status", response_model=document, description=f"All regions{where}.")
+    @router.get("/status", response_model=document, description=f"All regions {where}.")
     async def status_of_all() -> Response:
         return _regions(regions.status(kind, ""))
 
     @router.get(
-        "/region/{region}/status", response_model=document, description=f"One of the regions{where}, in a list."
+        "/region/{region}/status", response_model=document, description=f"One of the regions {where}, in a list."
     )
     async def status(region: RegionName) -> Response:
         return _regions(regions.status(kind, region))
@@ -226,7 +226,7 @@ def _region_routes(
         regions.unregister(kind, region)
         return _nothing()
 
-    @router.post("/unregister", response_class=Response, description=f"Unregister all regions{where}.")
+    @router.post("/unregister", response_class=Response, description=f"Unregister all regions {where}.")
     async def unregister_all() -> Response:
         regions.unregister(kind, "")
         return _nothing()
