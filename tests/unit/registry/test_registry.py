@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -1062,7 +1063,8 @@ async def test_load_of_an_ensemble_that_ends_early_loses_no_error(
     members.add_ensemble(tmp_path, "m", ["x"], ["y"], [("member", {"x": "x"}, {"y": "y"})])
     golden = tmp_path / "m" / "1" / "golden"
     golden.mkdir()
-    np.savez(golden / "a.npz", **{"input.x": np.ones((1, 4), np.float32), "output.y": np.ones((1, 4), np.float32)})
+    arrays: dict[str, Any] = {"input.x": np.ones((1, 4), np.float32), "output.y": np.ones((1, 4), np.float32)}
+    np.savez(golden / "a.npz", **arrays)
     with held_file(golden / "a.npz") as file:
         loading = asyncio.ensure_future(registry.load("m"))
         await file.wait()
