@@ -376,8 +376,8 @@ def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
 def _read_answer(answer: Any, *_: object, **__: object) -> None:
     """Read a short answer, so that its connection is used again, and close the connection of a longer one.
 
-    The exporter uses only status and headers. Without this, it would hold an answer of any length in memory. An error of
-    reading, for example because the answer is incomplete, does not fail the export.
+    The exporter uses only status and headers. Without this, it would hold an answer of any length in memory. An error
+    of reading, for example because the answer is incomplete, does not fail the export.
     """
     from urllib3.exceptions import HTTPError  # what ``requests`` reads with
 
