@@ -193,7 +193,9 @@ def test_load_on_demand_of_a_removed_file_fails_with_the_reason(tmp_path: Path) 
     folder = add_model(tmp_path, "m", members.affine, offset=1)
     with serving(tmp_path, "--load-policy", "on_demand", *SHORT_LOADS) as server:
         publish_another_version(folder)
-        with pytest.raises(InferenceServerException, match=r"failed to load 'm', version 1 .*there is no such file"):
+        with pytest.raises(
+            InferenceServerException, match=r"load failed for model 'm': version 1 .*there is no such file"
+        ):
             ask(server, "m", PAIR)
 
 

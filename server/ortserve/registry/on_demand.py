@@ -212,4 +212,4 @@ class LoadsOnDemand:
 
 
 def _not_loaded(name: str, reason: str) -> ServeError:
-    return ServeError(ErrorKind.NOT_READY, f"failed to load '{name}', {reason}", retry_after_s=1)
+    return ServeError(ErrorKind.NOT_READY, f"load failed for model '{name}': {reason}", retry_after_s=1)

@@ -198,7 +198,9 @@ async def test_load_on_demand_from_a_folder_that_hangs_takes_no_slot(
     try:
         with hung(tmp_path):
             for _ in range(2):
-                with pytest.raises(ServeError, match="failed to load 'a', the folders of the repositories have not"):
+                with pytest.raises(
+                    ServeError, match="load failed for model 'a': the folders of the repositories have not"
+                ):
                     await registry.wait_for("a", "")
         assert not registry.is_changing
         monkeypatch.undo()
