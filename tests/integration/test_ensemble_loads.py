@@ -247,7 +247,7 @@ def test_an_ensemble_whose_reload_failed_follows_its_members_and_leaves_with_the
     if options == "another member":
         options = ensemble_text(["x"], ["y"], [("double", {"nothing": "x"}, {"b": "y"})])
     (repository / "chain" / "model.yaml").write_text(options)
-    reason = change(server, "chain").json()["error"].partition("chain', ")[2]
+    reason = change(server, "chain").json()["error"].partition("'chain'")[2]
     put(repository, "plus", 1, 9)
     assert change(server, "plus").status_code == 200
     assert answer(server, "outer") == [20, 22]
