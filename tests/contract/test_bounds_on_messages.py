@@ -32,8 +32,9 @@ MAX_WAIT_S: Final = 0.15
 MAX_CPU_S: Final = 0.5
 """Maximum CPU time of the server to reject a message; inflating 60 MB takes a third of it."""
 MAX_JSON_CPU_S: Final = 20.0
-"""Maximum CPU time of the low-priority process that reads large JSON; it must parse a document to find an error. That takes
-2 s, or 7 s on a virtual machine whose CPU time includes what other machines took."""
+"""Maximum CPU time of the low-priority process that reads large JSON; it must parse a document to find an error.
+
+That takes 2 s, or 7 s on a virtual machine whose CPU time includes what other machines took."""
 JSON_COPIES: Final = 36
 """Allowed memory for JSON in sizes of the body: the server's estimate for decoding, and the body itself."""
 CERTAIN_S: Final = 1.0
