@@ -159,7 +159,7 @@ def test_list_is_filtered_and_sorted(page: Page) -> None:
 
 def test_views_of_a_model_show_live_numbers_and_each_value_with_its_origin(page: Page, server: ServerProcess) -> None:
     open_model(page, server, "identity_fp32")
-    expect(page.locator("#connection")).to_have_text("not ready")  # while the first load continues
+    expect(page.locator("#connection")).to_have_text("ready")
     document = {"inputs": [json_input("x", np.ones((2, 4), np.float32))]}
     for _ in range(20):
         httpx.post(rest_url(server, "identity_fp32"), json=document, timeout=LONG_S).raise_for_status()
