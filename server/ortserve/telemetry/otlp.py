@@ -5,12 +5,10 @@ the process do not appear in these traces.
 """
 
 import logging
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
 from uuid import uuid4
@@ -34,6 +32,7 @@ from ortserve import __version__
 from ortserve.clock import Clock
 from ortserve.core.timing import PHASES, EndedStep
 from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.otlp_exporter import make_exporter
 from ortserve.telemetry.tracing import EndedRequest, Operation
 
 IDS: Final = RandomIdGenerator()
@@ -92,8 +91,8 @@ class OtlpTrace:
     def make(self, resource: Resource, wall_minus_monotonic_ns: int) -> Iterator[ReadableSpan]:
         """Yield the span of the request, the spans of its phases, and those of its steps, each with its own phases."""
         maker = _Maker(resource, wall_minus_monotonic_ns)
-        kind, request = SpanKind.SERVER, self._request
-        yield maker.ended(self._operation.name, self.context, self._parent, request, self._attributes(), kind=kind)
+        request = self._request
+        yield maker.span(self._operation.name, self.context, self._parent, request, self._attributes(), SpanKind.SERVER)
         yield from maker.inner(self.context, request)
 
     def _attributes(self) -> dict[str, str | int]:
@@ -117,20 +116,20 @@ class _Maker:
     resource: Resource
     wall_minus_monotonic_ns: int
 
-    def ended(
+    def span(
         self,
         name: str,
         context: SpanContext,
         parent: SpanContext | None,
         ended: EndedRequest | EndedStep,
         attributes: dict[str, str | int],
-        **more: Any,
+        kind: SpanKind = SpanKind.INTERNAL,
     ) -> ReadableSpan:
         """The span of a request or a step."""
         # No description: the error text may contain data of the request.
         status = Status(StatusCode.UNSET if ended.kind is None else StatusCode.ERROR)
-        interval_ns = ended.timing.received_ns, ended.ended_ns
-        return self._span(name, context, parent, *interval_ns, attributes=attributes, status=status, **more)
+        begin_ns, end_ns = ended.timing.received_ns, ended.ended_ns
+        return self._span(name, context, parent, begin_ns, end_ns, attributes=attributes, kind=kind, status=status)
 
     def inner(self, context: SpanContext, ended: EndedRequest | EndedStep) -> Iterator[ReadableSpan]:
         """Yield the spans of the phases, and those of the steps with their inner spans."""
@@ -138,20 +137,26 @@ class _Maker:
             yield self._span(name, _below(context), context, begin_ns, end_ns)
         for step in ended.timing.steps:
             own = _below(context)
-            yield self.ended("step", own, context, step, {"ortserve.outcome": _outcome(step), **_describe(step)})
+            yield self.span("step", own, context, step, {"ortserve.outcome": _outcome(step), **_describe(step)})
             yield from self.inner(own, step)
 
     def _span(
-        self, name: str, context: SpanContext, parent: SpanContext | None, begin_ns: int, end_ns: int, **more: Any
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        begin_ns: int,
+        end_ns: int,
+        **more: Any,
     ) -> ReadableSpan:
         return ReadableSpan(
             name,
             context,
             parent,
             self.resource,
-            instrumentation_scope=_SCOPE,
             start_time=begin_ns + self.wall_minus_monotonic_ns,
             end_time=end_ns + self.wall_minus_monotonic_ns,
+            instrumentation_scope=_SCOPE,
             **more,
         )
 
@@ -225,16 +230,6 @@ _EXPORTED_REQUESTS: Final = 256
 """Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""
 
 
-_MAX_ANSWER_BYTES: Final = 64 * 1024
-"""Bytes of a collector's answer that are read. The answer of the protocol is empty, or a short error."""
-
-_SESSION_VARIABLES: Final = (
-    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
-    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
-)
-"""Variables that name a session for the library, which this module leaves unchanged."""
-
-
 class OtlpTracing:
     """Exports traces from construction until ``close``; see ``Tracing``."""
 
@@ -254,7 +249,7 @@ class OtlpTracing:
             Exception: The library raises various types for invalid variables.
         """
         self._root_bound: Final = TraceIdRatioBased(sample_ratio).bound
-        exporter = _exporter(endpoint, protocol)
+        exporter = make_exporter(endpoint, protocol)
         self._exporter = _RequestExporter(exporter, _resource(service_name, default_service_name), clock)
         self._processor = BatchSpanProcessor(
             self._exporter, max_queue_size=_QUEUED_REQUESTS, max_export_batch_size=_EXPORTED_REQUESTS
@@ -355,35 +350,6 @@ class _RequestExporter(SpanExporter):
             self._is_closed = True
             self._exporter.shutdown()
             _LIBRARY_LOGGER.setLevel(logging.NOTSET)
-
-
-def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        return GrpcExporter(endpoint)
-    import requests
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-    session = None if any(map(os.environ.get, _SESSION_VARIABLES)) else requests.Session()
-    if session is not None:
-        session.stream = True
-        session.hooks["response"].append(_read_answer)
-    # The option does not contain the path, like the library's variable of the same meaning.
-    return HttpExporter(None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces", session=session)
-
-
-def _read_answer(answer: Any, *_: object, **__: object) -> None:
-    """Read a short answer, so that its connection is used again, and close the connection of a longer one.
-
-    The exporter uses only status and headers. Without this, it would hold an answer of any length in memory. An error
-    of reading, for example because the answer is incomplete, does not fail the export.
-    """
-    from urllib3.exceptions import HTTPError  # what ``requests`` reads with
-
-    with suppress(HTTPError):
-        answer.raw.read(_MAX_ANSWER_BYTES, decode_content=False)
-    answer.close()
 
 
 def _resource(service_name: str | None, default_service_name: str) -> Resource:
