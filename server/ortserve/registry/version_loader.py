@@ -165,9 +165,9 @@ class VersionLoader:
     ) -> _Result:
         """Wait for a load, but not for ever for files on a file server that does not answer.
 
-        A load that computes for long, such as an engine of TensorRT, is told from one that waits for a file by reading
-        a byte of each file. A load that is given up gives back what it shares with others. Its thread ends at its next
-        step if the files answer again.
+        Reading a byte of each file shows whether a long load waits for a file, or computes, such as an engine of
+        TensorRT. A load that is given up gives back what it shares with others. Its thread ends at its next step if the
+        files answer again.
 
         Args:
             source: The files.
