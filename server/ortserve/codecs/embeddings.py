@@ -11,6 +11,7 @@ from ortserve.codecs.binary_tensor import object_array
 from ortserve.codecs.bounds import INLINE_ELEMENTS, too_many
 from ortserve.codecs.generate import WholeJson
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
+from ortserve.codecs.rest import parse_error
 from ortserve.core.dtypes import DataType, widen
 from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory
@@ -51,33 +52,25 @@ def decode_embeddings_request(body: bytes | memoryview) -> InferRequest:
             raise invalid_input(f"unexpected key '{key}': expected {', '.join(_KEYS)}")
     model = given.get("model")
     if type(model) is not str:
-        raise invalid_input(f"Unable to parse 'model': expected the name of a model, got {_kind(model)}")
+        raise parse_error("model", "the name of a model", model)
     texts = given.get(INPUT)
     if type(texts) is str:
         texts = [texts]
-    if type(texts) is not list or any(type(text) is not str for text in texts[:1]):
-        got = "an array of others" if type(texts) is list else _kind(texts)
-        raise invalid_input(f"Unable to parse '{INPUT}': expected a text or an array of texts, got {got}")
-    if not texts:
-        raise invalid_input(f"Unable to parse '{INPUT}': expected at least one text, got none")
+    if type(texts) is not list or not texts or type(texts[0]) is not str:
+        raise parse_error(INPUT, "a text, or an array with at least one text and nothing else", texts)
     if len(texts) > MAX_TEXTS:
         raise too_many("texts", MAX_TEXTS, len(texts))
     encoding = given.get(FORMAT, "float")
     if encoding not in ("float", "base64"):
-        raise invalid_input(f"Unable to parse '{FORMAT}': expected 'float' or 'base64', got {_kind(encoding)}")
+        raise invalid_input(f"Unable to parse '{FORMAT}': expected 'float' or 'base64', got {repr(encoding)[:100]}")
     parameters: dict[str, Parameter] = {FORMAT: encoding}
     if DIMENSIONS in given:
         size = given[DIMENSIONS]
         if type(size) is not int or size < 1:
-            raise invalid_input(f"Unable to parse '{DIMENSIONS}': expected a positive integer, got {_kind(size)}")
+            raise parse_error(DIMENSIONS, "a positive integer", size)
         parameters[DIMENSIONS] = size
     array = decode_json_data(texts, DataType.BYTES, (len(texts),), INPUT)
     return InferRequest(model, "", "", (Tensor(INPUT, DataType.BYTES, array),), (), parameters)
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "an array", type(None): "nothing"}
-    return names.get(type(value)) or repr(value)[:100]
 
 
 class EmbeddingsRequest(WholeJson):
@@ -179,7 +172,7 @@ class VectorEncoder:
             if self._parameters[FORMAT] == "base64":
                 numbers = widen(vector) if tensor.datatype is DataType.BF16 else vector
                 with np.errstate(over="ignore"):  # numbers of FP64 beyond the range of FP32 become infinite
-                    value = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+                    value = base64.b64encode(np.ascontiguousarray(numbers, "<f4").data).decode()
             else:
                 value = encode_json_data(vector, tensor.datatype)
             entry = {"object": "embedding", "index": index, "embedding": value}

@@ -108,18 +108,18 @@ class RestRequest:
             view = memoryview(body)
             document, tail = parse_json(view[:json_size]), view[json_size:]
         if type(document) is not dict:
-            raise _parse_error("request", "an object", document)
+            raise parse_error("request", "an object", document)
 
         given = document.get("parameters")
         parameters = {} if given is None else read_parameters(given, "parameters")
         binary_output = parameters.pop("binary_data_output", False) if parameters else False
         if type(binary_output) is not bool:
-            raise _parse_error("binary_data_output", "a boolean", binary_output)
+            raise parse_error("binary_data_output", "a boolean", binary_output)
         request_id = document.get("id")
         if request_id is None:
             request_id = ""
         elif type(request_id) is not str:
-            raise _parse_error("id", "a string", request_id)
+            raise parse_error("id", "a string", request_id)
         if len(request_id) > MAX_ID_LENGTH:
             raise too_many("characters of id", MAX_ID_LENGTH, len(request_id))
         in_regions: list[RegionInput] = []
@@ -205,7 +205,8 @@ _NO_BYTES = memoryview(b"")
 _NO_PARAMETERS: Final[Mapping[str, Parameter]] = {}
 
 
-def _parse_error(key: str, expected: str, got: object) -> ServeError:
+def parse_error(key: str, expected: str, got: object) -> ServeError:
+    """Return the error for a key of a JSON document that has another type or value than expected."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "nothing"}
     return invalid_input(f"Unable to parse '{key}': expected {expected}, got {names.get(type(got), repr(got))}")
 
@@ -222,14 +223,14 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
         ServeError: invalid_input; the message contains ``where`` or the name of the parameter.
     """
     if type(value) is not dict:
-        raise _parse_error(where, "an object", value)
+        raise parse_error(where, "an object", value)
     if len(value) > MAX_PARAMETERS:
         raise too_many(where, MAX_PARAMETERS, len(value))
     if None in value.values():
         value = {key: item for key, item in value.items() if item is not None}
     for key, item in value.items():
         if type(item) not in (str, int, float, bool):
-            raise _parse_error(key, expected, item)
+            raise parse_error(key, expected, item)
         if key.startswith("triton_"):
             raise invalid_input(
                 "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified: "
@@ -246,7 +247,7 @@ def _inputs(
     Inputs in shared memory are added to ``in_regions`` instead. The other arguments are for errors.
     """
     if type(value) is not list:
-        raise _parse_error("inputs", "an array", value)
+        raise parse_error("inputs", "an array", value)
     if len(value) > MAX_TENSORS:
         raise too_many("inputs", MAX_TENSORS, len(value))
     tensors: list[Tensor] = []
@@ -260,7 +261,7 @@ def _inputs(
         shape = _shape(entry.get("shape"), name)
         datatype_name = entry.get("datatype")
         if type(datatype_name) is not str:
-            raise _parse_error("datatype", f"a string for input '{name}'", datatype_name)
+            raise parse_error("datatype", f"a string for input '{name}'", datatype_name)
         datatype = DATATYPES.get(datatype_name)
         if datatype is None:
             raise invalid_input(
@@ -282,11 +283,11 @@ def _inputs(
             raise _source_error(name, {"data": size is not None, "binary_data_size": size is not None})
         if size is None:
             if type(data) is not list:
-                raise _parse_error("data", f"an array for input '{name}'", data)
+                raise parse_error("data", f"an array for input '{name}'", data)
             array = decode_json_data(data, datatype, shape, name)
         else:
             if type(size) is not int or size < 0:
-                raise _parse_error("binary_data_size", f"an unsigned integer for input '{name}'", size)
+                raise parse_error("binary_data_size", f"an unsigned integer for input '{name}'", size)
             end = offset + size
             if end > len(tail):
                 raise invalid_input(
@@ -314,7 +315,7 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
     if value is None:
         return []
     if type(value) is not list:
-        raise _parse_error("outputs", "an array", value)
+        raise parse_error("outputs", "an array", value)
     if len(value) > MAX_TENSORS:
         raise too_many("outputs", MAX_TENSORS, len(value))
     outputs: list[RequestedOutput] = []
@@ -329,7 +330,7 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
         classes = _classes(parameters, name) if "classification" in parameters else 0
         binary = parameters.get("binary_data", binary_output)
         if type(binary) is not bool:
-            raise _parse_error("binary_data", f"a boolean for output '{name}'", binary)
+            raise parse_error("binary_data", f"a boolean for output '{name}'", binary)
         if parameters and REGION in parameters:
             if parameters.get("binary_data"):
                 raise invalid_input(f"output '{name}': 'binary_data' and '{REGION}' exclude each other")
@@ -341,7 +342,7 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
 def _classes(parameters: Mapping[str, Parameter], output: str) -> int:
     classes = parameters["classification"]
     if type(classes) is not int or classes < 1:
-        raise _parse_error("classification", f"an unsigned integer above 0 for output '{output}'", classes)
+        raise parse_error("classification", f"an unsigned integer above 0 for output '{output}'", classes)
     if REGION in parameters:
         raise invalid_input(f"Output can't set both '{REGION}' and 'classification': '{output}'")
     return classes
@@ -349,16 +350,16 @@ def _classes(parameters: Mapping[str, Parameter], output: str) -> int:
 
 def _name(entry: object, where: str) -> str:
     if type(entry) is not dict:
-        raise _parse_error(where, "an array of objects", entry)
+        raise parse_error(where, "an array of objects", entry)
     name = entry.get("name")
     if type(name) is not str:
-        raise _parse_error("name", f"a string in each of '{where}'", name)
+        raise parse_error("name", f"a string in each of '{where}'", name)
     return name
 
 
 def _shape(value: object, name: str) -> tuple[int, ...]:
     if type(value) is not list:
-        raise _parse_error("shape", f"an array for input '{name}'", value)
+        raise parse_error("shape", f"an array for input '{name}'", value)
     if len(value) > MAX_DIMS:
         raise invalid_input(f"Unable to parse 'shape' of input '{name}': {shape_fault(value)}")
     for dim in value:

@@ -58,9 +58,6 @@ class JsonCalls:
         """
         exchange_of(request.scope).cancel_with_caller()
         call = JsonCall(self, request, route, version)
-        with call.counting():
-            call.given = _read_headers(request.scope["headers"])
-            call.hold = self.admission.reserve(call.given.body_bytes)
         with call.hold:
             with call.counting():
                 call.body = await read_body(request.receive, call.hold, max_bytes=self.admission.max_body_bytes)
@@ -69,26 +66,27 @@ class JsonCalls:
 
 
 class JsonCall:
-    """One request, once its body is complete.
+    """One request, from the end of its headers.
 
     Attributes:
-        body: The bytes of the body.
-        hold: The memory that is reserved for the body.
         given: What the headers say about the body and the expected response.
+        hold: The memory that is reserved for the body.
+        body: The bytes of the body, once it is complete.
         complete_ns: When the body was complete (monotonic); 0 before that.
     """
 
-    body: bytes | memoryview
-    hold: Hold
-    given: InferHeaders
-
     def __init__(self, calls: JsonCalls, request: Request, route: str, version: str) -> None:
+        """Admit the body. Raises ServeError: The headers, or the size of the body, are rejected."""
         self._calls = calls
         self._scope = request.scope
         self._route = route
         self._version = version
         self._received_ns = calls.clock()
         self.complete_ns = 0
+        self.body: bytes | memoryview = b""
+        with self.counting():
+            self.given: Final[InferHeaders] = _read_headers(request.scope["headers"])
+            self.hold: Final[Hold] = calls.admission.reserve(self.given.body_bytes)
 
     @property
     def left_ns(self) -> int | None:
