@@ -136,7 +136,7 @@ async def test_model_that_was_unloaded_during_its_load_at_the_start_stays_unload
         loading = asyncio.create_task(start.registry.load_all())
         await file.wait()
         unloading = asyncio.create_task(start.registry.unload("near"))
-        await asyncio.sleep(0)  # so that the unload cancels the load
+        await start.reach(lambda: all(record.cancelled_because for record in start.registry.records_of("near")))
     await asyncio.wait_for(unloading, LONG_S)
     start.arrive.set()
     await asyncio.wait_for(loading, LONG_S)
