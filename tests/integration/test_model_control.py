@@ -352,23 +352,28 @@ def states(index: list[dict[str, str]]) -> set[tuple[str, str]]:
     return {(entry["name"], entry.get("state", "")) for entry in index}
 
 
-def test_load_that_does_not_end_delays_no_change_of_other_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_start", [True, False])
+def test_load_that_does_not_end_delays_no_change(tmp_path: Path, *, at_start: bool) -> None:
+    """Neither changes of other models nor a newer one of the same model, also while the server still starts."""
     add_model(tmp_path, "old", builders.identity)
-    slow = builders.identity(tmp_path / ".slow")
-    with held_file(slow) as file, serving(tmp_path, *POLL) as server, triton_clients(server) as (http, _):
-        slow.rename(tmp_path / "slow.onnx")
-        wait_until(lambda: ("slow", "LOADING") in states(index_of(server)))
+    slow = builders.identity(tmp_path / ("slow.onnx" if at_start else ".slow"))
+    with held_file(slow) as file, starting(tmp_path, *POLL) as server, triton_clients(server) as (http, _):
+        if not at_start:
+            server.wait_for_line("initial loading has ended")
+            slow.rename(tmp_path / "slow.onnx")
+        wait_until(lambda: {("slow", "LOADING"), ("old", "READY")} <= states(index_of(server)))
         shutil.move(tmp_path / "old", tmp_path / ".old")
         add_model(tmp_path, "new", builders.identity)
         wait_until(lambda: {("new", "READY"), ("old", "UNAVAILABLE")} <= states(index_of(server)))
         assert ("slow", "LOADING") in states(index_of(server))
+        assert http.is_server_ready() is not at_start
         builders.identity(tmp_path / ".new").rename(tmp_path / "slow.onnx")
         add_model(tmp_path, "next", builders.identity)
         wait_until(lambda: ("next", "READY") in states(index_of(server)))  # a poll has seen the new file
         file.release()
         server.wait_for_line("load cancelled", "its files or options have changed")
-        wait_until(lambda: ("slow", "READY") in states(index_of(server)))
-        assert http.is_model_ready("slow")
+        server.wait_for_line("model is ready", "model=slow")
+        wait_until(http.is_server_ready)
 
 
 def test_polling_follows_the_folders(tmp_path: Path) -> None:

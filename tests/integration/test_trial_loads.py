@@ -103,17 +103,14 @@ def test_trial_reports_the_error_of_the_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["unload", "stop"])
 def test_hanging_trial_ends_with_its_load_or_its_server(tmp_path: Path, ending: str) -> None:
+    file = builders.identity(tmp_path / "m.onnx")
     poll = ("--model-control-mode", "poll", "--repository-poll-s", "0.05")
-    with starting(tmp_path, "--trial-load", *poll, *SHORT_WARMUP) as server:
-        server.wait_for_line("initial loading has ended")  # polls begin then
-        new = builders.identity(tmp_path / ".m")
-        with held_file(new) as hold:
-            new.rename(tmp_path / "m.onnx")
-            wait_until(lambda: hold.is_awaited)
-            (child,) = trials(psutil.Process(server.pid))
-            if ending == "stop":
-                server.stop()
-            else:
-                builders.identity(tmp_path / ".m").replace(tmp_path / "m.onnx")
-                server.wait_for_line("model is ready", "model=m ")
-            wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    with held_file(file) as hold, starting(tmp_path, "--trial-load", *poll, *SHORT_WARMUP) as server:
+        wait_until(lambda: hold.is_awaited)
+        (child,) = trials(psutil.Process(server.pid))
+        if ending == "stop":
+            server.stop()
+        else:
+            builders.identity(tmp_path / "m.new").replace(tmp_path / "m.onnx")
+            server.wait_for_line("model is ready", "model=m ")
+        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

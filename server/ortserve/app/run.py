@@ -64,11 +64,11 @@ async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping
     try:
         await server.start()
         loading = asyncio.create_task(server.load(), name="load")
+        watching = asyncio.create_task(server.watch(), name="watch")
         stopping = asyncio.create_task(asked_to_stop.wait(), name="signals")
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()  # raises if a repository cannot be read
-        watching = asyncio.create_task(server.watch(), name="watch")
         await stopping
         loading.cancel()
         watching.cancel()

@@ -19,6 +19,7 @@ async def load_initially(
     reconciler: Reconciler,
     room: MemoryRoom,
     start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    on_begun: Callable[[], None],
 ) -> None:
     """Load the models in ``only``, or all models of the repositories. A failed model does not stop the others.
 
@@ -27,6 +28,7 @@ async def load_initially(
     budget, a model is therefore evicted for one that comes before it and whose files arrive later. Once all have
     arrived, models that were evicted or got no room are tried again in order, so that those are in memory that would be
     if all files had been there at once. ``start`` starts a change of models, as a task that ends with the registry.
+    ``on_begun`` is called when all loads have begun or wait for their turns, and only newer files can change anything.
 
     Raises:
         ServeError: invalid_input, if a repository cannot be read. Models may have been loaded before.
@@ -61,9 +63,13 @@ async def load_initially(
     sources = await reader.read_all(only, load_arrived)
     room.start_order = _start_order(sources, only)
     wanted = _wanted(sources, only)
+    is_twofold = bool(loads) and room.has_budget  # Loads from before the last arrival took and refused room until now.
+    if not is_twofold:
+        on_begun()
     await asyncio.gather(*loads, apply(wanted, is_whole=True))
-    if loads and room.has_budget:  # Loads from before the last arrival took and refused room until now.
+    if is_twofold:
         await apply(wanted, is_whole=True)
+        on_begun()
 
 
 def _start_order(sources: Collection[ModelSource], only: Collection[str] | None) -> dict[str, int]:

@@ -128,6 +128,8 @@ class Registry:
             follows_changes=is_polled,
         )
         self._changes: set[asyncio.Task[Any]] = set()
+        self._has_begun: Final = asyncio.Event()
+        """Whether polls may follow changes of the repositories: the initial load will read them no more."""
         self._found: Set[str] = frozenset()
         """The models in the repositories at the latest poll."""
         self._leaving: set[str] = set()
@@ -145,7 +147,6 @@ class Registry:
         self.rollout: Final = self._labels.rollout
         self.set_rollout: Final = self._catalog.set_rollout
         self.names_in_repositories: Final = self._reader.names
-        self.wait_for_poll: Final = self._reader.wait_for_poll
         self.knows: Final = self._catalog.knows
         self.names: Final = self._catalog.names
         self.records: Final = self._catalog.records
@@ -190,7 +191,9 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
         """
-        await load_initially(only, self._catalog, self._reader, self._reconciler, self._room, self._start)
+        await load_initially(
+            only, self._catalog, self._reader, self._reconciler, self._room, self._start, self._has_begun.set
+        )
         self._catalog.is_complete = True
         self.on_change()
 
@@ -217,6 +220,14 @@ class Registry:
         ``with_members`` unloads the members of an ensemble, too, except members of other ensembles.
         """
         await asyncio.shield(self._start(self._unload(name, with_members=with_members)))
+
+    async def wait_for_poll(self, interval_s: float) -> None:
+        """Wait for the time between two polls, or until files that the last poll began to fetch are there.
+
+        The first poll also waits until the initial load has begun all loads, but not until they have ended.
+        """
+        await self._has_begun.wait()
+        await self._reader.wait_for_poll(interval_s)
 
     async def poll(self) -> None:
         """As ``begin_poll``; returns when all changes are complete."""
