@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 from encodings_of_requests import ENCODINGS, Arrays, Infer, grpc_raw, rest_json, triton_inputs
 from models import builders, empty_inputs, interfaces
 from ortserve.core.dtypes import DataType
-from ortserve.engine.empty_checks import computes_empty
+from ortserve.engine.corrections.empty_checks import computes_empty
 from ortserve.engine.provider_options import CPU
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
 

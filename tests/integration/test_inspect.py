@@ -29,7 +29,7 @@ from apart import UnavailableError
 from gpu_package import environment_on_host_memory
 from models import builders, interfaces, patterns
 from ortserve.cli.main import main
-from ortserve.engine.harmful_optimizers import harmful_optimizers
+from ortserve.engine.corrections.harmful_optimizers import harmful_optimizers
 from ortserve.model_file.reading import read_model
 from pages import DOCS, Command, commands
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving

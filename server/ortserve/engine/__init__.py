@@ -3,8 +3,8 @@
 __all__ = [
     "bounded_time",
     "child_process",
+    "corrections",
     "distributions",
-    "empty_checks",
     "encoded_images",
     "instance",
     "model_signature",

@@ -9,8 +9,8 @@ import onnxruntime as ort
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.engine.corrections.least_axes import least_axes
 from ortserve.engine.encoded_images import find_images
-from ortserve.engine.least_axes import least_axes
 from ortserve.engine.runs import can_return_bfloat16
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import UNREADABLE, Dims, Model

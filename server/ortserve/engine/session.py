@@ -13,17 +13,16 @@ from typing import Final, TypeAlias
 import onnxruntime as ort
 
 from ortserve.config.session import EXTENSIONS, Scalar, SessionSettings, option_text
+from ortserve.engine.corrections.harmful_optimizers import harmful_optimizers
+from ortserve.engine.corrections.operator_checks import check_edits
+from ortserve.engine.corrections.replaced_nodes import replacement_edits
 from ortserve.engine.denormals import session_maker
-from ortserve.engine.divisions import division_edits
 from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
-from ortserve.engine.harmful_optimizers import harmful_optimizers
-from ortserve.engine.operator_checks import check_edits
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
-from ortserve.engine.text_gathers import text_gather_edits
 from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
@@ -93,8 +92,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
 
     Args:
         path: The ``.onnx`` file. ONNX Runtime gets the path, because its Python API would keep bytes in memory beside
-            the loaded weights. If a module such as ``zip_maps`` or ``divisions`` edits the model, it gets bytes, which
-            are released after loading.
+            the loaded weights. An edited model is passed as bytes, which are released after loading.
         name: The model's name in log lines of ONNX Runtime.
         options: How to open the model.
         model: The content of the file; None to read it here.
@@ -114,8 +112,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     _check_scores(model)
     try:
         images = find_images(model)
-        edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model)}
-        edits |= text_gather_edits(model)
+        edits = {**score_edits(model), **image_edits(images.values()), **replacement_edits(model)}
         checks = check_edits(model) if options.provider.name == CPU else {}
         harmful = harmful_optimizers(model)
     except ServeError:

@@ -219,3 +219,13 @@ def names_read(node: Node) -> Iterator[str]:
         own.update(name for inner in graph.nodes for name in inner.outputs)
         read = chain.from_iterable(map(names_read, graph.nodes))
         yield from (name for name in (*read, *(output.name for output in graph.outputs)) if name not in own)
+
+
+def is_plain_product(equation: str) -> bool:
+    """Whether an equation of Einsum is a product of matrices as MatMul computes it."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:
+        result = "".join(sorted(letter for letter in set(terms) - {","} if terms.count(letter) == 1))
+    first, _, second = terms.partition(",")
+    batch, summed = first[:-2], first[-1:]
+    return second[:-1] == batch + summed and result == first[:-1] + second[-1:]

@@ -18,7 +18,7 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import absent, format_shape, is_absent
 from ortserve.core.terms import Alone
-from ortserve.engine.empty_checks import computes_empty
+from ortserve.engine.corrections.empty_checks import computes_empty
 from ortserve.errors import ServeError, invalid_input
 from ortserve.rows import sum_terms
 

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import parser
 
-from ortserve.engine.operator_checks import check_edits
+from ortserve.engine.corrections.operator_checks import check_edits
 from ortserve.model_file.reading import read_model
 from ortserve.rows import Value, find_sizes
 from rows.brute_force import Observation

@@ -16,8 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ortserve.model_file.einsum import is_plain_product
-from ortserve.model_file.graph import FLOAT16, Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
+from ortserve.model_file.graph import (
+    FLOAT16,
+    Graph,
+    Model,
+    Node,
+    Tensor,
+    all_nodes,
+    graphs_of,
+    is_plain_product,
+    names_read,
+)
 from ortserve.rows import Atom, Value, atoms_of, find_sizes, has_atom
 
 _JOINS: Final = frozenset({"Concat", "ConcatFromSequence", "QLinearConcat"})
@@ -81,7 +90,7 @@ def find_empty_axes(model: Model, *, computes_empty: bool) -> Mapping[str, froze
     Args:
         model: The model.
         computes_empty: Whether the execution provider computes products of empty tensors that are not quantized, and
-            blocks of empty tensors (``engine.empty_checks.computes_empty``).
+            blocks of empty tensors (``engine.corrections.empty_checks.computes_empty``).
     """
     if not any(_may_fail_on_empty(node, model.graph.constants, computes_empty) for node in all_nodes(model)):
         return None

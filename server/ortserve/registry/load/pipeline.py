@@ -17,7 +17,7 @@ from ortserve.core.padding import Padding
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
-from ortserve.engine.empty_checks import computes_empty
+from ortserve.engine.corrections.empty_checks import computes_empty
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import Placement, count_operators

@@ -57,8 +57,8 @@ def _check_mask(call: Call, like: Value, index: int) -> None:
 def _check_present(call: Call, *past: int) -> None:
     """Raise if an operator has a past without outputs for the present, where ONNX Runtime 1.32.0 reads other memory.
 
-    On the CPU, ``engine.operator_checks`` adds these outputs, but not in bodies of functions or before operator set 9.
-    A proof does not know which provider runs the model.
+    On the CPU, ``engine.corrections.operator_checks`` adds these outputs, but not in bodies of functions or before
+    operator set 9. A proof does not know which provider runs the model.
     """
     if any(map(call.has, past)) and not (call.wants(1) and call.wants(2)):
         raise RandomError("has a past without outputs for the present, and may then read other content of the memory")

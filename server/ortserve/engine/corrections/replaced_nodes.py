@@ -1,19 +1,24 @@
-"""Replaces divisions of integers in models, so that no request can end the process.
+"""Replaces nodes that ONNX Runtime 1.31.1 computes wrongly, or with which a request could end the process.
 
-The smallest INT32 or INT64 divided by -1 is a processor fault, which ONNX Runtime 1.31.1 does not prevent: a request
-with these values would end the server. So this module replaces such divisions in the serialized model before a session
-is opened, as ``zip_maps`` replaces ZipMap. Where the divisor is -1, the new nodes negate the dividend, which leaves the
-smallest number unchanged. All other results stay the same.
+- **Divisions of integers.** The smallest INT32 or INT64 divided by -1 is a processor fault: a request with these values
+  would end the server. Where the divisor is -1, the new nodes negate the dividend, which leaves the smallest number
+  unchanged.
+- **Gather of texts.** Only the first text of each slice that an index selects is copied; the others stay empty.
+  GatherND copies all of them.
+
+All other results stay the same.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
-from ortserve.model_file.graph import INT32, INT64, Graph, Model, Node, Tensor, names_read
+from ortserve.model_file.graph import INT32, INT64, STRING, Dims, Graph, Model, Node, Tensor, names_read
 
-_MIN_OPSET: Final = 9
+_MIN_OPSET_OF_DIVISIONS: Final = 9
 """Earlier operator sets have no operator Where."""
+_MIN_OPSET_OF_GATHERS: Final = 12
+"""Before it GatherND has no ``batch_dims``."""
 _DIVISIONS: Final = frozenset({"Div", "Mod"})
 _FAULTING: Final = frozenset({INT32, INT64})
 """Element types whose division can fault. Smaller types are divided as INT32, in which their quotient cannot
@@ -31,13 +36,18 @@ _TYPED_BY: Final = {"OneHot": 2, "Where": 1} | dict.fromkeys(_OF_FIRST_OPERAND.s
 """Operators whose results have the type of an operand, with the operand's index."""
 
 
-def division_edits(model: Model) -> Edits:
-    """The edits that replace the divisions of the main graph whose operands depend on the values of a request."""
+def replacement_edits(model: Model) -> Edits:
+    """The edits that replace such nodes of the main graph."""
+    return {**_division_edits(model), **_gather_edits(model)}
+
+
+def _division_edits(model: Model) -> Edits:
+    """The edits that replace the divisions whose operands depend on the values of a request."""
     graph = model.graph
     divides = any(node.op in _DIVISIONS and not node.domain for node in graph.nodes)
-    if not divides or model.opsets.get("", 0) < _MIN_OPSET:
+    if not divides or model.opsets.get("", 0) < _MIN_OPSET_OF_DIVISIONS:
         return {}
-    types = element_types(graph)
+    types = _element_types(graph)
     requested = {declared.name for declared in graph.inputs}
     edits = {}
     for node in graph.nodes:
@@ -55,7 +65,7 @@ def division_edits(model: Model) -> Edits:
     return edits
 
 
-def element_types(graph: Graph) -> dict[str, int]:
+def _element_types(graph: Graph) -> dict[str, int]:
     """The element types of tensors, as far as they follow from inputs, constants and nodes of ONNX."""
     types = {declared.name: declared.dtype for declared in graph.inputs if declared.is_tensor}
     types |= {name: tensor.dtype for name, tensor in graph.constants.items()}
@@ -111,3 +121,53 @@ def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:
     yield write_node("Div", "", [dividend, safe], quotient)
     yield write_node("Neg", "", [dividend], opposite)
     yield write_node("Where", "", [is_minus_one, opposite, quotient], output)
+
+
+def _gather_edits(model: Model) -> Edits:
+    """The edits that replace each Gather of texts whose slices may have more than one text."""
+    graph = model.graph
+    gathers = [node for node in graph.nodes if node.op == "Gather" and not node.domain and len(node.inputs) == 2]
+    if not gathers or model.opsets.get("", 0) < _MIN_OPSET_OF_GATHERS:
+        return {}
+    types, dims = _element_types(graph), _dims(graph)
+    edits = {}
+    for node in gathers:
+        if types.get(node.inputs[0]) == STRING and node.outputs:
+            axis, known = node.attributes.get("axis", 0), dims.get(node.inputs[0])
+            if isinstance(axis, int) and axis < 0 and known is not None:
+                axis += len(known)
+            is_last = axis == -1 or (known is not None and axis == len(known) - 1)
+            if isinstance(axis, int) and axis >= 0 and not is_last:
+                edits[GRAPH_NODE, node.outputs[0]] = b"".join(_as_gather_nd(node, axis))
+    return edits
+
+
+def _dims(graph: Graph) -> Mapping[str, Dims]:
+    known = {declared.name: declared.dims for declared in graph.inputs if declared.dims is not None}
+    return known | {name: tensor.dims for name, tensor in graph.constants.items() if tensor.dims is not None}
+
+
+def _as_gather_nd(node: Node, axis: int) -> Iterator[bytes]:
+    """The indices with a last axis of 1, repeated for all elements of the axes before ``axis``."""
+    source, given = node.inputs
+    output = node.outputs[0]
+    indices, one, shape, column_shape, column = (
+        f"{output}/{name}" for name in ("indices", "one", "shape", "column_shape", "column")
+    )
+    yield write_node("Cast", "", [given], indices, attributes={"to": INT64})
+    yield write_constant(one, INT64, 1, is_list=True)
+    yield write_node("Shape", "", [indices], shape)
+    yield write_node("Concat", "", [shape, one], column_shape, attributes={"axis": 0})
+    yield write_node("Reshape", "", [indices, column_shape], column)
+    if axis:
+        start, end, source_shape, before, repeated_shape, repeated = (
+            f"{output}/{name}" for name in ("start", "end", "source_shape", "before", "repeated_shape", "repeated")
+        )
+        yield write_constant(start, INT64, 0, is_list=True)
+        yield write_constant(end, INT64, axis, is_list=True)
+        yield write_node("Shape", "", [source], source_shape)
+        yield write_node("Slice", "", [source_shape, start, end], before)
+        yield write_node("Concat", "", [before, column_shape], repeated_shape, attributes={"axis": 0})
+        yield write_node("Expand", "", [column, repeated_shape], repeated)
+        column = repeated
+    yield write_node("GatherND", "", [source, column], output, attributes={"batch_dims": axis})

@@ -17,7 +17,7 @@ from onnx import parser
 
 from empty_operands import outcome
 from models.empty_inside import COMPUTED_SINCE_1_32, EMPTY_INSIDE, REJECTED_SINCE_1_32, cut
-from ortserve.engine.operator_checks import check_edits
+from ortserve.engine.corrections.operator_checks import check_edits
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice

@@ -8,7 +8,7 @@ import pytest
 from onnx import parser
 
 from ortserve.config.session import SessionSettings
-from ortserve.engine.harmful_optimizers import harmful_optimizers
+from ortserve.engine.corrections.harmful_optimizers import harmful_optimizers
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice

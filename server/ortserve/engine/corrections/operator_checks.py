@@ -1,17 +1,17 @@
 """Checks in front of operators that would end the process, or use memory that is not theirs, on some inputs.
 
 ONNX Runtime 1.31.1 on the CPU does not check everything that an operator relies on. So this module puts nodes in front
-of such operators before a session is made, as ``divisions`` does: a Gather that is out of bounds if the inputs are
-wrong, so that the request fails with an error of ONNX Runtime. All other results stay as they are, bit by bit.
+of such operators: a Gather that is out of bounds if the inputs are wrong, so that the request fails with an error of
+ONNX Runtime. All other results stay as they are, bit by bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cache, partial
 from typing import Final
 
-from ortserve.engine.checked_node import Around, CheckedNode
-from ortserve.engine.empty_checks import EMPTY_CHECKS
-from ortserve.engine.least_axes import axes_needed_by
+from ortserve.engine.corrections.checked_node import Around, CheckedNode
+from ortserve.engine.corrections.empty_checks import EMPTY_CHECKS
+from ortserve.engine.corrections.least_axes import axes_needed_by
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
 from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes
 from ortserve.rows import find_sizes

@@ -10,10 +10,9 @@ from typing import Final
 
 import onnxruntime as ort
 
-from ortserve.engine.checked_node import CheckedNode
+from ortserve.engine.corrections.checked_node import CheckedNode
 from ortserve.engine.provider_options import CPU
-from ortserve.model_file.einsum import is_plain_product
-from ortserve.model_file.graph import FLOAT16, INT64, Attribute
+from ortserve.model_file.graph import FLOAT16, INT64, Attribute, is_plain_product
 
 _SINCE_1_32: Final = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 """Since 1.32, ONNX Runtime writes all products that it does not quantize, and quantizes blocks of empty tensors."""

@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import parser
 
-from ortserve.engine.least_axes import least_axes
+from ortserve.engine.corrections.least_axes import least_axes
 from ortserve.model_file.reading import read_model
 
 

@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 from onnx import parser
 
-from ortserve.engine.divisions import division_edits
+from ortserve.engine.corrections.replaced_nodes import replacement_edits
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
@@ -73,7 +73,7 @@ def test_constant_divisor_of_minus_one_is_no_fault_either(tmp_path: Path) -> Non
     ids=["floats", "bytes", "a constant", "constants", "sizes", "of a known operator only", "before Where"],
 )
 def test_other_divisions_stay_as_they_are(tmp_path: Path, inputs: str, nodes: str, constants: str, opset: int) -> None:
-    assert division_edits(read_model(write(tmp_path, inputs, nodes, constants, opset))) == {}
+    assert replacement_edits(read_model(write(tmp_path, inputs, nodes, constants, opset))) == {}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_other_divisions_stay_as_they_are(tmp_path: Path, inputs: str, nodes: st
 )
 def test_types_follow_from_the_nodes(tmp_path: Path, nodes: str) -> None:
     path = write(tmp_path, "float[n] a", nodes, "int64[1] one = {1}")
-    assert list(division_edits(read_model(path))) == [(1, "y")]
+    assert list(replacement_edits(read_model(path))) == [(1, "y")]
 
 
 def test_malformed_nodes_are_left_to_onnx_runtime(tmp_path: Path) -> None:
@@ -97,4 +97,4 @@ def test_malformed_nodes_are_left_to_onnx_runtime(tmp_path: Path) -> None:
     model = onnx.load(path)
     del model.graph.node[0].output[:], model.graph.node[1].input[1:]
     onnx.save(model, str(path))
-    assert division_edits(read_model(path)) == {}
+    assert replacement_edits(read_model(path)) == {}

@@ -7,11 +7,11 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from ortserve.engine.corrections.replaced_nodes import replacement_edits
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import Session, SessionOptions, open_session
-from ortserve.engine.text_gathers import text_gather_edits
 from ortserve.model_file.reading import read_model
 
 TEXTS = np.array([f"ä{number}" for number in range(24)], object).reshape(2, 3, 4)
@@ -68,7 +68,7 @@ def test_table_of_texts_is_looked_up_by_row(tmp_path: Path) -> None:
 )
 def test_texts_that_nodes_make_are_found(tmp_path: Path, nodes: str) -> None:
     path = write(tmp_path, "string[a,b] x, float[a,b] f, int64[n] i", nodes)
-    assert list(text_gather_edits(read_model(path))) == [(1, "y")]
+    assert list(replacement_edits(read_model(path))) == [(1, "y")]
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_texts_that_nodes_make_are_found(tmp_path: Path, nodes: str) -> None:
     ids=["a list", "columns", "numbers", "before batch_dims"],
 )
 def test_other_gathers_stay_as_they_are(tmp_path: Path, inputs: str, nodes: str, opset: int) -> None:
-    assert text_gather_edits(read_model(write(tmp_path, inputs, nodes, opset))) == {}
+    assert replacement_edits(read_model(write(tmp_path, inputs, nodes, opset))) == {}
