@@ -110,7 +110,6 @@ protos: .venv/dev.done
 
 reference: .venv/dev.done
 	$(BIN)/python -m ortserve.config.reference
-	$(BIN)/python -m ortserve.config.schema
 	$(BIN)/python -m ortserve.registry.repository.triton_fields
 	$(BIN)/python -m ortserve.telemetry.reference
 	$(BIN)/python -m ortserve.tools.reference

@@ -9,7 +9,6 @@ import pytest
 from pydantic import BaseModel
 
 import ortserve.config.reference
-import ortserve.config.schema
 import ortserve.registry.repository.triton_fields
 import ortserve.telemetry.reference
 from ortserve.config.model import ModelOptions, QueuePolicy
@@ -42,7 +41,7 @@ IN_SOURCE_TREE: Final = pytest.mark.skipif(
     ("page", "render", "command"),
     [
         (ortserve.config.reference.PAGE, ortserve.config.reference.render, "ortserve.config.reference"),
-        (ortserve.config.schema.FILE, ortserve.config.schema.render, "ortserve.config.schema"),
+        (ortserve.config.reference.SCHEMA, ortserve.config.reference.render_schema, "ortserve.config.reference"),
         (
             ortserve.registry.repository.triton_fields.PAGE,
             ortserve.registry.repository.triton_fields.render,

@@ -1,7 +1,10 @@
-"""Writes the reference page of options from their declaration: ``python -m ortserve.config.reference``."""
+"""Writes the reference page of options, and the JSON Schema of ``model.yaml`` for editors, from the declarations:
+``python -m ortserve.config.reference``.
+"""
 
+import json
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic.fields import FieldInfo
 
@@ -9,8 +12,10 @@ from ortserve.config.expectation import describe_default, describe_option, descr
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import OPTION_GROUPS, ServerOptions, flag_name, variable_name
 
-PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
-"""The page to write, which exists only in the source tree."""
+_FOLDER: Final = Path(__file__).parents[3] / "docs" / "reference"
+"""It exists only in the source tree."""
+PAGE: Final = _FOLDER / "options.md"
+SCHEMA: Final = _FOLDER / "model.schema.json"
 
 _INTRODUCTION: Final = """\
 # Options
@@ -97,5 +102,40 @@ def _nested_key(name: str, field: FieldInfo) -> str:
     return f"- `{name}`: {values}. {text}\n{nested}"
 
 
+def make_schema() -> dict[str, Any]:
+    """Make the JSON Schema of ``model.yaml``. It accepts the same values as the server, and describes every key."""
+    schema = ModelOptions.model_json_schema()
+    schema["title"] = "model.yaml"
+    schema["description"] = "Options of one model for ortserve."
+    tidy = _tidy(schema)
+    assert isinstance(tidy, dict)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | tidy
+
+
+def render_schema() -> str:
+    """The JSON Schema of ``model.yaml``, as a file."""
+    return json.dumps(make_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _tidy(node: object, *, names: bool = False) -> object:
+    """Remove ``expects``, which is for error messages, and titles that repeat names.
+
+    With ``names``, the keys of the node are names of properties, which stay.
+    """
+    if isinstance(node, list):
+        return [_tidy(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tidy = {
+        key: _tidy(value, names=key in ("properties", "$defs") and not names)
+        for key, value in node.items()
+        if names or key not in ("expects", "title") or (key == "title" and value == "model.yaml")
+    }
+    if not names and isinstance(text := tidy.get("description"), str):
+        tidy["description"] = " ".join(text.replace("``", "`").split())
+    return tidy
+
+
 if __name__ == "__main__":
     PAGE.write_text(render())
+    SCHEMA.write_text(render_schema())

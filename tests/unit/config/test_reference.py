@@ -9,7 +9,7 @@ import yaml
 
 from ortserve.config.model import ModelOptions, load_model_options
 from ortserve.config.options import ServerOptions
-from ortserve.config.schema import make_schema
+from ortserve.config.reference import make_schema
 from ortserve.errors import ServeError
 
 GOOD = [
