@@ -154,6 +154,18 @@ def test_documented_archive_reaches_the_init_container(tmp_path: Path) -> None:
     assert opened_networks(installed) == {4, 6}
 
 
+def test_documented_patch_opens_a_private_address_to_the_init_container(tmp_path: Path) -> None:
+    overlay = yaml_block("newTag")
+    overlay["components"] = ["../deploy/components/models-download"]
+    overlay["configMapGenerator"] += yaml_block("MODELS_URL")["configMapGenerator"]
+    installed = rendered(own_overlay(tmp_path, overlay | yaml_block("10.20.30.40")))
+    *before, added = installed.one("NetworkPolicy")["spec"]["egress"]
+    assert added == {"to": [{"ipBlock": {"cidr": "10.20.30.40/32"}}], "ports": [{"port": 443}]}
+    assert len(before) == 2
+    for container in installed.containers:
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+
+
 def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     overlay["components"] = ["../deploy/components/models-image"]

@@ -161,6 +161,18 @@ def test_every_container_has_resource_limits(installed: Installation) -> None:
         assert n_bytes(limits["memory"]) >= n_bytes(requests["memory"]) > 0
 
 
+def test_pods_have_their_processors_and_memory_reserved(installed: Installation) -> None:
+    """Kubernetes gives whole processors only to pods all of whose containers have equal requests and limits."""
+    for container in installed.containers:
+        limits = {name: value for name, value in container["resources"]["limits"].items() if "/" not in name}
+        assert limits == container["resources"]["requests"]
+
+
+def test_autoscaler_of_nodes_may_evict_the_pod(installed: Installation) -> None:
+    """Otherwise a pod with an ``emptyDir`` keeps its node."""
+    assert installed.pod["metadata"]["annotations"] == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}
+
+
 def test_queued_requests_fit_into_the_memory_limit(installed: Installation, options: ServerOptions) -> None:
     (shm,) = (volume["emptyDir"] for volume in installed.pod["spec"]["volumes"] if volume["name"] == "shm")
     memory = n_bytes(installed.server["resources"]["limits"]["memory"])
@@ -240,6 +252,7 @@ def test_both_autoscalers_use_the_same_metric_and_bounds() -> None:
         re.findall(r"ortserve_\w+", trigger["metadata"]["query"] + rule["seriesQuery"]) == ["ortserve_saturation"] * 2
     )
     assert cpus(pods["target"]["averageValue"]) == float(trigger["metadata"]["threshold"])
+    assert trigger["metadata"]["ignoreNullValues"] == "false"  # KEDA takes no value for 0 otherwise
     assert hpa["spec"]["scaleTargetRef"]["name"] == keda["spec"]["scaleTargetRef"]["name"] == "ortserve"
     assert hpa["spec"]["minReplicas"] == keda["spec"]["minReplicaCount"]
     assert hpa["spec"]["maxReplicas"] == keda["spec"]["maxReplicaCount"]

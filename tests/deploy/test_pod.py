@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -98,10 +98,20 @@ def archive(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def web_server(folder: Path) -> Iterator[str]:
+def web_server(folder: Path, stalls: int = 0) -> Iterator[str]:
+    """A server of a folder. It answers the first ``stalls`` requests with headers only, until the test ends."""
+    ended, left = threading.Event(), [stalls]
+
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_args: object) -> None:
             """Stay quiet."""
+
+        def copyfile(self, source: Any, outputfile: Any) -> None:
+            if left[0]:
+                left[0] -= 1
+                ended.wait(LONG_S)
+            else:
+                super().copyfile(source, outputfile)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever)
@@ -109,13 +119,14 @@ def web_server(folder: Path) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        ended.set()
         server.shutdown()
         thread.join()
         server.server_close()
 
 
-def fetch(url: str, sha256: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the init container's script as the init container does."""
+def fetch(url: str, sha256: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the init container's script as the init container does, with further variables."""
     for tool in ("curl", "sha256sum", "tar"):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}")
@@ -124,7 +135,7 @@ def fetch(url: str, sha256: str, folder: Path) -> subprocess.CompletedProcess[st
     shell, script = container["command"]
     assert script == f"/scripts/{FETCH.name}"
     assert [variable["name"] for variable in container["env"]] == ["MODELS_FOLDER"]
-    variables = {"MODELS_URL": url, "MODELS_SHA256": sha256, "MODELS_FOLDER": str(folder), "PATH": "/usr/bin:/bin"}
+    variables |= {"MODELS_URL": url, "MODELS_SHA256": sha256, "MODELS_FOLDER": str(folder), "PATH": "/usr/bin:/bin"}
     folder.mkdir()
     return subprocess.run([shell, FETCH], env=variables, capture_output=True, text=True, check=False, timeout=60)
 
@@ -137,6 +148,15 @@ def test_archive_with_the_right_checksum_is_unpacked(archive: Path, tmp_path: Pa
     with web_server(archive.parent) as url:
         checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
         done = fetch(f"{url}/{archive.name}", checksum, tmp_path / "models")
+    assert done.returncode == 0, done.stderr
+    assert files_under(tmp_path / "models") == files_under(repository_path())
+
+
+def test_stalled_download_begins_again(archive: Path, tmp_path: Path) -> None:
+    """Otherwise the pod would wait for it for ever."""
+    with web_server(archive.parent, stalls=1) as url:
+        checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
+        done = fetch(f"{url}/{archive.name}", checksum, tmp_path / "models", MODELS_STALL_S="1")
     assert done.returncode == 0, done.stderr
     assert files_under(tmp_path / "models") == files_under(repository_path())
 

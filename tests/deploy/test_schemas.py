@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from manifests import BASE, DEPLOY, ROOT, installation, overlays
-from pages import yaml_block
+from pages import KUBERNETES, blocks, yaml_block
 
 MINORS = sorted({tuple(map(int, version.split(".")[:2])) for version in kubernetes_validate.utils.all_versions()})[-3:]
 """The newest three known minor versions; Kubernetes maintains three at a time."""
@@ -46,6 +46,21 @@ def test_documented_ingress_is_valid_and_names_a_port_of_the_service(minor: tupl
     backend = path["backend"]["service"]
     service = installation(BASE).one("Service", backend["name"])
     assert backend["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_documented_routes_name_ports_of_the_service() -> None:
+    (block,) = (block for block in blocks("yaml", KUBERNETES) if "kind: HTTPRoute" in block)
+    spoken = {"HTTPRoute": "http", "GRPCRoute": "kubernetes.io/h2c"}
+    routes = {route["kind"]: route for route in yaml.safe_load_all(block)}
+    assert routes.keys() == spoken.keys()
+    for kind, route in routes.items():
+        (rule,) = route["spec"]["rules"]
+        (backend,) = rule["backendRefs"]
+        service = installation(BASE).one("Service", backend["name"])
+        protocols = {port["port"]: port["appProtocol"] for port in service["spec"]["ports"]}
+        assert protocols[backend["port"]] == spoken[kind]
+    # Two routes of different kinds must not share a host name.
+    assert routes["HTTPRoute"]["spec"]["hostnames"] != routes["GRPCRoute"]["spec"]["hostnames"]
 
 
 def test_misspelled_field_is_found() -> None:

@@ -206,7 +206,8 @@ def test_samples_of_model_yaml_are_valid_on_all_pages() -> None:
         "scrape_configs",
         "tolerances",
     }
-    samples = [yaml.safe_load(block) for page in DOCS.rglob("*.md") for block in blocks("yaml", page.read_text())]
+    texts = [block for page in DOCS.rglob("*.md") for block in blocks("yaml", page.read_text())]
+    samples = [sample for text in texts for sample in yaml.safe_load_all(text)]
     of_models = [sample for sample in samples if not of_other_files & set(sample)]
     assert len(of_models) >= 14
     for sample in of_models:
