@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import tritonclient.http as triton_http
@@ -97,9 +97,14 @@ def test_models_are_loaded_and_unloaded_as_the_page_describes(tmp_path: Path) ->
 
 def test_embeddings_are_answered_as_the_page_describes(tmp_path: Path) -> None:
     (ask,) = OF_ENSEMBLES
+    (snippet,) = [block for block in blocks("python", (DOCS / "ensembles.md").read_text()) if "import OpenAI" in block]
     add_model(tmp_path, "sentences", builders.word_counts, words=["two words"])
     with serving(tmp_path, *SHORT_WARMUP) as server:
         answer = json.loads(bash(on_ports_of(server, ask), tmp_path))
+        variables: dict[str, Any] = {}
+        exec(on_ports_of(server, snippet), variables)
+        variables["client"].close()
+    assert variables["vectors"] == [[1], [0]]
     assert [entry["embedding"] for entry in answer["data"]] == [[1], [0]]
 
 
