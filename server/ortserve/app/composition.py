@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import onnxruntime
 from prometheus_client import CollectorRegistry
 
-from ortserve.app.frontends import Console, Frontends
+from ortserve.app.protocol_servers import Console, ProtocolServers
 from ortserve.app.watchdog import Watchdog
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
@@ -221,7 +221,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         )
         observation = Observation(registry, rollouts.read_all, details.live, monotonic_ns, encode=encode_event)
         console = Console(observation, ModelDetails(registry, origins), details)
-    frontends = Frontends(
+    servers = ProtocolServers(
         options=options,
         metrics=metrics,
         inference=inference,
@@ -248,8 +248,8 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         repository=repository,
         traces=traces,
         profiling=management.profiling,
-        http=frontends.http(),
-        grpc=frontends.grpc(),
+        http=servers.http(),
+        grpc=servers.grpc(),
         watchdog=watchdog,
         console=console,
     )

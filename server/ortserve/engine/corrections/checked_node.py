@@ -9,16 +9,16 @@ from ortserve.rows import Value, constant_value
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """What is known about the graph around a node.
+class NodeContext:
+    """The graph of a node, and the known properties of its tensors.
 
     Attributes:
         graph: The graph.
         declared: The inputs of the model with their shapes.
         narrow: Constants, and the scales of DynamicQuantizeLinear, which are single numbers.
         makers: The nodes that make tensors.
-        find_sizes: What is known about the computed tensors, from ``rows.find_sizes``. It is called only if a check
-            asks for one, because the analysis takes as long as the proof of independent rows.
+        find_sizes: Returns the properties of the computed tensors, see ``rows.find_sizes``. Called only if a check asks
+            for one, because the analysis takes as long as the proof of independent rows.
     """
 
     graph: Graph
@@ -28,7 +28,7 @@ class Around:
     find_sizes: Callable[[], Mapping[int, Mapping[str, Value]]]
 
     def value(self, name: str) -> Value | None:
-        """What is known about a tensor that the graph reads or makes; None if nothing is."""
+        """The known properties of a tensor that the graph reads or makes; None if none are known."""
         constant = self.graph.constants.get(name)
         if constant is not None and name not in self.declared:
             return constant_value(constant)
@@ -36,12 +36,12 @@ class Around:
 
 
 class CheckedNode:
-    """A node with the nodes around it."""
+    """A node, with the nodes that check its inputs before it and its outputs behind it."""
 
-    def __init__(self, node: Node, around: Around) -> None:
+    def __init__(self, node: Node, context: NodeContext) -> None:
         """Begin with the node as it is."""
         self.node = node
-        self.around = around
+        self.context = context
         self._inputs = list(node.inputs)
         self._outputs = list(node.outputs)
         self._name = first_output(node)
@@ -60,13 +60,13 @@ class CheckedNode:
         dims = self.dims(place)
         return (
             place < len(self.node.inputs)
-            and self.node.inputs[place] in self.around.declared
+            and self.node.inputs[place] in self.context.declared
             and not (dims and isinstance(dims[-1], int))
         )
 
     def dims(self, place: int) -> Dims:
         """The declared shape of an input of the model; empty if it is not known."""
-        return self.around.declared.get(self.node.inputs[place]) or () if place < len(self.node.inputs) else ()
+        return self.context.declared.get(self.node.inputs[place]) or () if place < len(self.node.inputs) else ()
 
     def sizes(self, place: int) -> tuple[int | None, ...] | None:
         """The known sizes of an input; None if not even its number of axes is known."""
@@ -83,7 +83,7 @@ class CheckedNode:
         return value is None or not value.has_elements
 
     def _value(self, place: int) -> Value | None:
-        return self.around.value(self.node.inputs[place]) if self.has(place) else None
+        return self.context.value(self.node.inputs[place]) if self.has(place) else None
 
     def size(self, place: int, axis: int) -> str:
         """The name of the size of an axis of an input."""
@@ -143,7 +143,7 @@ class CheckedNode:
         """A tensor like ``source`` that cannot be read if ``index`` is not 0."""
         name = f"{self._new_name()}: {self.node.op} expects {expected}"  # names of nodes must differ
         nothing = self.add("Gather", self.constant(INT64, 0, is_list=True), index, name=name)
-        # What reads the result depends on the Gather, and the tensor keeps its shape.
+        # Readers of the result depend on the Gather, and the tensor keeps its shape.
         shape = self.add("Add", self.add("Shape", source), nothing)
         output = output or self._new_name()
         self._made.append(write_node("Reshape", "", [source, shape], output))

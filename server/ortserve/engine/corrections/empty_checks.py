@@ -59,7 +59,7 @@ def _check_product(product: CheckedNode) -> None:
     Transpose moves the rows, they are divided by the number of rows.
     """
     factors = product.node.inputs[:2]
-    makers = [product.around.makers[name] for name in factors if name in product.around.makers]
+    makers = [product.context.makers[name] for name in factors if name in product.context.makers]
     is_quantized = any(maker.op == "DequantizeLinear" for maker in makers)
     turned = [] if _SINCE_1_32 else [maker.attributes.get("perm") for maker in makers if maker.op == "Transpose"]
     if any(map(_moves_rows, turned)):
@@ -75,7 +75,7 @@ def _may_be_vector(product: CheckedNode, place: int) -> bool:
 
 def _check_term(term: CheckedNode) -> None:
     """Quantized sums and products of elements crash on empty tensors, and ONNX Runtime quantizes those of quantized."""
-    makers = [term.around.makers.get(name) for name in term.node.inputs]
+    makers = [term.context.makers.get(name) for name in term.node.inputs]
     if all(maker is not None and maker.op == "DequantizeLinear" for maker in makers):
         _not_empty(0, 1)(term)
 
@@ -130,7 +130,7 @@ def _check_pixels(roi_align: CheckedNode) -> None:
 
 def _check_normalized(normalization: CheckedNode) -> None:
     """InstanceNormalization of FP16 writes to unmapped memory if an image has no pixels."""
-    values = [normalization.around.value(name) for name in normalization.node.inputs[:2]]  # of one type
+    values = [normalization.context.value(name) for name in normalization.node.inputs[:2]]  # of one type
     if not normalization.may_be_empty(0) or any(value and value.dtype not in (0, FLOAT16) for value in values):
         return
     axes = range(2, len(normalization.sizes(0) or ()))

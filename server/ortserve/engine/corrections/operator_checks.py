@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cache, partial
 from typing import Final
 
-from ortserve.engine.corrections.checked_node import Around, CheckedNode
+from ortserve.engine.corrections.checked_node import CheckedNode, NodeContext
 from ortserve.engine.corrections.empty_checks import EMPTY_CHECKS
 from ortserve.engine.corrections.least_axes import axes_needed_by
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
@@ -38,11 +38,11 @@ def check_edits(model: Model) -> Edits:
     for scope, graph in _graphs(model.graph):
         scales = {node.outputs[1] for node in graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}
         makers = {name: node for node in graph.nodes for name in node.outputs}
-        around = Around(graph, declared, graph.constants.keys() | scales, makers, sizes)
+        context = NodeContext(graph, declared, graph.constants.keys() | scales, makers, sizes)
         for node in graph.nodes:
             if graph.constants.keys() >= set(node.inputs) - {""}:
                 continue
-            checked = CheckedNode(node, around)
+            checked = CheckedNode(node, context)
             for check in _checks_of(node, has_any_rank=has_any_rank):
                 check(checked)
             if checked.is_changed:
@@ -138,7 +138,7 @@ def _check_grouped(attention: CheckedNode) -> None:
     """GroupQueryAttention does not write rows whose number of new tokens is 0: they become zeros."""
     _make_present(attention, 3, 4)
     if attention.has(16):
-        value = attention.around.value(attention.node.inputs[0])
+        value = attention.context.value(attention.node.inputs[0])
         zero = attention.add("Cast", attention.constant(FLOAT, 0), to=value.dtype if value and value.dtype else FLOAT)
         is_idle = attention.add("Equal", attention.node.inputs[16], attention.constant(INT32, 0))
         attention.replace_where(
@@ -166,7 +166,7 @@ def _check_pairs(embedding: CheckedNode) -> None:
 def _check_scales(product: CheckedNode) -> None:
     """MatMulIntegerToFloat writes beyond the product if scales widen it."""
     for place in (2, 3):
-        if product.has(place) and product.node.inputs[place] not in product.around.narrow:
+        if product.has(place) and product.node.inputs[place] not in product.context.narrow:
             one, columns = product.constant(INT64, 1, is_list=True), product.size(1, -1)
             # The last axis, and 1 for a scalar.
             last = product.add("Concat", one, product.add("Shape", product.node.inputs[place]), axis=0)

@@ -1,8 +1,8 @@
 """The interface between the handlers of RPCs and the servers that call them.
 
-A group of handlers is a class with the attribute ``service`` and the method ``handlers()``. ``app/frontends`` creates
-one object of each group and passes all of them to the ``Router``. ``frontends/access`` assigns each method to an access
-group.
+A group of handlers is a class with the attribute ``service`` and the method ``handlers()``. ``app/protocol_servers``
+creates one object of each group and passes all of them to the ``Router``. ``frontends/access`` assigns each method to
+an access group.
 
     class GreetingCalls:
         service = SERVICE_NAME

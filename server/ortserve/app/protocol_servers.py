@@ -59,7 +59,7 @@ class Console:
 
 
 @dataclass(frozen=True, slots=True)
-class Frontends:
+class ProtocolServers:
     """Creates the servers of both protocols from shared parts."""
 
     options: ServerOptions
