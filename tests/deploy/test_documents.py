@@ -105,6 +105,12 @@ def test_documented_size_and_number_of_pods_take_effect(tmp_path: Path) -> None:
     assert installed.server["resources"] == {key: {"cpu": "4", "memory": "8Gi"} for key in ("requests", "limits")}
 
 
+def test_documented_pull_secret_is_that_of_the_pods(tmp_path: Path) -> None:
+    installed = rendered(own_overlay(tmp_path, {**yaml_block("newTag"), **yaml_block("imagePullSecrets")}))
+    account = installed.one("ServiceAccount", installed.pod["spec"]["serviceAccountName"])
+    assert account["imagePullSecrets"] == [{"name": "my-registry"}]
+
+
 def test_openshift_chooses_the_ids_of_the_pod(tmp_path: Path) -> None:
     overlay = {"resources": ["../deploy/overlays/cpu"], "components": ["../deploy/components/openshift"]}
     context = rendered(own_overlay(tmp_path, overlay)).pod["spec"]["securityContext"]
