@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import onnxruntime as ort
 
 from ortserve.config.session import EXTENSIONS, Scalar, SessionSettings, option_text
 from ortserve.engine.corrections.harmful_optimizers import harmful_optimizers
-from ortserve.engine.corrections.operator_checks import check_edits
+from ortserve.engine.corrections.operator_checks import check_edits, check_written_outputs
 from ortserve.engine.corrections.replaced_nodes import replacement_edits
 from ortserve.engine.denormals import session_maker
 from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
@@ -24,10 +23,10 @@ from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
 from ortserve.engine.zip_maps import score_edits
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
 from ortserve.model_file.editing import Edits, edited_model
-from ortserve.model_file.graph import Graph, Model, all_nodes
+from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import read_model
 from ortserve.telemetry.logs import log_event
 
@@ -108,8 +107,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     if pointer := find_pointer(path, model):
         raise invalid_input(pointer)
     _check_dimensions(model, options.settings)
-    _check_scans(model)
-    _check_scores(model)
+    check_written_outputs(model)
     try:
         images = find_images(model)
         edits = {**score_edits(model), **image_edits(images.values()), **replacement_edits(model)}
@@ -251,40 +249,6 @@ def _check_dimensions(model: Model, settings: SessionSettings) -> None:
             known = ", ".join(sorted(denotations)) or "none"
             raise invalid_input(
                 f"session.free_dimensions_by_denotation: expected denotations out of {known}, got {denotation}"
-            )
-
-
-def _check_scans(model: Model) -> None:
-    """Check that each output of a Scan's body differs from the body's inputs and other outputs.
-
-    ONNX Runtime 1.31.1 does not write such an output. An answer would hold what was in the memory before: values of
-    other requests.
-    """
-    for node in all_nodes(model):
-        body = node.attributes.get("body")
-        if node.op == "Scan" and isinstance(body, Graph):
-            names = Counter(declared.name for declared in (*body.inputs, *body.outputs))
-            for output in body.outputs:
-                if names[output.name] > 1:
-                    raise ServeError(
-                        ErrorKind.UNSUPPORTED,
-                        "operator Scan: expected a body whose outputs are not among its inputs and differ from each "
-                        f"other, got '{output.name}', which ONNX Runtime would not write; return an Identity of it",
-                    )
-
-
-def _check_scores(model: Model) -> None:
-    """Check that each GroupQueryAttention with an output for its scores says which ones.
-
-    ONNX Runtime 1.32.0 does not write this output otherwise. Only with a past it rejects such a model.
-    """
-    for node in all_nodes(model):
-        is_grouped = (node.domain, node.op) == ("com.microsoft", "GroupQueryAttention")
-        if is_grouped and any(node.outputs[3:4]) and not node.attributes.get("qk_output"):
-            raise ServeError(
-                ErrorKind.UNSUPPORTED,
-                f"operator GroupQueryAttention: expected qk_output to be 1 or 2 for output '{node.outputs[3]}', "
-                "got 0, with which ONNX Runtime would not write it",
             )
 
 

@@ -5,6 +5,7 @@ of such operators: a Gather that is out of bounds if the inputs are wrong, so th
 ONNX Runtime. All other results stay as they are, bit by bit.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cache, partial
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 from ortserve.engine.corrections.checked_node import CheckedNode, NodeContext
 from ortserve.engine.corrections.empty_checks import EMPTY_CHECKS
 from ortserve.engine.corrections.least_axes import axes_needed_by
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
 from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes
 from ortserve.rows import find_sizes
@@ -48,6 +50,43 @@ def check_edits(model: Model) -> Edits:
             if checked.is_changed:
                 edits[GRAPH_NODE, scope + first_output(node)] = checked.edit()
     return edits
+
+
+def check_written_outputs(model: Model) -> None:
+    """Check that ONNX Runtime writes all outputs of the operators Scan and GroupQueryAttention.
+
+    An answer with an unwritten output would hold what was in the memory before: values of other requests.
+
+    Raises:
+        ServeError: unsupported.
+    """
+    for node in all_nodes(model):
+        if node.op == "Scan" and isinstance(body := node.attributes.get("body"), Graph):
+            _check_scan(body)
+        elif (node.domain, node.op) == ("com.microsoft", "GroupQueryAttention"):
+            _check_scores(node)
+
+
+def _check_scan(body: Graph) -> None:
+    """ONNX Runtime 1.31.1 does not write an output of the body that is also an input or another output of it."""
+    names = Counter(declared.name for declared in (*body.inputs, *body.outputs))
+    for output in body.outputs:
+        if names[output.name] > 1:
+            raise ServeError(
+                ErrorKind.UNSUPPORTED,
+                "operator Scan: expected a body whose outputs are not among its inputs and differ from each "
+                f"other, got '{output.name}', which ONNX Runtime would not write; return an Identity of it",
+            )
+
+
+def _check_scores(attention: Node) -> None:
+    """ONNX Runtime 1.32.0 does not write scores without ``qk_output``. Only with a past it rejects such a model."""
+    if any(attention.outputs[3:4]) and not attention.attributes.get("qk_output"):
+        raise ServeError(
+            ErrorKind.UNSUPPORTED,
+            f"operator GroupQueryAttention: expected qk_output to be 1 or 2 for output '{attention.outputs[3]}', "
+            "got 0, with which ONNX Runtime would not write it",
+        )
 
 
 def _has_any_rank(model: Model) -> bool:
