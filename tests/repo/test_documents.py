@@ -126,6 +126,13 @@ def test_page_of_a_room_lists_every_module(page: Path) -> None:
         assert inner != page.parent or module.stem.startswith("__") or module.stem in known, module
 
 
+@pytest.mark.parametrize("page", [ROOT / "server" / "README.md", *sorted(PACKAGE.rglob("README.md"))], ids=name_of)
+def test_modules_named_on_the_pages_of_the_code_exist(page: Path) -> None:
+    roots = (PACKAGE, PACKAGE / "frontends", ROOT, page.parent)
+    named = {span for span in spans(page.read_text()) if re.fullmatch(r"[a-z_]+(/[a-z_]+)+", span)}
+    assert [name for name in named if not any(list(root.glob(f"{name}*")) for root in roots)] == []
+
+
 @cache
 def sources_of_classes() -> dict[str, str]:
     """The source of each class of the server, by name."""
