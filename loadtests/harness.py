@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection as Pipe
@@ -75,12 +75,13 @@ def post(url: str, body: bytes) -> dict[str, object]:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process and its children so far, in seconds."""
+    """User and system time of a process and its children so far, in seconds, including children that ended."""
     total = 0.0
     root = psutil.Process(pid)
     for process in (root, *root.children(recursive=True)):
-        times = process.cpu_times()
-        total += times.user + times.system
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
