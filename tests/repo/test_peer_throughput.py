@@ -1,12 +1,87 @@
-"""The comparison with other servers counts whole servers."""
+"""The comparison with other servers: its documents show its results, and it counts and ends whole servers."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
-from harness import cpu_s
+import psutil
+import pytest
 
+from harness import Load, cpu_s
+from manifests import ROOT
+from pages import DOCS, sections
+from peer_throughput import ARMS, FROM_PYPI, HERE, PEERS, Servers, report
+from proxies import free_ports
+
+RESULTS: Final = (HERE / "results" / "compiled" / "peer_throughput.md").read_text()
+README: Final = sections(ROOT / "README.md")["performance"]
+BENCHMARKS: Final = sections(DOCS / "benchmarks.md")["throughput-against-other-servers"]
 BURN_S: Final = 0.2
+
+
+def cells(text: str) -> Iterator[list[str]]:
+    """The rows of all tables in ``text``, without their heads."""
+    for line in re.findall(r"^\|.*\| \d.*\|$", text, re.MULTILINE):
+        name, *others = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        yield [name, *others]
+
+
+def rounded(figure: str) -> str:
+    """A figure of the results as documents show it: ``14.40 (13.95 to 14.75)`` is ``14 (14 to 15)``."""
+    digits = 0 if float(figure.split()[0]) >= 10 else 2
+    return re.sub(r"[\d.]+", lambda number: f"{float(number[0]):,.{digits}f}", figure)
+
+
+def test_documents_show_the_results() -> None:
+    ours, *peers = (row for row in cells(RESULTS) if len(row) == 5)
+    shown = {
+        name: [rounded(rate.split()[0]), p50, p99, f"{float(cpu.split()[0]):,.0f}"]
+        for name, rate, p50, p99, cpu in (ours, *peers)
+    }
+    ratios = {name: [rounded(times), goal] for name, times, goal, _ in (row for row in cells(RESULTS) if len(row) == 4)}
+    assert ours[0] == "ortserve"
+    assert ratios.keys() == {name for name, *_ in peers}
+    readme, benchmarks = list(cells(README)), list(cells(BENCHMARKS))
+    assert len(readme) == len(benchmarks) == len(shown)
+    for name, figures in shown.items():
+        assert [row[1:] for row in readme if row[0].startswith(name)] == [figures]
+        assert [row[1:7] for row in benchmarks if row[0].startswith(name)] == [figures + ratios.get(name, ["", ""])]
+
+
+def test_results_name_the_pinned_versions() -> None:
+    for peer in FROM_PYPI:
+        package, version = peer.requirement.split("==")
+        assert re.match(rf"\S.* {re.escape(version)}( \(|$)", peer.name), package
+    measured = {name for name, *_ in cells(RESULTS)} - {"ortserve", "FastAPI"}
+    assert measured <= {peer.name for peer in FROM_PYPI}
+
+
+def test_every_peer_is_listed_and_set_up() -> None:
+    script = (HERE / "peer_throughput.py").read_text()
+    (row,) = re.findall(r"^\| `peer_throughput.py` \| (.*?) \|", (HERE / "README.md").read_text(), re.MULTILINE)
+    assert all(peer.name[: peer.name.index(peer.requirement.split("==")[1]) - 1] in row for peer in FROM_PYPI)
+    assert len(ARMS) == len(FROM_PYPI) + 1, "FastAPI needs no package of its own"
+    assert all(file.stem in script for file in PEERS.iterdir() if not file.name.startswith("_"))
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Servers:
+    return Servers(tmp_path, free_ports().http)
+
+
+def test_a_server_is_started_checked_counted_and_ended(servers: Servers) -> None:
+    arm = servers.fastapi()
+    with arm.start() as pid:
+        assert pid is not None
+        arm.check()
+        with pytest.raises(AssertionError):
+            replace(arm, values=lambda answer: [2 * value for value in arm.values(answer)]).check()
+        assert cpu_s(pid) > 0
+    assert not psutil.pid_exists(pid)
 
 
 def test_processor_time_includes_processes_that_ended() -> None:
@@ -17,3 +92,13 @@ def test_processor_time_includes_processes_that_ended() -> None:
         process.stdout.readline()
         assert cpu_s(process.pid) >= BURN_S
         process.communicate(b"\n")
+
+
+def test_report_shows_the_fastest_server_first(tmp_path: Path) -> None:
+    loads = {"ortserve": [Load(300, 1, 2, 30)], "slow": [Load(100, 3, 4, 90)], "fast": [Load(200, 2, 3, 0)]}
+    report(loads, {"fast"}, 32, tmp_path)
+    rows = list(cells((tmp_path / "peer_throughput.md").read_text()))
+    assert [row[0] for row in rows] == ["ortserve", "fast", "slow", "fast", "slow"]
+    assert [row[-1] for row in rows[1:3]] == ["-", "90.00 (90.00 to 90.00)"]
+    assert rows[-1][1:] == ["3.00 (3.00 to 3.00)", "-", "3.00 (3.00 to 3.00)"]
+    assert (tmp_path / "peer_throughput.png").stat().st_size > 1000
