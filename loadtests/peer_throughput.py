@@ -1,9 +1,9 @@
 """How many REST requests does ortserve answer, compared with model servers that can be installed from PyPI?
 
 Level: server. Expected: at 32 connections at least 3 times the requests per second of FastAPI as a user would write it,
-MLServer and LitServe, and 1.5 times those of mosec, with the same ONNX model.
+MLServer, LitServe, BentoML, Ray Serve and PyTriton, and 1.5 times those of mosec, with the same ONNX model.
 
-    python loadtests/peer_throughput.py [--peers mosec mlserver …] [--rounds 5] [--seconds 5] [--connections 32]
+    python loadtests/peer_throughput.py [--peers mosec ray …] [--rounds 5] [--seconds 5] [--connections 32]
                                         [--server NAME=URL]
 
 Each peer is set up as its documentation advises (``loadtests/peers``): batches of up to 32, one worker, a session with
@@ -12,7 +12,7 @@ tests use for such environments; the first run installs it, which takes a networ
 with the Open Inference Protocol, such as Triton, that serves the model ``mlp`` of this script. ``--keep FOLDER`` only
 writes that model as a repository.
 
-The servers take turns. Each is started for its turn and ended after it, because some use processor time
+The servers take turns. Each is started for its turn and ended after it, because some, such as Ray, use processor time
 even without requests. A turn starts with two seconds of load that are not counted. A checker compares answers with ONNX
 Runtime's during the load. CPU is that of the server's whole process tree. The load generator (wrk) shares the machine's
 processors. Writes ``loadtests/results/peer_throughput.md`` and a plot.
@@ -25,6 +25,7 @@ import platform
 import shutil
 import statistics
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -83,7 +84,10 @@ FASTAPI: Final = "FastAPI"
 MOSEC: Final = Peer("mosec 0.9.8", "mosec==0.9.8", 1.5)
 MLSERVER: Final = Peer("MLServer 1.7.1", "mlserver==1.7.1", 3, ("uvloop<0.22",))
 LITSERVE: Final = Peer("LitServe 0.2.19", "litserve==0.2.19", 3)
-FROM_PYPI: Final = (MOSEC, MLSERVER, LITSERVE)
+BENTOML: Final = Peer("BentoML 1.4.40", "bentoml==1.4.40", 3)
+RAY: Final = Peer("Ray Serve 2.60.0", "ray[serve]==2.60.0", 3)
+PYTRITON: Final = Peer("PyTriton 0.7.0 (Triton 2.51, model in Python)", "nvidia-pytriton==0.7.0", 3)
+FROM_PYPI: Final = (MOSEC, MLSERVER, LITSERVE, BENTOML, RAY, PYTRITON)
 GOALS: Final = {FASTAPI: 3.0, **{peer.name: peer.goal for peer in FROM_PYPI}}
 
 
@@ -157,6 +161,26 @@ class Servers:
         command = [MOSEC.python(), PEERS / "mosec_server.py", "--address=127.0.0.1", "--port", self._port]
         return self._plain(MOSEC, "/inference", self._start(command, "/metrics"))
 
+    def bentoml(self) -> Arm:
+        command = [BENTOML.python().with_name("bentoml"), "serve", "bentoml_service:Mlp", "--quiet"]
+        command += ["--working-dir", PEERS, "--host=127.0.0.1", "--port", self._port]
+        environment = {"BENTOML_HOME": str(self._folder / "bentoml"), "BENTOML_DO_NOT_TRACK": "True"}
+        # BentoML's documents are batches, here of one row.
+        body = json.dumps({"x": [self._numbers]}).encode()
+        start = self._start(command, "/readyz", environment)
+        return Arm(BENTOML.name, start, f"{self._url}/predict", body, lambda answer: answer, self._expected)
+
+    def ray(self) -> Arm:
+        command = [RAY.python(), PEERS / "ray_server.py", self._file, self._port]
+        return self._plain(RAY, "/", self._start(command, "/-/healthz", {"RAY_TMPDIR": str(self._folder / "ray")}))
+
+    def pytriton(self) -> Arm:
+        command = [PYTRITON.python(), PEERS / "pytriton_server.py", self._file, self._port]
+        # Triton's Python backend loads the interpreter's shared library.
+        environment = {"LD_LIBRARY_PATH": sysconfig.get_config_var("LIBDIR"), "PYTRITON_HOME": str(self._folder)}
+        start = self._start(command, "/v2/models/mlp/ready", environment)
+        return self.by_address(PYTRITON.name, self._url, start)
+
     def by_address(self, name: str, url: str, start: Start = nullcontext) -> Arm:
         """The arm of a server with the Open Inference Protocol."""
         tensor = {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": self._numbers}
@@ -178,6 +202,9 @@ ARMS: Final = {
     "mlserver": Servers.mlserver,
     "litserve": Servers.litserve,
     "mosec": Servers.mosec,
+    "bentoml": Servers.bentoml,
+    "ray": Servers.ray,
+    "pytriton": Servers.pytriton,
 }
 
 
