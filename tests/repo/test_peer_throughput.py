@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import psutil
 import pytest
@@ -23,11 +23,19 @@ BENCHMARKS: Final = sections(DOCS / "benchmarks.md")["throughput-against-other-s
 BURN_S: Final = 0.2
 
 
-def cells(text: str) -> Iterator[list[str]]:
-    """The rows of all tables in ``text``, without their heads."""
-    for line in re.findall(r"^\|.*\| \d.*\|$", text, re.MULTILINE):
-        name, *others = (cell.strip(" *") for cell in line.strip("|").split("|"))
-        yield [name, *others]
+Table: TypeAlias = dict[str, dict[str, str]]
+"""Cells by the first cell of their row and the head of their column."""
+
+
+def tables(text: str) -> Iterator[Table]:
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = ([cell.strip(" *") for cell in line.strip("|").split("|")] for line in block.splitlines())
+        yield {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def row_of(server: str, table: Table) -> dict[str, str]:
+    (row,) = (row for name, row in table.items() if name.startswith(server))
+    return row
 
 
 def rounded(figure: str) -> str:
@@ -37,27 +45,29 @@ def rounded(figure: str) -> str:
 
 
 def test_documents_show_the_results() -> None:
-    ours, *peers = (row for row in cells(RESULTS) if len(row) == 5)
-    shown = {
-        name: [rounded(rate.split()[0]), p50, p99, f"{float(cpu.split()[0]):,.0f}"]
-        for name, rate, p50, p99, cpu in (ours, *peers)
-    }
-    ratios = {name: [rounded(times), goal] for name, times, goal, _ in (row for row in cells(RESULTS) if len(row) == 4)}
-    assert ours[0] == "ortserve"
-    assert ratios.keys() == {name for name, *_ in peers}
-    readme, benchmarks = list(cells(README)), list(cells(BENCHMARKS))
-    assert len(readme) == len(benchmarks) == len(shown)
-    for name, figures in shown.items():
-        assert [row[1:] for row in readme if row[0].startswith(name)] == [figures]
-        assert [row[1:7] for row in benchmarks if row[0].startswith(name)] == [figures + ratios.get(name, ["", ""])]
+    measured, against = tables(RESULTS)
+    (readme,) = tables(README)
+    (benchmarks,) = tables(BENCHMARKS)
+    assert len(readme) == len(benchmarks) == len(measured)
+    for server, row in measured.items():
+        ratio = against.get(server, {})
+        figures = {
+            "requests/s": rounded(row["requests/s"].split()[0]),
+            "p50 ms": row["p50 ms"],
+            "p99 ms": row["p99 ms"],
+            "CPU µs per request": rounded(row["CPU µs a request"].split()[0]),
+            "ortserve's requests/s, times as many": rounded(ratio["requests/s, times as many"]) if ratio else "",
+            "goal": ratio.get("expected", ""),
+        }
+        assert row_of(server, benchmarks) == figures
+        assert row_of(server, readme).items() <= figures.items()
 
 
 def test_results_name_the_pinned_versions() -> None:
     for peer in FROM_PYPI:
         package, version = peer.requirement.split("==")
         assert re.match(rf"\S.* {re.escape(version)}( \(|$)", peer.name), package
-    measured = {name for name, *_ in cells(RESULTS)} - {"ortserve", "FastAPI"}
-    assert measured <= {peer.name for peer in FROM_PYPI}
+    assert next(tables(RESULTS)).keys() - {"ortserve", "FastAPI"} <= {peer.name for peer in FROM_PYPI}
 
 
 def test_every_peer_is_listed_and_set_up() -> None:
@@ -97,8 +107,8 @@ def test_processor_time_includes_processes_that_ended() -> None:
 def test_report_shows_the_fastest_server_first(tmp_path: Path) -> None:
     loads = {"ortserve": [Load(300, 1, 2, 30)], "slow": [Load(100, 3, 4, 90)], "fast": [Load(200, 2, 3, 0)]}
     report(loads, {"fast"}, 32, tmp_path)
-    rows = list(cells((tmp_path / "peer_throughput.md").read_text()))
-    assert [row[0] for row in rows] == ["ortserve", "fast", "slow", "fast", "slow"]
-    assert [row[-1] for row in rows[1:3]] == ["-", "90.00 (90.00 to 90.00)"]
-    assert rows[-1][1:] == ["3.00 (3.00 to 3.00)", "-", "3.00 (3.00 to 3.00)"]
+    measured, against = tables((tmp_path / "peer_throughput.md").read_text())
+    assert [*measured, *against] == ["ortserve", "fast", "slow", "fast", "slow"]
+    assert [row["CPU µs a request"][:5] for row in measured.values()] == ["30.00", "-", "90.00"]
+    assert against["slow"]["requests/s, times as many"] == "3.00 (3.00 to 3.00)"
     assert (tmp_path / "peer_throughput.png").stat().st_size > 1000
