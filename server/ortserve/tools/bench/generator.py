@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, repeat
@@ -111,13 +111,27 @@ class Channel:
         self._pipe = pipe
         self._received: asyncio.Queue[Any] = asyncio.Queue()
         self._writer = ThreadPoolExecutor(1)
-        self.on_stop: Callable[[], object] | None = None
+        self._on_stop: Callable[[], object] | None = None
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, daemon=True).start()
 
     async def receive(self) -> Any:
         """The next message; None after the measuring process has closed the pipe."""
         return await self._received.get()
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], object]) -> Iterator[None]:
+        """Call ``stop`` for each message that arrives within the block, or has arrived since the last ``receive``.
+
+        Used on the thread of the event loop.
+        """
+        self._on_stop = stop
+        if not self._received.empty():
+            stop()
+        try:
+            yield
+        finally:
+            self._on_stop = None
 
     def send(self, message: object) -> None:
         """Send a message without waiting. Thread-safe."""
@@ -133,9 +147,9 @@ class Channel:
             self._loop.call_soon_threadsafe(self._on_message, message)
 
     def _on_message(self, message: object) -> None:
-        if self.on_stop is not None:
-            self.on_stop()
-        if self.on_stop is None or message is None:
+        if self._on_stop is not None:
+            self._on_stop()
+        if self._on_stop is None or message is None:
             self._received.put_nowait(message)
 
 
@@ -159,13 +173,16 @@ class LoopDriver(Recorder):
         self._turn_ns: int | None = None
         target.sink = self
 
+    def stop(self) -> None:
+        """Send no more requests."""
+        self._stopped.set()
+
     async def run(self) -> Finished:
-        """Send all requests, or as many as fit until the channel says stop, and wait until each is answered or late."""
+        """Send all requests, or those before ``stop``, and wait until each is answered or late."""
         work, target, begin_ns = self._work, self._target, self._begin_ns
-        self._channel.on_stop = self._stopped.set
         await asyncio.sleep((self._start_ns - monotonic_ns()) / 1e9)
         self._set_timer(monotonic_ns())
-        for caller in range(work.callers or 0):
+        for caller in range(0 if self._stopped.is_set() else work.callers or 0):
             self._send(caller, monotonic_ns())
         await self._wait(self._stopped, begin_ns)
         cpu_ns, before = time.process_time_ns(), target.batches()
@@ -174,7 +191,6 @@ class LoopDriver(Recorder):
         self._stopped.set()
         if self._under_way:
             await self._wait(self._drained)
-        self._channel.on_stop = None
         self._timer.close()
         batches = {rows: number - before.get(rows, 0) for rows, number in target.batches().items()}
         due = None if work.callers else sum(begin_ns <= due_ns < end_ns for due_ns in self._dues)
@@ -256,14 +272,13 @@ class LoopDriver(Recorder):
         self._set_timer(now_ns)
 
 
-def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int) -> Finished:
-    """Offer a load to blocking runs. Each caller is a thread; an open loop has one thread.
+def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int, stop: threading.Event) -> Finished:
+    """Offer a load to blocking runs until ``stop``. Each caller is a thread; an open loop has one thread.
 
     Requests of an open loop that wait for longer than the time limit fail, as on a server.
     """
     begin_ns, end_ns, dues = work.times(start_ns)
-    stop, lock, recorder = threading.Event(), threading.Lock(), Recorder(begin_ns, work.look_every)
-    channel.on_stop = stop.set
+    lock, recorder = threading.Lock(), Recorder(begin_ns, work.look_every)
     timeout_ns = int(work.timeout_s * 1e9)
     # Numbers and due times, which the threads take in turn (not from a generator, which only one thread may run). In a
     # closed loop requests are due at once.
@@ -306,7 +321,6 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
             thread.join(_CHUNK_S)
             with lock:
                 channel.send(recorder.take())
-    channel.on_stop = None
     last_ns, cpu_ns = _ended(begin_ns, end_ns, cpu_at_begin_ns)
     return Finished(begin_ns, last_ns, cpu_ns, None, {})
 
@@ -353,9 +367,14 @@ async def _serve(pipe: Connection) -> None:
         if not isinstance(start_ns, int):  # another generator could not open its target
             continue
         if isinstance(target, Target):
-            channel.send(await LoopDriver(target, work, channel, start_ns).run())
+            driver = LoopDriver(target, work, channel, start_ns)
+            with channel.stopping(driver.stop):
+                finished = await driver.run()
         else:
-            channel.send(await asyncio.to_thread(run_threads, target, work, channel, start_ns))
+            stop = threading.Event()
+            with channel.stopping(stop.set):
+                finished = await asyncio.to_thread(run_threads, target, work, channel, start_ns, stop)
+        channel.send(finished)
     for target in targets.values():
         if isinstance(target, Target):
             await target.close()

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from types import FrameType
 from typing import Any, Final
 
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.bench.generator import STOP, Finished, Work
 from ortserve.tools.bench.samples import Chunk
+from ortserve.tools.staging import signals_handled_by
 
 _PROGRAM: Final = "from ortserve.tools.bench.generator import main; main()"
 _START_S: Final = 0.05
@@ -105,8 +107,15 @@ class Generators:
         seen, work = Seen(), works[0]
         begin_ns, end_ns, _ = work.times(self._open(works))
         left = list(self._pipes)
-        while left:
-            try:
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if seen.is_interrupted:  # the second Ctrl-C ends the call at once
+                raise KeyboardInterrupt
+            seen.is_interrupted = True
+
+        is_stopped = False
+        with signals_handled_by(interrupt):  # an exception would lose the message that is being received
+            while left:
                 for pipe in wait(left, timeout=0.1):
                     assert isinstance(pipe, Connection)
                     message = _receive(pipe)
@@ -118,14 +127,10 @@ class Generators:
                 now_ns = monotonic_ns()
                 if now_ns > end_ns + (work.timeout_s + _GRACE_S) * 1e9:
                     raise ServeError(ErrorKind.INTERNAL, "a generator has not ended in time")
-                if not wants_more(seen, (now_ns - begin_ns) / 1e9) and not seen.is_precise:
-                    seen.is_precise = True
+                seen.is_precise |= not wants_more(seen, (now_ns - begin_ns) / 1e9)
+                if not is_stopped and (seen.is_interrupted or seen.is_precise):
+                    is_stopped = True
                     self._tell(STOP)
-            except KeyboardInterrupt:
-                if seen.is_interrupted:  # the second Ctrl-C ends the call at once
-                    raise
-                seen.is_interrupted = True
-                self._tell(STOP)
         return seen
 
     def _open(self, works: Sequence[Work]) -> int:

@@ -3,16 +3,24 @@
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from models import builders
 from ortserve.clock import monotonic_ns
 from ortserve.tools.address import Address
 from ortserve.tools.bench.generator import READY, STOP, Finished, Work
 from ortserve.tools.bench.generators import Generators
 from ortserve.tools.bench.samples import Chunk
-from ortserve.tools.bench.target import ServerPlan
+from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
+from ortserve.tools.subject import Subject
 
 
 @pytest.fixture
@@ -47,6 +55,65 @@ def test_a_generator_that_is_stopped_before_the_measurement_used_no_time_in_it(p
 
     assert isinstance(finished, Finished)
     assert (finished.end_ns - finished.begin_ns, finished.cpu_ns) == (1, 0)
+
+
+@pytest.mark.parametrize("way", ["", "batcher", "run"])
+def test_a_generator_that_is_stopped_at_its_start_sends_nothing(plan: ServerPlan, tmp_path: Path, way: str) -> None:
+    """Both messages may arrive in the same turn of its event loop."""
+    chosen: Plan = plan
+    if way:
+        inputs = ((np.zeros((1, 64), np.float32),),)
+        chosen = ModelPlan(Subject("mlp", builders.mlp(tmp_path / "mlp.onnx")), way, None, 1, inputs, 1)
+    with Generators(1) as generators:
+        (pipe,), (process,) = generators._pipes, generators._processes
+        pipe.send(Work(0, chosen, 1, None, warmup_s=0, seconds=3600, timeout_s=60))
+        assert pipe.recv() == READY
+        os.kill(process.pid, signal.SIGSTOP)
+        pipe.send(monotonic_ns())
+        pipe.send(STOP)
+        os.kill(process.pid, signal.SIGCONT)
+        while pipe.poll(60) and isinstance(message := pipe.recv(), Chunk):
+            assert (message.answers, message.failures) == (0, {})
+
+    assert isinstance(message, Finished)
+
+
+def raise_interruption() -> int:
+    """Called when a message is unpickled."""
+    signal.raise_signal(signal.SIGINT)
+    return 7
+
+
+class Interrupting:
+    """An integer whose reception interrupts the receiver."""
+
+    def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
+        return raise_interruption, ()
+
+
+def test_an_interruption_during_a_message_loses_no_message(plan: ServerPlan) -> None:
+    received: list[object] = []
+
+    def generate(pipe: Connection) -> None:
+        received.append(pipe.recv())
+        pipe.send(READY)
+        received.append(pipe.recv())
+        number: Any = Interrupting()
+        pipe.send(Finished(0, 1, number, None, {}))
+        received.append(pipe.recv())
+        pipe.close()
+
+    ours, theirs = Pipe()
+    thread = threading.Thread(target=generate, args=(theirs,))
+    thread.start()
+    with Generators(0) as generators, ours:
+        generators._pipes.append(ours)
+        seen = generators.offer([Work(0, plan, 1, None, 0, 60, 1)], lambda seen, elapsed_s: True)
+    thread.join()
+
+    assert seen.is_interrupted
+    assert seen.finished == [Finished(0, 1, 7, None, {})]
+    assert received[-1] == STOP
 
 
 def test_an_interruption_is_left_to_the_measuring_process_from_the_start_on() -> None:

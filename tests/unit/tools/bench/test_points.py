@@ -222,7 +222,7 @@ class Bursts(Target):
 
 def test_answers_that_come_together_wait_for_each_other() -> None:
     chunks: list[Chunk] = []
-    channel: Any = SimpleNamespace(on_stop=None, send=chunks.append)
+    channel: Any = SimpleNamespace(send=chunks.append)
     plan = ModelPlan(Subject("m", Path("m.onnx")), "batcher", None, None, ((),), 1)
 
     async def run() -> Finished:
