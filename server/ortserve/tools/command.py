@@ -152,8 +152,8 @@ def add_destination(parser: ToolParser) -> None:
 
 def add_golden(parser: argparse.ArgumentParser) -> None:
     """Add ``--golden``, which decides ``keeps_golden``."""
-    text = "Golden samples of the served version: the new version must agree with them and gets a copy (keep, the "
-    text += "default), or is published without samples (none)."
+    text = "keep: the new version must agree with the golden samples of the served version, and gets a copy of them. "
+    text += "none: it gets no samples. Default: keep."
     parser.add_argument("--golden", choices=("keep", "none"), default="keep", help=text)
 
 
