@@ -32,11 +32,12 @@ _BLOCK_S: Final = 0.05
 time, and the speed of the machine changes more slowly."""
 _MAX_RUNS: Final = 2000
 """Limit of the runs in a block."""
-_MIN_ROUNDS: Final = 4
-"""Blocks of each model that one process measures at least, whatever the time limit."""
+_MIN_ROUNDS: Final = 2
+"""Blocks of each model that one process measures at least, whatever the time limit. In two, each model comes first."""
 _MAX_ROUNDS: Final = 400
 _WARM_S: Final = 1.0
-"""Time limit of the warm-up runs in a process. The first of them is always made."""
+"""Time limit of the warm-up runs in a process, if its share of the measurement is not shorter. The first of them is
+always made."""
 _PROCESSES: Final = 5
 """Processes that measure each model. Two processes with one model differ in memory layout, and so in speed: by up to
 8 % if a run takes 17 µs."""
@@ -113,7 +114,8 @@ def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: f
     Args:
         models: The first one is the reference for the ratios of the others.
         feeds: The inputs of runs, used in turn. Models may declare these inputs in different orders.
-        seconds: Time for all runs together. Slow models exceed it, as each process measures at least four blocks.
+        seconds: Time for all blocks together. Slow models exceed it, as each process measures at least two blocks. The
+            starts of the processes take about a second each in addition.
 
     Raises:
         ServeError: invalid_input: a model cannot be opened or run, or its process ended.
@@ -154,7 +156,8 @@ def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: flo
         runners: list[ObjectApart[_Runner]] = []
         signature: ModelSignature | None = None
         for model in models:
-            runners.append(stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds, signature)))
+            warm_s = min(_WARM_S, seconds)
+            runners.append(stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds, warm_s, signature)))
             signature = signature or runners[0].call(_Runner.signature)
         runs = [runner.call(_Runner.runs_of, _BLOCK_S) for runner in runners]
         order = list(range(len(models)))
@@ -184,8 +187,8 @@ def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
 class _Runner:
     """Opens a model in its own process and runs it there."""
 
-    def __init__(self, model: Timed, feeds: Sequence[Feeds], reference: ModelSignature | None = None) -> None:
-        """``reference`` is the signature of the first model; None in the first model itself."""
+    def __init__(self, model: Timed, feeds: Sequence[Feeds], warm_s: float, reference: ModelSignature | None) -> None:
+        """``warm_s`` limits the warm-up. ``reference`` is the signature of the first model; None in that model."""
         self._process: Final = psutil.Process()
         self._before: Final = self._process.memory_info().rss
         opened = model.open_with_members()
@@ -199,7 +202,7 @@ class _Runner:
             raise invalid_input(f"{model.subject.path.name}: no input is given for {', '.join(sorted(missing))}")
         self._inputs: Final = [opened.for_model([one[spec.name] for spec in opened.signature.inputs]) for one in feeds]
         self._number = 0
-        deadline = time.monotonic() + _WARM_S
+        deadline = time.monotonic() + warm_s
         for inputs in self._inputs:  # ONNX Runtime plans memory for each shape of inputs
             self._run(inputs)
             if time.monotonic() > deadline:

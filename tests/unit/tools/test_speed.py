@@ -1,13 +1,16 @@
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from models import builders
 from ortserve.engine.child_process import ObjectApart, call_apart
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError, invalid_input
-from ortserve.tools.speed import _Block, _speed, _Trial
+from ortserve.tools.speed import Timed, _Block, _speed, _Trial, compare_speed
 from ortserve.tools.statistics import Estimate
+from ortserve.tools.subject import Subject
 
 
 def trial(seconds: np.ndarray) -> _Trial:
@@ -52,6 +55,13 @@ def test_times_do_not_contradict_their_ratio() -> None:
 def test_the_first_model_is_as_fast_as_itself() -> None:
     first = [trial(np.array([0.001, 0.002])) for _ in range(5)]
     assert _speed(first, first).ratio == Estimate(1.0, 1.0, 1.0)
+
+
+def test_a_slow_model_runs_few_times_beyond_the_time_limit(tmp_path: Path) -> None:
+    timed = Timed(Subject("slow", builders.slow(tmp_path / "slow.onnx", steps=60_000)), threads=1)
+    feeds = [{"x": np.zeros((1, 4), np.float32)}] * 4
+    (speed,) = compare_speed([timed], feeds, seconds=0.01)
+    assert speed.runs == 10, "two blocks of one run in each process"
 
 
 class Counter:

@@ -57,7 +57,8 @@ def build_parser() -> ToolParser:
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the comparison. Default: synthetic inputs.")
     add("--provider", metavar="NAME", help="Execution provider that runs the models: cpu, cuda, …")
     add("--threads", type=number(int, 1, _MAX), metavar="N", help="Threads per run.")
-    text = f"Time for the final measurement of speed ({SECONDS:g}); 0 for no measurement."
+    text = f"Time for the final measurement of speed ({SECONDS:g}), without the starts of its processes; "
+    text += "0 for no measurement."
     add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar="S", help=text)
     return parser
 
