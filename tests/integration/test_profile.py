@@ -368,12 +368,22 @@ def test_unusable_folder_for_temporary_files_is_one_line_that_names_it(place: st
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["http://127.0.0.1:9"], ["a.onnx", "b"], ["x", "--runs", "0"], ["x", "--trace", "y", "-o", "y"]]
+    ("arguments", "problem"),
+    [
+        ([], "expected a TARGET, or --compare with two models"),
+        (["http://127.0.0.1:9"], "MODEL: expected the name of a model after the URL, got none"),
+        (["127.0.0.1:9", "b"], "MODEL: expected the URL of a server before it, which begins with http://, got '127"),
+        (["x", "--runs", "0"], "argument --runs: expected an integer from 1"),
+        (["x", "--trace", "y", "-o", "y"], "--trace: expected another file than that of -o, got 'y'"),
+    ],
 )
-def test_wrong_arguments_show_the_usage(arguments: list[str]) -> None:
+def test_wrong_arguments_show_the_usage(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         run_tool("profile", arguments)
     assert raised.value.code == 2
+    usage, _, line = capsys.readouterr().err.partition("ortserve profile: error: ")
+    assert usage.startswith("usage: ")
+    assert line.startswith(problem)
 
 
 def test_interruption_is_one_line(tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ def _facts(block: Facts) -> RichTable:
 
 
 def _print_table(block: Table, console: Console) -> None:
+    if not block.rows:
+        console.print(_text("none"))
+        return
     table = RichTable(box=_box(console), pad_edge=False)
     shown = block.rows if block.max_rows is None else block.rows[: block.max_rows]
     texts = [[printable(cell_text(cell)) for cell in row] for row in shown]

@@ -244,8 +244,11 @@ def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
             raise invalid_input(f"{expected}, got another format or a truncated file")
         with np.load(file, allow_pickle=False) as archive:
             found: Mapping[str, np.ndarray] = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, BadZipFile, AttributeError, TypeError, EOFError, zlib.error) as error:
-        raise invalid_input(f"{expected}, got: {error}") from None
+    except OSError as error:
+        raise invalid_input(f"{expected}, got: {error.strerror or error}") from None
+    except (ValueError, BadZipFile, AttributeError, TypeError, EOFError, zlib.error) as error:
+        hint = "; save texts as numpy.array(TEXTS, dtype=str)" if "Object arrays" in str(error) else ""
+        raise invalid_input(f"{expected}, got: {error}{hint}") from None
     names = ", ".join(spec.name for spec in signature.inputs)
     for name in found.keys() - {spec.name for spec in signature.inputs}:
         raise invalid_input(f"{option} {file}: array '{name}' is not an input of the model, whose inputs are {names}")

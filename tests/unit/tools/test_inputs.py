@@ -124,6 +124,16 @@ def test_file_of_a_folder_that_does_not_fit_is_named(
         read_inputs(folder, TOKENS, option="--calibration")
 
 
+def test_file_that_cannot_be_read_says_what_to_do(tmp_path: Path) -> None:
+    save(tmp_path, "texts.npz", ids=np.array([["a"], ["b"]], object))
+    for name, problem in (
+        ("texts", r"got: Object arrays .*; save texts as numpy\.array\(TEXTS, dtype=str\)$"),
+        ("none", "got: No such file or directory$"),
+    ):
+        with pytest.raises(ServeError, match=rf"{name}\.npz: expected a \.npz file, which .*{problem}"):
+            read_inputs(tmp_path / f"{name}.npz", TOKENS)
+
+
 def test_folder_without_samples_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     with pytest.raises(ServeError, match=r"expected a folder with \.npz files, got none; it has the folders 1"):

@@ -70,6 +70,16 @@ def test_terminal_shows_texts_as_they_are(capsys: pytest.CaptureFixture[str]) ->
     assert "\x1b" not in shown, "no codes for terminals in a pipe"
 
 
+def test_a_table_without_rows_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    empty = Report("Model", [Table("Weights", ["datatype"], [], note="about weights")])
+
+    print_report(empty)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == ["Model", "", "Weights", "none"]
+    page = render_page(empty)
+    assert "<p>none</p>" in page
+    assert "<table" not in page
+
+
 def test_terminal_shows_no_control_characters_of_names(capsys: pytest.CaptureFixture[str]) -> None:
     name = "a\nb\x1b[31m\x9b0m"
     finding = Finding("k", "advice", name, name, name)

@@ -21,8 +21,11 @@ UNCHANGED: Final = "default"
 def _check(parser: ToolParser, given: argparse.Namespace) -> None:
     if given.target is None and given.compare is None:
         parser.error("expected a TARGET, or --compare with two models")
-    if given.target is not None and is_url(given.target) is (given.model is None):
-        parser.error("expected the name of a MODEL after a URL, and none after a model")
+    if given.target is not None and is_url(given.target) and given.model is None:
+        parser.error("MODEL: expected the name of a model after the URL, got none")
+    if given.target is not None and not is_url(given.target) and given.model is not None:
+        expected = "expected the URL of a server before it, which begins with http://"
+        parser.error(f"MODEL: {expected}, got '{given.target}'")
     if given.model is None:
         parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
     else:

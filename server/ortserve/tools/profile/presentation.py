@@ -54,7 +54,7 @@ def _batches(batches: Batches) -> Facts:
 def _profile(profile: Profile, of: str, order: str) -> Iterator[Block]:
     facts: dict[str, Cell] = {
         "execution provider": f"{profile.provider}, {profile.threads} thread{'s' if profile.threads > 1 else ''}",
-        "inputs": f"{profile.inputs}, {number_text(profile.rows)} row{'s' if profile.rows != 1 else ''} a run",
+        "inputs": f"{profile.inputs}, {profile.rows:.3g} row{'s' if profile.rows != 1 else ''} a run",
         "runs": f"{profile.balance.runs:,} with profiling, and the same without, {order}",
     }
     if profile.settings:
@@ -164,7 +164,8 @@ def _table(title: str, rows: Sequence[Mapping[str, Cell]], note: str) -> Table:
 
 
 def _fusion(profile: Profile, fusion: Fusion, of: str) -> Block:
-    note = f"The file has {fusion.before:,} nodes in its main graph, without constants; {fusion.after:,} run."
+    nodes = f"{fusion.before:,} node{'s' if fusion.before != 1 else ''}"
+    note = f"The file has {nodes} in its main graph, without constants; {fusion.after:,} run."
     for text, kinds in (("Removed", fusion.removed), ("Added", fusion.added)):
         if kinds:
             note += f" {text}: {', '.join(f'{op} x{count:,}' for op, count in kinds.items())}."

@@ -9,7 +9,7 @@ from ort_traces import flat_run, trace_file
 from ortserve.tools.page import render_page
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.presentation import present
-from ortserve.tools.profile.result import NodeCost, Profile, ProfileResult
+from ortserve.tools.profile.result import Fusion, NodeCost, Profile, ProfileResult
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.summary import profile_of
 from ortserve.tools.profile.trace import read_trace
@@ -67,6 +67,14 @@ def test_page_of_thousands_of_nodes_stays_small() -> None:
     assert "4,600 more nodes" in page
     assert len(page) < 4_000_000
     assert not re.search(r"<script|<link|https?://(?!www\.w3\.org)", page)
+
+
+def test_counts_of_one_are_singular() -> None:
+    held = replace(profile(), fusion=Fusion(1, 1, {}, {}))
+
+    texts = str(present(ProfileResult(profile=held)).blocks)
+    assert ", 1 row a run" in texts
+    assert "The file has 1 node in its main graph" in texts
 
 
 def test_operators_that_profiling_slows_down_are_named() -> None:
