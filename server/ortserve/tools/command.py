@@ -60,7 +60,7 @@ class ToolParser(argparse.ArgumentParser):
         *,
         page_flags: Sequence[str] = ("-o", "--output"),
         check: Callable[["ToolParser", argparse.Namespace], object] = lambda parser, given: None,
-        **more: Any,
+        epilog: str = "Exit status: 0 success, 1 a bad result or a failure, 2 wrong arguments or input files.",
     ) -> None:
         """``page_flags`` name the flag of the page, for tools whose ``-o`` is a model.
 
@@ -70,9 +70,9 @@ class ToolParser(argparse.ArgumentParser):
         super().__init__(
             prog=f"ortserve {name}",
             description=description,
+            epilog=epilog,
             allow_abbrev=False,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
-            **more,
         )
         self._name, self._check = name, check
         output = self.add_argument_group("output")

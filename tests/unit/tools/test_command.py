@@ -6,10 +6,12 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from ortserve.cli.main import _TOOLS
 from ortserve.errors import invalid_input
 from ortserve.tools.command import FAILED, INVALID, OK, Outcome, number, run_tool, several
 from ortserve.tools.report import Report, Text
@@ -139,3 +141,9 @@ def test_bounds_are_written_as_they_are() -> None:
 def test_lists_are_refused_for_any_of_their_numbers(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected an integer from 1 to 999,999, got"):
         several(number(int, 1))(text)
+
+
+@pytest.mark.parametrize("tool", _TOOLS)
+def test_help_says_the_exit_status(tool: str) -> None:
+    parser = import_module(f"ortserve.tools.{tool}.arguments").build_parser()
+    assert "\nExit status: 0 " in parser.format_help()

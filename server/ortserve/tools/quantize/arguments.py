@@ -18,7 +18,8 @@ def build_parser() -> ToolParser:
     parser = ToolParser("quantize", _DESCRIPTION, page_flags=("--page",))
     parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
     add_destination(parser)
-    add = parser.add_argument_group("quantization; defaults are those that are fast on this processor").add_argument
+    quantization = parser.add_argument_group("quantization; defaults are those that are fast on this processor")
+    add = quantization.add_argument
     text = "dynamic: ranges from each run; static: ranges from calibration; weights: only weights are quantized."
     add("--mode", choices=MODES, required=True, help=text)
     add("--bits", type=int, choices=(4, 8), help="Bits per weight in mode weights (4).")
@@ -27,7 +28,7 @@ def build_parser() -> ToolParser:
     add("--calibration", type=Path, metavar="DATA.npz", help=text)
     text = "Choice of a tensor's range: from all values (minmax), or without rare values (entropy, percentile)."
     add("--calibrator", choices=("minmax", "entropy", "percentile"), help=text)
-    channel = parser.add_mutually_exclusive_group()
+    channel = quantization.add_mutually_exclusive_group()
     text = "Use one scale per channel of a weight (default)."
     channel.add_argument("--per-channel", action="store_true", default=None, help=text)
     text = "Use one scale per weight."

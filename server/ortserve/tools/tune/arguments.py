@@ -39,7 +39,8 @@ def build_parser() -> ToolParser:
     text = "Largest error of outputs against those of the current configuration: 0.001, or MEASURE=NUMBER. "
     text += "Default: the tolerance of the datatype."
     add("--max-error", metavar="BOUND", help=text)
-    add = parser.add_argument_group("search").add_argument
+    search = parser.add_argument_group("search")
+    add = search.add_argument
     text = "Time limit, including the confirmation. Default: 10."
     add("--max-minutes", type=number(float, 0.001), default=10.0, metavar="M", help=text)
     text = "Maximum number of trials, including those of a resumed search."
@@ -48,7 +49,7 @@ def build_parser() -> ToolParser:
     add("--dry-run", action="store_true", help="Do not write model.yaml.")
     text = f"File that records all trials, and is kept. Default: {JOURNAL}, which is removed at the end."
     add("--journal", type=Path, metavar="FILE", help=text)
-    again = parser.add_mutually_exclusive_group()
+    again = search.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="Continue an interrupted search; fail if there is none.")
     text = "Start a new search even if an interrupted one could continue."
     again.add_argument("--fresh", action="store_true", help=text)
