@@ -12,6 +12,7 @@ from zipfile import BadZipFile, is_zipfile
 import numpy as np
 
 from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import absent, is_absent
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
@@ -45,9 +46,10 @@ class SyntheticInputs:
 
     @property
     def origin(self) -> str:
-        has_free = any(-1 in spec.row_shape for spec in self.generator.signature.inputs)
-        free = f", free dimensions {self.generator.free_dim}" if has_free else ""
-        return f"synthetic (floats from N(0, 1), integers 0 or 1{free})"
+        inputs = self.generator.signature.inputs
+        texts = ", short texts" if any(spec.datatype is DataType.BYTES for spec in inputs) else ""
+        free = f", free dimensions {self.generator.free_dim}" if any(-1 in spec.row_shape for spec in inputs) else ""
+        return f"synthetic (floats from N(0, 1), integers 0 or 1{texts}{free})"
 
     def take(self, rows: int, number: int) -> Arrays:
         return self.generator.generate(rows, number)

@@ -13,7 +13,7 @@ from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
 from ortserve.errors import ServeError
 from ortserve.tools import inputs as module
-from ortserve.tools.inputs import FileInputs, read_inputs
+from ortserve.tools.inputs import FileInputs, make_inputs, read_inputs
 
 TOKENS = ModelSignature(
     (
@@ -132,6 +132,12 @@ def test_file_that_cannot_be_read_says_what_to_do(tmp_path: Path) -> None:
     ):
         with pytest.raises(ServeError, match=rf"{name}\.npz: expected a \.npz file, which .*{problem}"):
             read_inputs(tmp_path / f"{name}.npz", TOKENS)
+
+
+def test_description_of_synthetic_inputs_names_what_the_model_gets() -> None:
+    text = ModelSignature((TensorSpec("text", DataType.BYTES, (-1, 1)),), ())
+    assert make_inputs(text, None, None).origin == "synthetic (floats from N(0, 1), integers 0 or 1, short texts)"
+    assert make_inputs(TOKENS, None, None).origin.startswith("synthetic (floats from N(0, 1), integers 0 or 1, free ")
 
 
 def test_folder_without_samples_says_what_it_has(tmp_path: Path) -> None:
