@@ -6,6 +6,7 @@ Each model has processes of its own, because several spinning sessions in one pr
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,12 +154,14 @@ class _Trial:
 
 def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: float) -> list[_Trial]:
     with ExitStack() as stack:
-        runners: list[ObjectApart[_Runner]] = []
+        # The processes start together, which takes a second, and then open their models in turn. The threads stay until
+        # the end, because a process ends with the thread that started it.
+        threads = stack.enter_context(ThreadPoolExecutor(len(models)))
+        starts = [threads.submit(ObjectApart, _LIMIT_S, _Runner, model, feeds) for model in models]
+        runners = [stack.enter_context(start.result()) for start in starts]
         signature: ModelSignature | None = None
-        for model in models:
-            warm_s = min(_WARM_S, seconds)
-            runners.append(stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds, warm_s, signature)))
-            signature = signature or runners[0].call(_Runner.signature)
+        for runner in runners:
+            signature = runner.call(_Runner.open, min(_WARM_S, seconds), signature)
         runs = [runner.call(_Runner.runs_of, _BLOCK_S) for runner in runners]
         order = list(range(len(models)))
         blocks: list[list[_Block]] = [[] for _ in models]
@@ -187,30 +190,38 @@ def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
 class _Runner:
     """Opens a model in its own process and runs it there."""
 
-    def __init__(self, model: Timed, feeds: Sequence[Feeds], warm_s: float, reference: ModelSignature | None) -> None:
-        """``warm_s`` limits the warm-up. ``reference`` is the signature of the first model; None in that model."""
+    def __init__(self, model: Timed, feeds: Sequence[Feeds]) -> None:
+        self._model: Final = model
+        self._feeds: Final = feeds
         self._process: Final = psutil.Process()
-        self._before: Final = self._process.memory_info().rss
-        opened = model.open_with_members()
+        self._number = 0
+
+    def open(self, warm_s: float, reference: ModelSignature | None) -> ModelSignature:
+        """Open the model and warm it up, for ``warm_s`` at most.
+
+        Args:
+            warm_s: Time limit of the warm-up.
+            reference: The signature of the first model; None in the first model itself.
+
+        Returns:
+            The signature of the first model.
+        """
+        self._before = self._process.memory_info().rss
+        opened = self._model.open_with_members()
         if reference is not None:
             opened = opened.with_rows_of(reference)
-        self._signature: Final = opened.signature
         give_back_freed()  # otherwise the first runs reuse memory that opening freed, and do not show in the growth
-        self._opening_s: Final = opened.opening_s
-        self._run: Final = opened.runner().run
-        if missing := {spec.name for spec in opened.signature.inputs} - {*feeds[0]}:
-            raise invalid_input(f"{model.subject.path.name}: no input is given for {', '.join(sorted(missing))}")
-        self._inputs: Final = [opened.for_model([one[spec.name] for spec in opened.signature.inputs]) for one in feeds]
-        self._number = 0
+        self._opening_s, self._run = opened.opening_s, opened.runner().run
+        names = [spec.name for spec in opened.signature.inputs]
+        if missing := {*names} - {*self._feeds[0]}:
+            raise invalid_input(f"{self._model.subject.path.name}: no input is given for {', '.join(sorted(missing))}")
+        self._inputs = [opened.for_model([one[name] for name in names]) for one in self._feeds]
         deadline = time.monotonic() + warm_s
         for inputs in self._inputs:  # ONNX Runtime plans memory for each shape of inputs
             self._run(inputs)
             if time.monotonic() > deadline:
                 break
-
-    def signature(self) -> ModelSignature:
-        """Inputs and outputs of the model."""
-        return self._signature
+        return reference or opened.signature
 
     def runs_of(self, block_s: float) -> int:
         """The number of runs that take about this time."""

@@ -17,8 +17,9 @@ def test_a_model_whose_rows_meet_is_run_in_the_form_of_the_first_one(tmp_path: P
     first = patterns.write(tmp_path / "first.onnx", [helper.make_node("Relu", ["x"], ["y"])], [x], [y], {})
     second = patterns.write(tmp_path / "second.onnx", nodes, [x], [y], {})
     feeds = [{"x": np.zeros((1, 4, 3), np.float32)}]
-    signature = _Runner(Timed(Subject("first", first)), feeds, 1, None).signature()
-    assert _Runner(Timed(Subject("second", second)), feeds, 1, signature).run(1).runs == 1
+    runner = _Runner(Timed(Subject("second", second)), feeds)
+    runner.open(1, _Runner(Timed(Subject("first", first)), feeds).open(1, None))
+    assert runner.run(1).runs == 1
 
 
 def test_a_scalar_that_all_rows_share_is_passed_as_an_array(tmp_path: Path) -> None:
