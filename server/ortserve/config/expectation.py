@@ -5,6 +5,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -33,6 +34,7 @@ _MAX_VALUE_LENGTH: Final = 200
 """Maximum number of characters of a value in an error, because logs and answers contain errors."""
 _MAX_KEYS: Final = 8
 """Maximum number of known keys that an error lists if an unknown key is similar to none of them."""
+_MAX_SUGGESTIONS: Final = 3
 _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
 
@@ -245,10 +247,14 @@ def with_suggestions(message: str, flags: Iterable[str]) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """The end of a message, ``; did you mean 'x'?``; empty if no known name is similar.
+    """The end of a message, ``; did you mean 'x'?``; empty if no known name is similar or has ``given`` as a word.
 
     If all names begin with ``prefix``, pass ``given`` and ``known`` without it: a common prefix would make all names
     similar.
     """
-    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.65)
-    return f"; did you mean '{prefix}{close[0]}'?" if close else ""
+    names = list(known)
+    close = difflib.get_close_matches(given, names, n=1, cutoff=0.65)
+    close = close or [name for name in names if given in re.split("[-_.]", name)][:_MAX_SUGGESTIONS]
+    *first, last = [f"'{prefix}{name}'" for name in close] or [""]
+    either = f"{', '.join(first)} or " if first else ""
+    return f"; did you mean {either}{last}?" if last else ""

@@ -170,6 +170,12 @@ def test_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> 
     assert "unrecognized arguments: --http-prt=9000; did you mean '--http-port'?" in capsys.readouterr().err
 
 
+def test_a_word_of_flags_gets_them_as_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--example", "--port=9000"]) == 2
+    ports = "'--http-port', '--grpc-port' or '--metrics-port'"
+    assert f"unrecognized arguments: --port=9000; did you mean {ports}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
