@@ -38,7 +38,7 @@ async def load_initially(
     was_forced: set[str] = set()
 
     def load_arrived(sources: Sequence[ModelSource]) -> None:
-        room.start_order = _start_order(sources, only)
+        room.start_order = start_order(sources, only)
         loads.append(start(apply(_arrived(sources, only))))
 
     async def apply(sources: Collection[ModelSource], *, is_whole: bool = False) -> None:
@@ -61,7 +61,7 @@ async def load_initially(
         await reconciler.apply_all(due, forced=forced)
 
     sources = await reader.read_all(only, load_arrived)
-    room.start_order = _start_order(sources, only)
+    room.start_order = start_order(sources, only)
     wanted = _wanted(sources, only)
     is_twofold = bool(loads) and room.has_budget  # Loads from before the last arrival took and refused room until now.
     if not is_twofold:
@@ -72,7 +72,7 @@ async def load_initially(
         on_begun()
 
 
-def _start_order(sources: Collection[ModelSource], only: Collection[str] | None) -> dict[str, int]:
+def start_order(sources: Collection[ModelSource], only: Collection[str] | None = None) -> dict[str, int]:
     """The places of the models that are loaded at the start in the order in which they get memory."""
     found = {source.name: source for source in sources}
     names = closure_of(

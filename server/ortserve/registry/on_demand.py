@@ -9,6 +9,7 @@ from typing import Any, Final
 from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import Catalog
+from ortserve.registry.changes import Changes
 from ortserve.registry.dependents import closure_of, members_of
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
@@ -51,6 +52,7 @@ class LoadsOnDemand:
         self,
         catalog: Catalog,
         reconciler: Reconciler,
+        changes: Changes,
         room: MemoryRoom,
         sources: Mapping[str, ModelSource],
         reader: SourceReader,
@@ -69,6 +71,7 @@ class LoadsOnDemand:
         """
         self._catalog = catalog
         self._reconciler = reconciler
+        self._changes = changes
         self._room = room
         self._sources = sources
         self._reader = reader
@@ -164,7 +167,7 @@ class LoadsOnDemand:
                 source = await self._read_again(known)
                 if source is not None:
                     await self._wait_for_members(source)
-                async with self._reconciler.lock(name):
+                async with self._changes.lock(name):
                     if self._sources.get(name) is not known:  # read by another change, later
                         source = self._sources.get(name)
                     if source is None or not any(one.is_on_demand for one in self._catalog.of(name).values()):

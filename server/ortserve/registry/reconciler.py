@@ -3,15 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Final
-from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
 from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
+from ortserve.registry.changes import Changes
 from ortserve.registry.dependents import closure_of, dependents_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
@@ -26,20 +25,11 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A change of a model that waits or is under way: its source, and the task that makes it."""
-
-    source: ModelSource
-    task: asyncio.Task[None]
-
-
 class Reconciler:
     """Changes models, one change of a model at a time. Loop thread only.
 
     Members are loaded before the ensembles that contain them. An ensemble holds the loads of its members, so it is
-    reconnected after each change of a member. A change that holds the lock of a model may acquire the locks of the
-    ensembles that contain it, never the other way round.
+    reconnected after each change of a member.
     """
 
     def __init__(
@@ -49,6 +39,7 @@ class Reconciler:
         draining: Draining,
         labels: Labels,
         sources: dict[str, ModelSource],
+        changes: Changes,
         clock: Clock,
         on_versions: Callable[[str], None],
     ) -> None:
@@ -63,28 +54,17 @@ class Reconciler:
         self._draining = draining
         self._labels = labels
         self._sources = sources
+        self._changes = changes
         self._clock = clock
         self._on_versions = on_versions
         self._retries = LoadRetries()
-        self._coming: dict[str, _Change] = {}
-        """The newest change of each model by ``apply_all`` that waits or is under way."""
         self._served: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that served last, for a model that is evicted before its next versions load."""
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    def lock(self, name: str) -> asyncio.Lock:
-        """The lock that each change of a model holds."""
-        return self._locks.setdefault(name, asyncio.Lock())
-
-    def is_changing(self, name: str) -> bool:
-        """Whether a change of a model is under way."""
-        lock = self._locks.get(name)
-        return lock is not None and lock.locked()
 
     def is_due(self, source: ModelSource) -> bool:
         """Whether a model has changed since its latest change began, or has failed and should be tried again."""
-        if (coming := self._coming.get(source.name)) is not None:
-            return coming.source != source
+        if (coming := self._changes.source(source.name)) is not None:
+            return coming != source
         return self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock())
 
     def waits_for_request(self, source: ModelSource) -> bool:
@@ -128,37 +108,28 @@ class Reconciler:
 
         Models in ``forced`` are loaded even if they could be loaded on demand.
         """
-        known = self._sources | {name: change.source for name, change in self._coming.items()}
+        known = self._sources | self._changes.sources
         sources = reject_cycles(sources, known)
         known |= {source.name: source for source in sources}
         applied = {source.name for source in sources}
 
         async def apply(source: ModelSource) -> None:
-            # Also those of unchanged members, which follow their change.
+            # Also those of unchanged members, which follow their change, and the newer ones that supersede these.
             _, *members = closure_of([source.name], known)
-            if changing := [self._coming[member].task for member in members if member in self._coming]:
-                await asyncio.wait(changing)
-            async with self.lock(source.name):
-                if self._is_newest(source.name, asyncio.current_task()):  # otherwise a newer change follows
+            await self._changes.wait(members)
+            async with self._changes.lock(source.name):
+                # Otherwise a newer change follows, or the model was unloaded.
+                if self._changes.is_newest(source.name, asyncio.current_task()):
                     await self.apply(source, applied, is_forced=source.name in forced)
 
         tasks = [self._loop.create_task(apply(source)) for source in sources]
         for source, task in zip(sources, tasks, strict=True):
-            self._coming[source.name] = _Change(source, task)
-            task.add_done_callback(partial(self._on_end, source.name))
+            self._changes.begin(source, task)
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _is_newest(self, name: str, task: asyncio.Task[None] | None) -> bool:
-        change = self._coming.get(name)
-        return change is not None and change.task is task
-
-    def _on_end(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._is_newest(name, task):
-            del self._coming[name]
 
     async def apply(
         self,
@@ -209,7 +180,7 @@ class Reconciler:
         serving = self._catalog.ready(name)
         for record in serving:
             record.reason = ""
-        changes = self._changes(source)
+        changes = self._plan(source)
         failures = await self._load(source, changes.load, is_awaited=is_awaited)
         self._labels.follow(name)
         self._on_versions(name)
@@ -276,7 +247,7 @@ class Reconciler:
     async def settle_labels(self, name: str) -> None:
         """Let the ensembles follow the labels of a model, and drain the versions that nothing needs any more."""
         await self._follow(name, loads=False)  # A load may hold the lock for minutes.
-        async with self.lock(name):
+        async with self._changes.lock(name):
             source = self._sources.get(name)
             if source is None:
                 return
@@ -311,7 +282,7 @@ class Reconciler:
 
     async def load_again(self, record: VersionRecord) -> None:
         """Load a version again that has abandoned an instance."""
-        async with self.lock(record.model):
+        async with self._changes.lock(record.model):
             if await self._versions.replace(record):
                 self._retries.note_failure(record.model, self._clock())
             else:
@@ -335,7 +306,7 @@ class Reconciler:
         """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
         for ensemble in self.dependents_of(name):
             await self.drop_dependents(ensemble)
-            async with self.lock(ensemble):
+            async with self._changes.lock(ensemble):
                 self._versions.drain_all(ensemble)
                 await self.drop_dependents(ensemble)  # Ensembles loaded in the meantime hold this one.
                 await self._draining.wait(ensemble)
@@ -354,13 +325,13 @@ class Reconciler:
         for ensemble in self.dependents_of(name):
             if ensemble in applied:
                 continue
-            async with self.lock(ensemble):
+            async with self._changes.lock(ensemble):
                 source = self._sources.get(ensemble)
                 if loads and source is not None and name in members_of(source):
                     if self.waits_for_request(source):
                         self._versions.offer(source)
                     else:
-                        for number in self._changes(source).load:
+                        for number in self._plan(source).load:
                             record = self._versions.announce(ensemble, number, source)
                             await self._versions.load(record, source.versions[number])
                 await self._reconnect(ensemble)
@@ -390,7 +361,7 @@ class Reconciler:
         except ServeError:
             return False
 
-    def _changes(self, source: ModelSource) -> VersionChanges:
+    def _plan(self, source: ModelSource) -> VersionChanges:
         """What leads from the versions of a model that serve to those of a source."""
         serving = self._catalog.ready(source.name)
         return plan_changes({record.version: record.source for record in serving if record.source}, source.versions)

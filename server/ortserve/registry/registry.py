@@ -14,9 +14,10 @@ from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
+from ortserve.registry.changes import Changes
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
-from ortserve.registry.initial_load import load_initially
+from ortserve.registry.initial_load import load_initially, start_order
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.on_demand import LoadsOnDemand
@@ -35,6 +36,9 @@ from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
+
+_UNLOADED: Final = "the model is unloaded"
+"""Why a load of a model was cancelled, if a call or a poll unloads the model."""
 
 
 class Registry:
@@ -98,6 +102,7 @@ class Registry:
             on_change=lambda: self.on_change(),
             on_replace=lambda record: self._start(self._reconciler.load_again(record)),
         )
+        self._changes = Changes()
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
         self._without_files: set[str] = set()
@@ -112,12 +117,14 @@ class Registry:
             self._draining,
             self._labels,
             self._sources,
+            self._changes,
             clock,
             on_versions=lambda name: self.on_versions(name),
         )
         on_demand = LoadsOnDemand(
             self._catalog,
             self._reconciler,
+            self._changes,
             self._room,
             self._sources,
             self._reader,
@@ -127,7 +134,7 @@ class Registry:
             wait_s=on_demand_wait_s,
             follows_changes=is_polled,
         )
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._has_begun: Final = asyncio.Event()
         """Whether polls may follow changes of the repositories: the initial load will read them no more."""
         self._found: Set[str] = frozenset()
@@ -171,7 +178,7 @@ class Registry:
     @property
     def is_changing(self) -> bool:
         """Whether models are being loaded or freed, or the repositories are being read."""
-        return not self._catalog.is_complete or bool(self._changes) or self._draining.is_under_way
+        return not self._catalog.is_complete or bool(self._tasks) or self._draining.is_under_way
 
     def ready_versions(self, name: str) -> list[int]:
         """The versions of a model that serve now, ascending."""
@@ -194,6 +201,7 @@ class Registry:
         await load_initially(
             only, self._catalog, self._reader, self._reconciler, self._room, self._start, self._has_begun.set
         )
+        await self._changes.wait(self._changes.sources)  # of newer files, which superseded loads of the start
         self._catalog.is_complete = True
         self.on_change()
 
@@ -257,22 +265,22 @@ class Registry:
 
     async def close(self) -> None:
         """Drain and free every model. Admitted requests are answered first."""
-        changes = list(self._changes)
-        for change in changes:
-            change.cancel()
-        await asyncio.gather(*changes, return_exceptions=True)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._draining.close()
         self._loader.close()
         await self._reader.close()
 
     def _start(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(change)
-        self._changes.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._on_done)
         return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._changes.discard(task)
+        self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # Retrieved here in case the caller was cancelled; asyncio would log it otherwise.
 
@@ -280,9 +288,13 @@ class Registry:
         if self._versions.is_loading(name) and await self._is_newer(name, config):
             self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
         closure: dict[str, ModelSource] = {}  # an ensemble and all its members, once these have been loaded for it
+        lock = self._changes.lock(name)
+        unloads = lock.unloads
         with ExitStack() as together:
             while True:
-                async with self._reconciler.lock(name), self._reader.open(name, config, files) as source:
+                async with lock, self._reader.open(name, config, files) as source:
+                    if lock.unloads != unloads:
+                        raise load_failure(name, f"its load was cancelled: {_UNLOADED}")
                     if closure or not self._reconciler.missing_members(source):
                         (source,) = reject_cycles([source], self._sources | closure)
                         if files:
@@ -319,13 +331,13 @@ class Registry:
         return is_whole and self._sources.get(source.name) == source
 
     async def _unload(self, name: str, *, with_members: bool = False) -> None:
-        because = "the model is unloaded"
-        self._versions.cancel_loads(name, because)
+        withdrawn = self._changes.withdraw(name)
+        self._versions.cancel_loads(name, _UNLOADED)
         async with AsyncExitStack() as changing:
-            with self._reader.refusing_fetches(because, name):
+            with self._reader.refusing_fetches(_UNLOADED, name):
                 await self._reconciler.drop_dependents(name)
-                await changing.enter_async_context(self._reconciler.lock(name))
-            source = await self._reconciler.remove(name)
+                await changing.enter_async_context(self._changes.lock(name))
+            source = await self._reconciler.remove(name) or withdrawn
             self._without_files.discard(name)
             await self._reader.release(name)
         if with_members:
@@ -339,14 +351,18 @@ class Registry:
         self._renew_fingerprints(found)
         for source in changed:
             self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
+        if not self.is_loaded:
+            self._room.start_order = start_order(found)
         by_name = {source.name: source for source in found}
         kept = [
             source.name for source in changed if members_of(source) and not self._reconciler.waits_for_request(source)
         ]
         forced = closure_of(kept, by_name)
         missing = [by_name[name] for name in forced if not self._catalog.ready(name)]
-        gone = self._sources.keys() - by_name.keys() - self._leaving
+        gone = (self._sources | self._changes.sources).keys() - by_name.keys() - self._leaving
         self._leaving |= gone
+        for name in gone:
+            self._changes.withdraw(name)
         try:
             with self._room.loading_together(*(closure_of([name], by_name) for name in kept)):
                 await self._reconciler.apply_all([*changed, *missing], forced=forced)
@@ -376,4 +392,4 @@ class Registry:
 
     def _must_stay(self, name: str) -> bool:
         """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""
-        return self._reconciler.is_changing(name) or name in self._without_files
+        return self._changes.is_under_way(name) or name in self._without_files

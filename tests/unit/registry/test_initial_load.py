@@ -27,9 +27,14 @@ MIB = 1024 * 1024
 
 
 class Start:
-    """A registry of the folder ``models`` and of a store that has one model, ``far``, whose content does not arrive."""
+    """A registry of the folder ``models`` and of a store that has one model, ``far``, whose content does not arrive.
 
-    def __init__(self, folder: Path, budget_bytes: int | None = None, configuration: str = "") -> None:
+    With ``is_local``, it has the folder alone, and polls begin with the loads.
+    """
+
+    def __init__(
+        self, folder: Path, budget_bytes: int | None = None, configuration: str = "", *, is_local: bool = False
+    ) -> None:
         self.models = folder / "models"
         self.models.mkdir()
         self.store = StoreInMemory(far=members.affine(folder / "far.onnx", 1, 1).read_bytes())
@@ -41,9 +46,13 @@ class Start:
         mirror = Mirror("s3://b", self.store, cache, cache.view / "repository-0", options, time.monotonic_ns)
         folders, stores = [self.models, mirror.folder], mirrors.Mirrors([mirror], cache)
         self.prometheus = CollectorRegistry()
-        metrics = Metrics(self.prometheus)
         self.registry = Registry(
-            folders, options, metrics, time.monotonic_ns, mirrors=stores, memory_budget_bytes=budget_bytes
+            folders[:1] if is_local else folders,
+            options,
+            Metrics(self.prometheus),
+            time.monotonic_ns,
+            mirrors=None if is_local else stores,
+            memory_budget_bytes=budget_bytes,
         )
 
     def put(self, name: str, options: str = "") -> None:
@@ -77,6 +86,15 @@ class Start:
                 return
             await asyncio.sleep(0.01)
         raise AssertionError
+
+
+@pytest_asyncio.fixture
+async def local(tmp_path: Path) -> AsyncIterator[Start]:
+    """A registry of a folder, with room for two models of 2 MiB, which loads one model at a time."""
+    start = Start(tmp_path, int(4.25 * MIB), is_local=True)
+    start.hold_2_mib_per_model()
+    yield start
+    await start.registry.close()
 
 
 @pytest_asyncio.fixture
@@ -237,3 +255,96 @@ async def test_required_ensemble_whose_configuration_arrives_last_gets_its_membe
     assert start.states() == {"a": State.GONE, "z": State.READY, "far": State.READY, "sum": State.READY}
     assert start.failed_loads() == {}
     await start.registry.close()
+
+
+def add_chain(start: Start, *steps: str) -> None:
+    """An ensemble of models that were put, one after the other."""
+    tensors = ["x", *(f"t{number}" for number in range(1, len(steps))), "y"]
+    chained = [(step, {"a": tensors[place]}, {"b": tensors[place + 1]}) for place, step in enumerate(steps)]
+    members.add_ensemble(start.models, "chain", ["x"], ["y"], chained)
+
+
+@pytest.mark.parametrize("with_members", [True, False])
+async def test_ensemble_that_is_unloaded_while_its_member_loads_at_the_start_stays_unloaded(
+    local: Start, with_members: bool
+) -> None:
+    local.put("near")
+    add_chain(local, "near")
+    with held_file(local.models / "near" / "1" / "model.onnx") as file:
+        loading = asyncio.create_task(local.registry.load_all())
+        await file.wait()
+        unloading = asyncio.create_task(local.registry.unload("chain", with_members=with_members))
+        await local.reach(lambda: unloading.done() or bool(local.registry.records_of("near")[0].cancelled_because))
+    await asyncio.wait_for(asyncio.gather(loading, unloading), LONG_S)
+    assert local.states() == ({} if with_members else {"near": State.READY})
+
+
+async def test_member_that_changes_at_the_start_delays_its_ensemble_which_does_not_fail(local: Start) -> None:
+    local.put("near")
+    add_chain(local, "near")
+    path = local.models / "near" / "1" / "model.onnx"
+    with held_file(path) as file:
+        loading = asyncio.create_task(local.registry.load_all())
+        await file.wait()
+        new = members.affine(local.models / ".new", 3, 0)
+        with held_file(new) as newer:
+            new.rename(path)
+            change = await local.registry.begin_poll()
+            file.release()
+            await newer.wait()
+            assert local.states() == {"near": State.LOADING}
+    await asyncio.wait_for(asyncio.gather(loading, change), LONG_S)
+    assert local.states() == {"near": State.READY, "chain": State.READY}
+    assert local.failed_loads() == {}
+
+
+async def test_models_that_are_removed_during_the_start_do_not_serve(local: Start) -> None:
+    local.put("a")
+    local.put("near")
+    add_chain(local, "near")
+    with held_file(local.models / "a" / "1" / "model.onnx") as file:
+        loading = asyncio.create_task(local.registry.load_all())
+        await file.wait()
+        for name in ("near", "chain"):
+            (local.models / name).rename(local.models / f".{name}")
+        await local.registry.poll()
+        assert local.states() == {"a": State.LOADING}
+    await asyncio.wait_for(loading, LONG_S)
+    assert local.states() == {"a": State.READY}
+    assert local.failed_loads() == {}
+
+
+@pytest.mark.parametrize("options", ["required: true", ""])
+async def test_start_ends_after_the_load_that_supersedes_one_of_its_loads(local: Start, options: str) -> None:
+    """The first load of ``near`` waits for that of ``a`` and ends at once when it is superseded."""
+    local.put("a", "required: true")
+    local.put("near", options)
+    path = local.models / "near" / "1" / "model.onnx"
+    new = members.affine(local.models / ".new", 3, 0)
+    with held_file(new) as newer:
+        with held_file(local.models / "a" / "1" / "model.onnx") as file:
+            loading = asyncio.create_task(local.registry.load_all())
+            await file.wait()
+            new.rename(path)
+            change = await local.registry.begin_poll()
+        await newer.wait()
+        await local.reach(lambda: local.states()["a"] is State.READY)
+        await local.registry.wait_for_poll(0)
+        assert not local.registry.is_loaded
+    await asyncio.wait_for(asyncio.gather(loading, change), LONG_S)
+    assert local.registry.is_loaded
+    assert local.states() == {"a": State.READY, "near": State.READY}
+
+
+async def test_pinned_model_that_a_poll_finds_during_the_start_gets_memory_before_the_others(local: Start) -> None:
+    for name in ("a", "b"):
+        local.put(name)
+    with held_file(local.models / "b" / "1" / "model.onnx") as file:
+        loading = asyncio.create_task(local.registry.load_all())
+        await file.wait()
+        local.put("near", "load_policy: pinned")
+        change = await local.registry.begin_poll()
+        await local.reach(lambda: local.registry.knows("near"))
+    await asyncio.wait_for(asyncio.gather(loading, change), LONG_S)
+    assert local.states() == {"a": State.READY, "b": State.GONE, "near": State.READY}
+    assert local.failed_loads() == {}

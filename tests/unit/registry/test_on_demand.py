@@ -28,6 +28,7 @@ class Loads(LoadsOnDemand):
         super().__init__(
             unused,
             unused,
+            unused,
             room,
             {"m": ModelSource("m")},
             unused,

@@ -948,6 +948,22 @@ async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
     assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
 
 
+async def test_unload_ends_the_load_of_an_ensemble_that_waits_for_a_member(tmp_path: Path, load: Load) -> None:
+    registry = await load()
+    put(tmp_path, members.affine, "m")
+    members.add_ensemble(tmp_path, "chain", ["x"], ["y"], [("m", {"a": "x"}, {"b": "y"})])
+    with held_file(tmp_path / "m" / "1" / "model.onnx") as file:
+        loading = asyncio.create_task(registry.load("chain"))
+        await file.wait()
+        await asyncio.wait_for(registry.unload("chain"), LONG_S)
+    with pytest.raises(ServeError, match="failed to load 'chain', its load was cancelled: the model is unloaded"):
+        await asyncio.wait_for(loading, LONG_S)
+    assert state_of(registry, "m") == {1: (State.READY, "")}
+    assert state_of(registry, "chain") == {}
+    await registry.load("chain")
+    assert state_of(registry, "chain") == {1: (State.READY, "")}
+
+
 async def test_measured_request_shares_no_batch_with_those_of_callers(tmp_path: Path, load: Load) -> None:
     """Otherwise a busy version could not be compared with its successor, which would pass the speed gate unseen."""
     put(tmp_path, partial(builders.heavy, steps=20, width=512), "m")

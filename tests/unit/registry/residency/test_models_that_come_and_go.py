@@ -369,7 +369,7 @@ async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_memb
     with held_file(tmp_path / "m" / "1" / "model.onnx") as file:
         waiting = asyncio.ensure_future(registry.wait_for("m", ""))
         await file.wait()
-        async with registry._reconciler.lock("pair"):
+        async with registry._changes.lock("pair"):
             failures = await registry._reconciler.apply(registry._sources["pair"], is_forced=True)
         assert failures == ["version 1 is at UNAVAILABLE state: ensemble 'pair' depends on 'm', which is not in memory"]
         assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}

@@ -1,0 +1,81 @@
+"""The changes of models that wait or are under way: one after the other for each model; newer ones supersede them."""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
+
+from ortserve.registry.repository.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of a model that waits or is under way: its source, and the task that makes it."""
+
+    source: ModelSource
+    task: asyncio.Task[None]
+
+
+class ModelLock(asyncio.Lock):
+    """The lock that each change of a model holds."""
+
+    unloads = 0
+    """Number of unloads of the model since the first of the changes that hold or await the lock."""
+
+
+class Changes:
+    """The locks of models, and the newest change of each by ``Reconciler.apply_all``. Loop thread only.
+
+    A change that holds the lock of a model may acquire the locks of the ensembles that contain it, never the other way
+    round.
+    """
+
+    def __init__(self) -> None:
+        self._coming: dict[str, _Change] = {}
+        """The newest change of each model that waits or is under way."""
+        self._locks: WeakValueDictionary[str, ModelLock] = WeakValueDictionary()
+
+    def lock(self, name: str) -> ModelLock:
+        """The lock that each change of a model holds."""
+        return self._locks.setdefault(name, ModelLock())
+
+    def is_under_way(self, name: str) -> bool:
+        """Whether a change of a model is under way."""
+        lock = self._locks.get(name)
+        return lock is not None and lock.locked()
+
+    @property
+    def sources(self) -> dict[str, ModelSource]:
+        """The source of the newest change of each model that waits or is under way."""
+        return {name: change.source for name, change in self._coming.items()}
+
+    def source(self, name: str) -> ModelSource | None:
+        """As in ``sources``; None without a change of the model."""
+        change = self._coming.get(name)
+        return None if change is None else change.source
+
+    def begin(self, source: ModelSource, task: asyncio.Task[None]) -> None:
+        """Make a task the newest change of a model, until it ends."""
+        self._coming[source.name] = _Change(source, task)
+        task.add_done_callback(partial(self._on_end, source.name))
+
+    def is_newest(self, name: str, task: asyncio.Task[None] | None) -> bool:
+        """Whether a task is the newest change of a model: none has followed it, and the model was not unloaded."""
+        change = self._coming.get(name)
+        return change is not None and change.task is task
+
+    async def wait(self, names: Collection[str]) -> None:
+        """Wait until no change of these models waits or is under way, nor one that has followed it meanwhile."""
+        while changing := [self._coming[name].task for name in names if name in self._coming]:
+            await asyncio.wait(changing)
+
+    def withdraw(self, name: str) -> ModelSource | None:
+        """Prevent a change that waits for the model's lock, because the model is unloaded. Returns its source."""
+        self.lock(name).unloads += 1
+        change = self._coming.pop(name, None)
+        return None if change is None else change.source
+
+    def _on_end(self, name: str, task: asyncio.Task[None]) -> None:
+        if self.is_newest(name, task):
+            del self._coming[name]
