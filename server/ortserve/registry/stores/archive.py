@@ -1,6 +1,6 @@
 """Reads a repository from a tar archive behind HTTP. The whole archive is fetched when it changes.
 
-Only files and folders are unpacked, under names that stay below the repository.
+Only files and folders are unpacked, each file under a number in place of its name.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Final
 
 from ortserve.config.repository_url import RepositoryUrl
 from ortserve.registry.stores.object_store import client_config, explain, read_object, retry_config, tag_of
-from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, path_problem
+from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError
 
 _PIECE_BYTES: Final = 1 << 20
 _MAX_ARCHIVE_BYTES: Final = 1 << 40
@@ -118,7 +118,10 @@ class ArchiveStore:
         return stream.digest.hexdigest()
 
     def _take_members(self, archive: tarfile.TarFile) -> None:
-        """Write the files of an archive. If several files have one name, the last one counts, as for ``tar``."""
+        """Write the files of an archive. If several files have one name, the last one counts, as for ``tar``.
+
+        No name is used for a path here. A name that no file can have fails its model later, as in other stores.
+        """
         total = 0
         for number, member in enumerate(archive):
             path = member.name.removeprefix("./").rstrip("/")
@@ -133,8 +136,6 @@ class ArchiveStore:
                 continue
             if not member.isreg():
                 raise StoreError(f"the archive has a link or device: expected files and folders, got {path[:200]!r}")
-            if problem := path_problem(path):
-                raise StoreError(f"the archive has an unusable name: {problem}")
             source = archive.extractfile(member)
             assert source is not None  # it is a file
             file = self._unpacked / str(number)

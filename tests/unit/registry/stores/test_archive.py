@@ -2,6 +2,7 @@
 
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 
 from archives import file_site, write_archive
+from ortserve.config.model import LoadOptions
 from ortserve.config.repository_url import RepositoryUrl, parse_repository
 from ortserve.registry.stores import archive
 from ortserve.registry.stores.archive import ArchiveStore
+from ortserve.registry.stores.cache import StoreCache
+from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import StoreError
 
 
@@ -77,8 +81,6 @@ def test_file_can_be_read_while_another_sync_ends(site: tuple[Path, str], tmp_pa
     ("kind", "reason"),
     [
         ("link", "link or device"),
-        ("parent", "the archive has an unusable name"),
-        ("absolute", "the archive has an unusable name"),
         ("digest", "expected an archive with the SHA-256 digest"),
         ("torn", "the archive cannot be read"),
         ("large", "expected an archive of at most"),
@@ -91,10 +93,10 @@ def test_unsafe_and_wrong_archives_are_refused(
 ) -> None:
     folder, address = site
     file = folder / "models.tar.gz"
-    member = tarfile.TarInfo({"parent": "../../evil", "absolute": "/tmp/evil"}.get(kind, "m/1/link"))
+    more: tuple[tarfile.TarInfo, ...] = ()
     if kind == "link":
-        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    more: tuple[tarfile.TarInfo, ...] = (member,) if kind in ("link", "parent", "absolute") else ()
+        more = (tarfile.TarInfo("m/1/link"),)
+        more[0].type, more[0].linkname = tarfile.SYMTYPE, "/etc/passwd"
     if kind == "folders":
         monkeypatch.setattr(archive, "MAX_OBJECTS", 2)
         more = tuple(tarfile.TarInfo(f"m/{number}") for number in range(3))
@@ -111,5 +113,43 @@ def test_unsafe_and_wrong_archives_are_refused(
     with pytest.raises(StoreError, match=reason):
         store.list({})
     assert not (tmp_path / "unpacked").exists()
-    assert not (tmp_path / "evil").exists()
-    assert not Path("/tmp/evil").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "../../evil/1/model.onnx", "/evil/1/model.onnx", "e\\vil/1/model.onnx", "\udce9/1/m"]
+)
+def test_name_that_no_model_can_have_is_left_out_and_the_others_are_served(
+    site: tuple[Path, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    mirror = mirror_of(*site, tmp_path, name)
+    assert mirror.problems() == []
+    assert "objects are left out: no model can have their name" in caplog.text
+    assert list(mirror.folder.iterdir()) == [mirror.folder / "m"]
+    assert not list(tmp_path.rglob("evil"))
+
+
+@pytest.mark.parametrize(
+    "name", ["bad/../../evil", "bad//1/model.onnx", "bad/1/\udce9", f"bad/1/{'long' * 100}", "bad/a\n"]
+)
+def test_file_that_cannot_be_written_fails_its_model_with_the_name(
+    site: tuple[Path, str], tmp_path: Path, name: str
+) -> None:
+    mirror = mirror_of(*site, tmp_path, name)
+    (source,) = mirror.problems()
+    assert source.name == "bad"
+    assert source.problem.startswith("its files cannot be fetched: expected ")
+    assert repr(name[:200]) in source.problem
+    assert list(mirror.folder.iterdir()) == [mirror.folder / "m"]
+    assert not list(tmp_path.rglob("evil"))
+
+
+def mirror_of(folder: Path, address: str, tmp_path: Path, name: str) -> Mirror:
+    """A mirror of an archive with the model ``m``, and with a file of another name."""
+    member = tarfile.TarInfo(name)
+    digest = write_archive(folder / "models.tar.gz", [("m/1/model.onnx", b"model")], member)
+    cache = StoreCache(tmp_path / "cache", 1 << 20)
+    store = store_of(address, digest, tmp_path)
+    mirror = Mirror("https://site", store, cache, cache.view / "repository-0", LoadOptions(), time.monotonic_ns)
+    mirror.sync()
+    assert (mirror.folder / "m" / "1" / "model.onnx").read_bytes() == b"model"
+    return mirror
