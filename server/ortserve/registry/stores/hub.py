@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import closing
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +18,14 @@ from ortserve.config.repository_url import RepositoryUrl
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.registry.repository.model_files import MODEL_FILE, OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.stores.object_store import redact
-from ortserve.registry.stores.objects import LISTING_TIMEOUTS, MAX_OBJECTS, StoredObject, StoreError, unless_slow
+from ortserve.registry.stores.objects import (
+    FILES_SIDE_BY_SIDE,
+    LISTING_TIMEOUTS,
+    MAX_OBJECTS,
+    StoredObject,
+    StoreError,
+    unless_slow,
+)
 
 _FOLDERS: Final = ("", "onnx/")
 _VERSIONED: Final = re.compile(r"[^/]+/[1-9][0-9]*/.+\.onnx")
@@ -36,6 +44,7 @@ class HubStore:
         self._url = url
         self._timeout_s = timeout_s
         self._listing_thread = ThreadPool(1, "hub listing")
+        self._opening_threads = ThreadPool(FILES_SIDE_BY_SIDE, "hub answers")
         self._listing: Future[Any] | None = None
         self._commit = ""
         self._paths: dict[str, str] = {}
@@ -73,7 +82,7 @@ class HubStore:
             raise _explain(error) from None
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
-        from huggingface_hub import get_session, get_token, hf_hub_url
+        from huggingface_hub import get_token, hf_hub_url
 
         name = self._paths.get(found.path)
         if name is None:
@@ -83,9 +92,7 @@ class HubStore:
         token = get_token()  # the client removes it when the hub redirects to another host
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            with get_session().stream(
-                "GET", url, headers=headers, timeout=self._timeout_s, follow_redirects=True
-            ) as answer:
+            with closing(self._open_answer(url, headers)) as answer:
                 answer.raise_for_status()
                 for piece in unless_slow(answer.iter_bytes(), self._timeout_s):
                     digest.update(piece)
@@ -98,8 +105,30 @@ class HubStore:
         if not found.sha256 and _GIT_DIGEST.fullmatch(found.tag) and digest.hexdigest() != found.tag:
             raise StoreError(f"expected the git digest {found.tag}, got {digest.hexdigest()}")
 
+    def _open_answer(self, url: str, headers: Mapping[str, str]) -> Any:
+        """Ask the hub for a content. Returns when the headers of the answer are there, which may trickle, too.
+
+        An answer that takes too long keeps one of the threads, so that few of them wait for the hub at a time.
+        """
+        from huggingface_hub import get_session
+
+        client = get_session()
+        request = client.build_request("GET", url, headers=headers, timeout=self._timeout_s)
+        opening = self._opening_threads.submit(client.send, request, stream=True, follow_redirects=True)
+        if wait([opening], self._timeout_s).not_done:
+            opening.cancel()
+            opening.add_done_callback(_close_late)
+            raise StoreError(f"expected an answer within {self._timeout_s:g} s (store_timeout_s)")
+        return opening.result()
+
     def settle(self) -> None:
         pass
+
+
+def _close_late(opening: Future[Any]) -> None:
+    """Close an answer for which nothing waits any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def plan_paths(model: str, names: list[str]) -> dict[str, str]:

@@ -23,8 +23,15 @@ from ortserve.registry.stores.cache import StoreCache, with_known_digests
 from ortserve.registry.stores.failures import Failures
 from ortserve.registry.stores.fetch import FetchProgress
 from ortserve.registry.stores.listing_log import ListingLog
-from ortserve.registry.stores.objects import Store, StoredObject, StoreError, group_by_entry, model_name
-from ortserve.registry.stores.placement import FILES_SIDE_BY_SIDE, Choice, Objects, Placement, Placer
+from ortserve.registry.stores.objects import (
+    FILES_SIDE_BY_SIDE,
+    Store,
+    StoredObject,
+    StoreError,
+    group_by_entry,
+    model_name,
+)
+from ortserve.registry.stores.placement import Choice, Objects, Placement, Placer
 from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.readings import StoreReading
 

@@ -11,6 +11,8 @@ MAX_OBJECTS: Final = 100_000
 """Maximum number of objects of one repository. A listing is held in memory and read at each poll."""
 LISTING_TIMEOUTS: Final = 4
 """Time limit of one page of a listing, in ``store_timeout_s``. A page of 1000 objects has about half a megabyte."""
+FILES_SIDE_BY_SIDE: Final = 8
+"""Maximum number of concurrent fetches from one store. One connection to a store reaches about 100 MB/s."""
 MAX_DEPTH: Final = 16
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 1024

@@ -29,8 +29,6 @@ from ortserve.registry.stores.model_plan import (
 )
 from ortserve.registry.stores.objects import Store, StoredObject, StoreError, path_problem
 
-FILES_SIDE_BY_SIDE: Final = 8
-"""Maximum number of concurrent fetches from one store. One connection to a store reaches about 100 MB/s."""
 _FILES_OF_ONE_MODEL: Final = 6
 """Maximum number of concurrent fetches for one model, so that models with large files do not delay all others."""
 

@@ -4,6 +4,8 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,10 @@ def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         yield folder, address
 
 
-def store_of(address: str, digest: str, tmp_path: Path, max_bytes: int = 1 << 20) -> ArchiveStore:
+def store_of(address: str, digest: str, tmp_path: Path, max_bytes: int = 1 << 20, timeout_s: float = 5) -> ArchiveStore:
     url = parse_repository(f"{address}/models.tar.gz#sha256={digest}")
     assert isinstance(url, RepositoryUrl)
-    return ArchiveStore(url, 5, tmp_path / "unpacked", max_bytes)
+    return ArchiveStore(url, timeout_s, tmp_path / "unpacked", max_bytes)
 
 
 def test_files_are_members_and_an_unchanged_archive_is_fetched_only_to_read_one(
@@ -141,6 +143,28 @@ def test_file_that_cannot_be_written_fails_its_model_with_the_name(
     assert repr(name[:200]) in source.problem
     assert list(mirror.folder.iterdir()) == [mirror.folder / "m"]
     assert not list(tmp_path.rglob("evil"))
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_archive_whose_headers_trickle_is_an_error(
+    site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    folder, address = site
+    digest = write_archive(folder / "models.tar.gz", [("m/1/model.onnx", b"model")])
+    is_over = threading.Event()
+    send_response = SimpleHTTPRequestHandler.send_response
+
+    def trickle(handler: SimpleHTTPRequestHandler, code: int, message: str | None = None) -> None:
+        send_response(handler, code, message)
+        handler.flush_headers()
+        with suppress(ConnectionError):  # the client gives up
+            while handler.command == method and not is_over.wait(0.05):
+                handler.wfile.write(b"X-Trickles: yes\r\n")
+
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "send_response", trickle)
+    with pytest.raises(StoreError, match="HTTP error: error sending request: Timeout"):
+        store_of(address, digest, tmp_path, timeout_s=0.5).list({})
+    is_over.set()
 
 
 def mirror_of(folder: Path, address: str, tmp_path: Path, name: str) -> Mirror:

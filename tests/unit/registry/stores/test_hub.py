@@ -3,7 +3,6 @@
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,10 +22,15 @@ FILES = {
 }
 TRICKLES = bytes(1000)
 """A content that the server sends at 20 bytes per second."""
+TRICKLING_HEADERS = b"headers"
+"""A content whose headers the server sends at 20 bytes per second."""
 TOKEN = "hf_secret_of_the_test"
 
 
 class Hub(BaseHTTPRequestHandler):
+    is_over = threading.Event()
+    """Ends what trickles."""
+
     def do_GET(self) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self._answer(401, b"no")
@@ -46,13 +50,18 @@ class Hub(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        with suppress(ConnectionError):  # the client gives up a body that trickles
-            step = 1 if body == TRICKLES else max(1, len(body))
+        if body == TRICKLING_HEADERS:
+            self.flush_headers()
+            body = b"X-Trickles: " + b"a" * 1000
+        else:
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+        step = 1 if len(body) >= len(TRICKLES) else max(1, len(body))
+        with suppress(ConnectionError):  # the client gives up what trickles
             for place in range(0, len(body), step):
                 self.wfile.write(body[place : place + step])
-                time.sleep(0.05 if body == TRICKLES else 0)
+                if step < len(body) and self.is_over.wait(0.05):
+                    break
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -75,7 +84,9 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setenv("HF_ENDPOINT", address)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    Hub.is_over.clear()
     yield address
+    Hub.is_over.set()
     server.shutdown()
     server.server_close()
     thread.join()
@@ -111,6 +122,17 @@ def test_file_that_trickles_is_an_error(endpoint: str, monkeypatch: pytest.Monke
     (options,) = (known for known in store.list({}) if known.path == "digits/model.yaml")
     with pytest.raises(StoreError, match="too slow: expected 1024 bytes per second over 1 s"):
         list(store.read(options))
+
+
+def test_file_whose_headers_trickle_is_an_error_and_delays_no_other(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FILES, "model.yaml", TRICKLING_HEADERS)
+    store = store_of("hf://org/digits@v1", timeout_s=0.5)
+    found = {known.path: known for known in store.list({})}
+    with pytest.raises(StoreError, match=r"expected an answer within 0.5 s \(store_timeout_s\)"):
+        list(store.read(found["digits/model.yaml"]))
+    assert b"".join(store.read(found["digits/1/model.onnx"])) == b"model"
 
 
 def test_listing_that_trickles_is_an_error_and_not_begun_again(endpoint: str) -> None:
