@@ -295,10 +295,12 @@ def test_failed_loads_keep_the_old_versions_and_leak_nothing(lab: Lab, tmp_path:
         for turn in range(25):
             kind = kinds[turn % len(kinds)]
             # A stalled load takes the time limit twice, so stalls occur only once before and once after the first look.
-            lab.proxy.fault = "cut" if kind == "stall" and turn not in (2, 17) else kind
-            for status, text in clients.map(load, models):
-                assert status == 400 or status >= 500, text
-                assert "load failed for model" in text or "failed to load" in text
+            fault = lab.proxy.fault = "cut" if kind == "stall" and turn not in (2, 17) else kind
+            for model, (status, text) in zip(models, clients.map(load, models), strict=True):
+                reason = f"its files cannot be fetched: {model}/2/model.onnx: {FAULTS.get(fault)}"
+                reason = "a repository cannot be read" if fault == "down" else reason
+                assert status == 500
+                assert f"failed to load '{model}', failed to poll from model repository: {reason}" in text
             assert answer_of(server, models[turn % len(models)]) == 1
             if turn == 14:
                 before = process.num_fds(), process.num_threads(), process.memory_info().rss
