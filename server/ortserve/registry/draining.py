@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ortserve.batching.sequences import SequenceRuns
+from ortserve.errors import ServeError
 from ortserve.registry.catalog import ON_DEMAND, Catalog, State, VersionRecord
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.telemetry.metrics import Metrics
@@ -38,6 +39,26 @@ class Draining:
         """Drain all versions of a model. The next request loads them again."""
         for record in self._catalog.ready(name):
             self.drain(record, ON_DEMAND)
+
+    def spare(self, name: str) -> list[VersionRecord]:
+        """The versions of a model that its source lacks and that may leave before the next ones serve.
+
+        The version that answers requests without a version stays until then, and so do those with a label and those
+        that ensembles hold.
+        """
+        try:
+            answering = self._catalog.find(name, "")
+        except ServeError:
+            return []
+        labelled = self._catalog.labels(name).values()
+        return [
+            record
+            for record in self._catalog.ready(name)
+            if record.is_unwanted
+            and not record.is_held
+            and record.version not in labelled
+            and record.served is not answering
+        ]
 
     def fail(self, record: VersionRecord, reason: str) -> None:
         """Take a version that cannot run any more out of service, and free it."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -155,7 +155,7 @@ class Reconciler:
         self._sources[name] = source
         if source.problem:
             if is_forced and not self._catalog.ready(name):
-                await self._load_earlier(source, is_awaited=is_awaited)
+                await self._load_earlier(source, self._served.get(name, {}), is_awaited=is_awaited)
             self._versions.reject(source)
             self._retries.forget(name)
             await self._reconnect(name)
@@ -178,10 +178,14 @@ class Reconciler:
             # The new load continues the metric series, once the evicted version has ended.
             await self._draining.wait(name)
         serving = self._catalog.ready(name)
-        for record in serving:
-            record.reason = ""
         changes = self._plan(source)
+        unwanted = set(changes.retire) - self._labels.named_versions(name)
+        for record in serving:
+            record.reason, record.is_unwanted = "", record.version in unwanted
         failures = await self._load(source, changes.load, is_awaited=is_awaited)
+        left = {record.version: record.source for record in serving if record.is_unloaded and record.source}
+        if failures and left:
+            await self._load_earlier(source, left, is_awaited=is_awaited)  # They made room for those that failed.
         self._labels.follow(name)
         self._on_versions(name)
         if failures:
@@ -219,7 +223,7 @@ class Reconciler:
         elif not failures:
             self._retries.forget(name)
         if failures and not self._catalog.ready(name):
-            await self._load_earlier(source, is_awaited=is_awaited)
+            await self._load_earlier(source, self._served.get(name, {}), is_awaited=is_awaited)
         return failures
 
     def _known_failures(self, source: ModelSource) -> dict[int, str]:
@@ -232,12 +236,14 @@ class Reconciler:
             if record.state is State.FAILED and record.source == source.versions.get(record.version)
         }
 
-    async def _load_earlier(self, source: ModelSource, *, is_awaited: bool) -> None:
-        """Load the versions that served before a model was evicted, because those of ``source`` fail to load.
+    async def _load_earlier(
+        self, source: ModelSource, versions: Mapping[int, VersionSource], *, is_awaited: bool
+    ) -> None:
+        """Load the versions of a model that left memory before those of ``source``, which fail to load.
 
         They would serve on if they had stayed in memory. A version whose files were removed is left out.
         """
-        earlier = replace(source, versions=self._served.get(source.name, {}))
+        earlier = replace(source, versions=versions)
         for version in earlier.versions.keys() - source.versions.keys():
             record = self._versions.announce(source.name, version, earlier, is_awaited=is_awaited)
             await self._versions.load(record, earlier.versions[version])
@@ -264,7 +270,7 @@ class Reconciler:
             record = self._catalog.of(name)[version]
             if record.state is State.READY:
                 self._draining.drain(record, UNLOADED)
-            else:  # It failed during the loads; forget it, so that nothing loads it again.
+            elif not record.is_unloaded:  # It failed during the loads; forget it, so that nothing loads it again.
                 self._versions.forget([record])
 
     def _retire_unneeded(self, source: ModelSource) -> None:

@@ -14,7 +14,7 @@ from ortserve.device.devices import Devices
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import full_name
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.catalog import Catalog, State, VersionRecord
+from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.plan import member_names
 from ortserve.registry.ensemble.served import ServedEnsemble
@@ -244,6 +244,8 @@ class MemoryRoom:
             ]
             plan = plan_room(budget.need, budget.nbytes, budget.used - freed, staying, now_ns)
             if plan.missing_bytes:
+                if self._drain_spare(record.model, budget, plan.missing_bytes):
+                    return self._make_room(record, options, cost)
                 if is_start and budget.need <= budget.nbytes and not options.is_pinned:
                     self._counts.refusals["start"] += 1
                     reason = "the models that were loaded before it use up the memory budget"
@@ -268,6 +270,19 @@ class MemoryRoom:
             self._counts.evictions[name] += 1
             self._draining.evict(name)
         return 0
+
+    def _drain_spare(self, model: str, budget: _Budget, missing: int) -> bool:
+        """Drain versions of a model that its next ones replace anyway, if that gives these enough room."""
+        spare = [(one, budget.held_by(self._resident(model, [one], model))) for one in self._draining.spare(model)]
+        if sum(nbytes for _, nbytes in spare) < missing:
+            return False
+        while missing > 0:
+            record, nbytes = spare.pop(0)
+            missing -= nbytes
+            message = "version leaves before the next ones serve, to make room for them"
+            log_event(logger, logging.INFO, message, model=model, version=record.version)
+            self._draining.drain(record, UNLOADED)
+        return True
 
     def _check_members(self, ensemble: str, options: ModelOptions) -> None:
         """Check that the members of an ensemble fit in memory together, if the cost of each was measured.
@@ -310,13 +325,14 @@ class MemoryRoom:
         ]
 
     def _expect_together(self, names: Collection[str]) -> LoadCost:
-        """What the known versions of models take together, without those that failed. Ensembles take nothing."""
+        """What the known versions of models take together, unless they failed or ended. Ensembles take nothing."""
         costs = [
             self._expect(record.model, record.version, record.source)
             for name in names
             for record in self._catalog.of(name).values()
             if record.source is not None
             and record.state is not State.FAILED
+            and not record.is_unloaded
             and not member_names(_options(record.source))
         ]
         return LoadCost(

@@ -326,6 +326,94 @@ async def test_models_of_several_versions_leave_each_other_room_one_after_the_ot
         assert await asyncio.gather(*asked) == [*versions] * len(names)
 
 
+def put_two_versions(root: Path, options: str = "") -> None:
+    """A model whose next version needs room beside two versions of 2 MiB, at first as much as its file has."""
+    put(root, "m", 2)
+    put(root, "m", 1, f"version_policy: {{latest: 2}}\n{options}")
+
+
+async def test_version_that_is_not_wanted_any_more_leaves_first_if_there_is_no_other_room(
+    tmp_path: Path, make: Make
+) -> None:
+    put_two_versions(tmp_path, "load_policy: pinned")
+    put(tmp_path, "other", options="load_policy: pinned")
+    add_pair(tmp_path)
+    registry = make(6 * MIB)
+    await registry.load_all()
+    put(tmp_path, "m", 3)
+    with held_file(tmp_path / "m" / "3" / "model.onnx") as file:
+        loading = asyncio.create_task(asyncio.wait_for(registry.load("m"), 30))
+        await file.wait()
+        assert states(registry, "m")[1][0] in (State.DRAINING, State.GONE)
+        assert await ask(registry, "m") == "2"
+        assert await ask(registry, "pair") == "1"
+    await loading
+    assert await ask(registry, "m") == "3"
+    assert await ask(registry, "m", "2") == "2"
+    assert states(registry, "m")[1] == (State.GONE, "unloaded")
+    assert await ask(registry, "pair") == "1"
+    assert registry.memory_use().held_bytes == 6 * MIB
+
+
+@pytest.mark.parametrize("kept", ["room", "label"])
+async def test_version_that_is_not_wanted_any_more_serves_until_the_next_one_does(
+    tmp_path: Path, make: Make, kept: str
+) -> None:
+    put_two_versions(tmp_path, "labels: {old: 1}" if kept == "label" else "")
+    registry = make((6 if kept == "room" else 4) * MIB)
+    await registry.load_all()
+    put(tmp_path, "m", 3)
+    with held_file(tmp_path / "m" / "3" / "model.onnx") as file:
+        loading = asyncio.create_task(asyncio.wait_for(registry.load("m"), 30))
+        if kept == "room":
+            await file.wait()
+            assert await ask(registry, "m", "1") == "1"
+    if kept == "room":
+        await loading
+        assert states(registry, "m")[1][1] == "unloaded"
+    else:
+        with pytest.raises(ServeError, match="too few"):
+            await loading
+        assert await ask(registry, "m", "1") == "1"
+
+
+async def test_version_that_left_for_one_that_fails_comes_back(tmp_path: Path, make: Make) -> None:
+    put_two_versions(tmp_path)
+    registry = make(4 * MIB)
+    await registry.load_all()
+    put(tmp_path, "m", 3, build=builders.not_onnx)
+    with pytest.raises(ServeError, match="Protobuf parsing failed"):
+        await asyncio.wait_for(registry.load("m"), 30)
+    assert await ask(registry, "m", "1") == "1"
+    assert await ask(registry, "m") == "2"
+    members.affine(tmp_path / "m" / "3" / "model.onnx")
+    await asyncio.wait_for(registry.load("m"), 30)
+    assert await ask(registry, "m") == "3"
+    assert [record.version for record in registry.records() if record.state is State.READY] == [2, 3]
+
+
+async def test_versions_do_not_leave_for_one_that_has_no_room_without_them_either(tmp_path: Path, make: Make) -> None:
+    put_two_versions(tmp_path)
+    put(tmp_path, "other", options="load_policy: pinned")
+    registry = make(6 * MIB)
+    await registry.load_all()
+    put(tmp_path, "m", 3)
+    (tmp_path / "m" / "3" / "weights").write_bytes(bytes(3 * MIB))
+    with pytest.raises(ServeError, match="too few"):
+        await asyncio.wait_for(registry.load("m"), 30)
+    assert await ask(registry, "m", "1") == "1"
+
+
+async def test_only_version_serves_on_if_there_is_no_room_for_the_next_one(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m")
+    registry = make(2 * MIB)
+    await registry.load_all()
+    put(tmp_path, "m", 2)
+    with pytest.raises(ServeError, match="too few"):
+        await asyncio.wait_for(registry.load("m"), 30)
+    assert await ask(registry, "m") == "1"
+
+
 async def test_refused_loads_are_logged_once(tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, "pinned", options="load_policy: pinned")
     put(tmp_path, "m", options="load_policy: on_demand")
