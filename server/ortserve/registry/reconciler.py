@@ -218,7 +218,9 @@ class Reconciler:
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
         ]
-        if any(record.state is State.FAILED for record in incoming):  # Not those without room: requests load them.
+        # Requests load those without room, unless a version that should have ended answers them.
+        has_old = any(record.version not in source.versions for record in self._catalog.ready(name))
+        if any(record.state is State.FAILED for record in incoming) or (failures and has_old):
             self._retries.note_failure(name, self._clock())
         elif not failures:
             self._retries.forget(name)

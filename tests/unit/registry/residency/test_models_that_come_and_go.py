@@ -404,14 +404,23 @@ async def test_versions_do_not_leave_for_one_that_has_no_room_without_them_eithe
     assert await ask(registry, "m", "1") == "1"
 
 
-async def test_only_version_serves_on_if_there_is_no_room_for_the_next_one(tmp_path: Path, make: Make) -> None:
+async def test_only_version_serves_on_until_a_poll_finds_room_for_the_next_one(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0)
     put(tmp_path, "m")
-    registry = make(2 * MIB)
+    put(tmp_path, "other", options="load_policy: pinned")
+    registry = make(4 * MIB)
     await registry.load_all()
     put(tmp_path, "m", 2)
     with pytest.raises(ServeError, match="too few"):
         await asyncio.wait_for(registry.load("m"), 30)
     assert await ask(registry, "m") == "1"
+    (tmp_path / "other").rename(tmp_path / ".other")
+    for _ in range(2):  # the first one unloads the other model
+        await registry.poll()
+    assert await ask(registry, "m") == "2"
+    assert states(registry, "m")[1][1] == "unloaded"
 
 
 async def test_refused_loads_are_logged_once(tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture) -> None:
