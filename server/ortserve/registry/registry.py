@@ -325,10 +325,8 @@ class Registry:
 
     def _is_served(self, source: ModelSource) -> bool:
         records = self._catalog.of(source.name).values()
-        is_whole = bool(self.ready_versions(source.name)) and not any(
-            record.is_on_demand or record.is_loading for record in records
-        )
-        return is_whole and self._sources.get(source.name) == source
+        is_partial = any(record.is_on_demand or record.is_loading for record in records)
+        return bool(self.ready_versions(source.name)) and not is_partial and self._sources.get(source.name) == source
 
     async def _unload(self, name: str, *, with_members: bool = False) -> None:
         withdrawn = self._changes.withdraw(name)
@@ -354,8 +352,14 @@ class Registry:
         if not self.is_loaded:
             self._room.start_order = start_order(found)
         by_name = {source.name: source for source in found}
-        kept = [
-            source.name for source in changed if members_of(source) and not self._reconciler.waits_for_request(source)
+        names = {source.name for source in changed}
+        kept = [  # ensembles that changed, or that did not serve because of a member that changed
+            source.name
+            for source in found
+            if members_of(source)
+            and names.intersection(closure_of([source.name], by_name))
+            and (source.name in names or not self._catalog.ready(source.name))
+            and not self._reconciler.waits_for_request(source)
         ]
         forced = closure_of(kept, by_name)
         missing = [by_name[name] for name in forced if not self._catalog.ready(name)]

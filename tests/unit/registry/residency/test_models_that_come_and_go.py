@@ -242,6 +242,24 @@ async def test_ensemble_on_demand_comes_back_with_its_member(tmp_path: Path, mak
     assert await ask(registry, "pair") == "1"
 
 
+@pytest.mark.parametrize("comes", ["later", "back"])
+async def test_ensemble_is_loaded_with_a_member_on_demand_that_a_poll_finds(
+    tmp_path: Path, make: Make, comes: str
+) -> None:
+    add_pair(tmp_path, required="true")
+    registry = make()
+    if comes == "back":
+        put(tmp_path, "m")
+    await registry.load_all()
+    if comes == "back":
+        (tmp_path / "m").rename(tmp_path / ".m")
+        await registry.poll()
+    assert states(registry, "pair")[1][0] in (State.FAILED, State.GONE)
+    put(tmp_path, "m", options="load_policy: on_demand")
+    await registry.poll()
+    assert states(registry, "pair") == {1: (State.READY, "")}
+
+
 @pytest.mark.parametrize("way", ["request", "call", "poll"])
 async def test_load_of_an_ensemble_evicts_none_of_its_members(tmp_path: Path, make: Make, way: str) -> None:
     for name in ("k", "m", "other"):
