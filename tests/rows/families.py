@@ -268,6 +268,7 @@ _meet("resize: rows blended", "float[1,1,N,4] x", 'y = Resize<mode="linear">(x, 
 _apart("recurrence: LSTM", "float[T,N,3] x", "y, y1, y2 = LSTM<hidden_size=2>(x, w, r)", "float[1,8,3] w, float[1,8,2] r")
 _apart("recurrence: GRU with a state", "float[T,N,3] x, float[1,N,2] h", "y, y1 = GRU<hidden_size=2>(x, w, r, , , h)", "float[1,6,3] w, float[1,6,2] r")
 _apart("recurrence: RNN both ways with lengths", "float[T,N,3] x, int32[N] lengths", 'y = RNN<hidden_size=2, direction="bidirectional">(x, w, r, , lengths)', "float[2,2,3] w, float[2,2,2] r")
+_apart("recurrence: a score of each step, as a product of both directions with a vector", "float[T,N,3] x", 'a, b, c = LSTM<hidden_size=2, direction="bidirectional">(x, w, r) d = Transpose<perm=[0,2,1,3]>(a) e = Reshape(d, s) f = Transpose<perm=[1,0,2]>(e) g = Tanh(f) y = MatMul(g, v)', "float[2,8,3] w, float[2,8,2] r, int64[3] s = {0, 0, -1}, float[4] v")
 _meet("recurrence: LSTM over rows", "float[N,4,3] x", "y, y1 = LSTM<hidden_size=2>(x, w, r)", "float[1,8,3] w, float[1,8,2] r")
 _meet("recurrence: GRU over rows", "float[N,4,3] x", "y = GRU<hidden_size=2>(x, w, r)", "float[1,6,3] w, float[1,6,2] r")
 _meet("recurrence: RNN over rows", "float[N,4,3] x", "y = RNN<hidden_size=2>(x, w, r)", "float[1,2,3] w, float[1,2,2] r")

@@ -117,6 +117,21 @@ def _matmul(g: Grower) -> object:
     return g.graph.add("MatMul", left, right)
 
 
+def _turned(g: Grower) -> object:
+    """Move the rows to the front, and multiply by a vector behind an operator that ONNX Runtime may swap or drop."""
+    rng, name = g.rng, g.pick("f", least_rank=2)
+    shape, axis = g.graph.shape(name), g.graph.rows_axis(name)
+    if axis is None or g.graph.alone(name).dtype != np.float32:
+        raise Unsuitable
+    turned = g.graph.add("Transpose", name, perm=[axis, *(each for each in range(len(shape)) if each != axis)])
+    if len(shape) > 2 and rng.random() < 0.7:
+        last = len(shape) - 1
+        turned = g.graph.add("Gather", turned, g.graph.add_scalar(0), axis=rng.randint(1, last))
+    else:
+        turned = g.graph.add(rng.choice(("Mul", "Div")), turned, g.real(rng.choice((1, 2))))
+    return g.graph.add("MatMul", turned, g.weight(g.graph.shape(turned)[-1]))
+
+
 def _gemm(g: Grower) -> object:
     left = g.pick(least_rank=2, most_rank=2)
     shape, flip, turn = g.graph.shape(left), g.rng.random() < 0.25, g.rng.random() < 0.5
@@ -795,6 +810,7 @@ STEPS: Final[dict[Step, float]] = {
     _cast: 1.5,
     _clip: 0.5,
     _matmul: 4,
+    _turned: 1,
     _gemm: 1.5,
     _fused_matmul: 1,
     _einsum: 1.5,

@@ -57,8 +57,8 @@ class Facts:
         below: An upper bound, itself excluded, of the entries of a row alone, which are integers; None if unknown.
         columns: The operands of a Concat of columns along the last axis.
         padding: The text that pads rows to the longest row; None if rows are not padded.
-        transposed: Whether the rows lay on the last axis before a transposition, which ONNX Runtime may fuse with a
-            product.
+        transposed: The axes, counted from the end, that lay before the rows until a transposition. ONNX Runtime may
+            move the transposition behind later operators, and fuse it with a product.
     """
 
     stride: Number = 0
@@ -66,7 +66,7 @@ class Facts:
     below: Number | None = None
     columns: "tuple[Value, ...]" = ()
     padding: str | None = None
-    transposed: bool = False
+    transposed: frozenset[int] = frozenset()
 
 
 NO_FACTS: Final = Facts()

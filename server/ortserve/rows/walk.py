@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import Attribute, Dims, Function, Graph, Model, Node, Reference, Tensor, names_read
-from ortserve.rows.number import contains_rows
+from ortserve.rows.number import Number, contains_rows
 from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols
@@ -26,6 +26,8 @@ _FLAGS: Final = frozenset(
     """.split()  # noqa: SIM905
 )
 """Attributes of which only the values 0 and 1 have a meaning."""
+_NEW_AXES: Final = frozenset({"Conv", "Einsum", "FusedMatMul", "GRU", "Gemm", "LSTM", "MatMul", "RNN", "Transpose"})
+"""Operators behind which ONNX Runtime moves no transposition of their operands, and Transpose, whose rule notes it."""
 _BUILT_IN: Final = DOMAINS | {"ai.onnx.contrib"}
 """Domains, besides ``com.microsoft`` and its subdomains, whose operators have kernels, which run in place of a function
 of the model with the same name."""
@@ -239,7 +241,8 @@ class _Scope:
                 raise RowsMeetError("computes with the number of rows in the batch")
             _check_operands(rule, operands)
         try:
-            return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=has_size)
+            results = self._checked(rule.apply(self._call_of(node, operands)), node, has_size=has_size)
+            return _with_transpositions(node, operands, results) if has_rows else results
         except RandomError:
             raise
         except (RowsMeetError, NotKnownError):
@@ -324,6 +327,33 @@ def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
             raise RowsMeetError("reads rows whose padding depends on the longest row of the batch")
         if i in rule.parameters:
             raise RowsMeetError(f"takes its parameter {i} from the rows")
+
+
+def _with_transpositions(node: Node, operands: Sequence[Value | None], results: list[Value]) -> list[Value]:
+    """Note transpositions of the operands at the results, because ONNX Runtime may move them behind the node."""
+    turned = [value for value in operands if value is not None and value.facts.transposed]
+    if not turned or node.op in _NEW_AXES:
+        return results
+    return [
+        _with_axes(value, frozenset().union(*(_overtaken(node, each, value) for each in turned))) for value in results
+    ]
+
+
+def _with_axes(value: Value, axes: frozenset[int]) -> Value:
+    return replace(value, facts=replace(value.facts, transposed=axes)) if value.is_rows else value
+
+
+def _overtaken(node: Node, operand: Value, result: Value) -> frozenset[int]:
+    """The axes of a result that may have lain before the rows of an operand."""
+    before, after = operand.dims or (), result.dims or ()
+    if node.op in ("Flatten", "Reshape") and _long(before) != _long(after):
+        return frozenset()  # otherwise ONNX Runtime may drop the node, or treat it like Squeeze or Unsqueeze
+    return operand.facts.transposed if len(before) == len(after) else frozenset(range(-len(after), 0))
+
+
+def _long(dims: Sequence[Number]) -> list[Number]:
+    """The sizes other than 1."""
+    return [length for length in dims if length != 1]
 
 
 def _has_graphs(node: Node) -> bool:

@@ -129,6 +129,9 @@ BROKEN: Final[dict[str, Callable[[Patch], None]]] = {
     "differences are never negative": _breaks("Sub", _never_negative),
     "If takes its first branch": _breaks("If", _then),
     "the number of a row is a value like others": _never_checks(walk, "_check_operands"),
+    "transpositions stay where they are": lambda p: p.setattr(
+        walk, "_with_transpositions", lambda _, __, results: results
+    ),
     "random operators are like others": lambda p: p.setattr(walk, "RANDOM", frozenset()),
     "fractions are whole": lambda p: p.setattr(Symbols, "floor", lambda _, number: number),
     "unknown lengths are equal": _equal_lengths,

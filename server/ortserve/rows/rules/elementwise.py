@@ -244,7 +244,7 @@ def where(call: Call) -> Output:
 def cast(call: Call) -> Output:
     value = call.operand(0)
     to = call.operand(1).dtype if call.op == "CastLike" else call.integer("to", 0)
-    facts = Facts(padding=value.facts.padding, transposed=value.facts.transposed)
+    facts = Facts(padding=value.facts.padding)
     if value.dtype in _INDICES and to in _INDICES:
         # Without an upper bound, the cast of a nonnegative number may overflow and be negative.
         is_held = value.facts.nonnegative and _is_small(call.symbols, value.facts.below)

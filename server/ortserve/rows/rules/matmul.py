@@ -32,7 +32,7 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
     left, right = call.dims(one), call.dims(other)
     if not left or not right:
         raise NotKnownError("has an operand without axes")
-    if one.facts.transposed and len(right) == 1:
+    if -1 in one.facts.transposed and len(right) == 1:
         raise NotKnownError("multiplies a transposed matrix by a vector, for which ONNX Runtime may read other entries")
     if left[-1] == 0:
         raise NotKnownError("multiplies along an axis of length 0")
@@ -134,7 +134,8 @@ def _swapped(call: Call, value: Value) -> Value:
     if rank < 2:
         raise NotKnownError("transposes a vector")
     axis = {rank - 1: rank - 2, rank - 2: rank - 1}.get(value.axis, value.axis)
-    facts = replace(value.facts, transposed=value.axis == rank - 1)
+    has_turned = value.axis == rank - 1 or value.facts.transposed
+    facts = replace(value.facts, transposed=frozenset({-1, -2}) if has_turned else frozenset())
     return replace(value, dims=(*dims[:-2], dims[-1], dims[-2]), axis=axis, facts=facts)
 
 

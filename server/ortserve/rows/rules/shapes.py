@@ -239,7 +239,7 @@ def _reshaped_rows(call: Call, value: Value, target: Sequence[Number], solved: t
     like = replace(value, outer=outer, inner=inner)
     if value.facts.padding is not None and not (_ends_in_padding(value) and axis == 0 and like.is_plain):
         raise RowsMeetError("reads rows whose padding depends on the longest row of the batch")
-    return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
+    return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=(), transposed=frozenset()))
 
 
 def _is_copied_harmlessly(call: Call, value: Value, length: Number) -> bool:
@@ -329,8 +329,10 @@ def transpose(call: Call) -> Output:
     if sorted(order) != list(range(len(dims))):
         raise NotKnownError("has an order of axes that does not fit its operand")
     elements = transposed(value, order)
-    facts = replace(value.facts, columns=(), transposed=value.axis == len(dims) - 1)
     axis = order.index(value.axis) if value.is_rows else 0
+    rank, turned = len(dims), value.facts.transposed
+    overtaken = {at - rank for at, old in enumerate(order) if at > axis and (old < value.axis or old - rank in turned)}
+    facts = replace(value.facts, columns=(), transposed=frozenset(overtaken))
     return call.result([dims[axis] for axis in order], value, axis, value.dtype, elements, facts)
 
 
