@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeAlias
 from ortserve.model_file.graph import Attribute, Graph, Node
 from ortserve.rows.number import DEPENDENT, Number
 from ortserve.rows.symbols import Symbols
-from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, free, rows
+from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, element_count, free, rows
 
 MAX_RANK: Final = 64
 """Maximum number of axes of a result."""
@@ -272,10 +272,22 @@ def aligned_axis(call: Call, values: Sequence[Value]) -> tuple[int, Value] | Non
     return axis, first
 
 
+def _check_numbers(call: Call, values: Sequence[Value]) -> None:
+    """Raise if a single number adds axes to the result.
+
+    ONNX Runtime 1.32.0 leaves such axes out if it fuses the operators of a normalization, a product of integers or
+    ``Mul(x, Div(1, z))``.
+    """
+    ranks = [len(call.dims(value)) for value in values if element_count(call.dims(value)) != 1]
+    if ranks and any(len(call.dims(value)) > max(1, *ranks) for value in values):
+        raise NotKnownError("has a single number with more axes than its other operands")
+
+
 def broadcast(call: Call, values: Sequence[Value], dtype: int = 0, facts: Facts = NO_FACTS) -> Value:
     """The result of an operator that combines the elements of its operands after broadcasting."""
     if not values:
         raise NotKnownError("has no operands")
+    _check_numbers(call, values)
     found = aligned_axis(call, values)
     if len(values) == 1 or (len(values) == 2 and values[0].dims == values[1].dims):
         dims = call.dims(values[0])
