@@ -77,6 +77,7 @@ class TensorReader:
         dims: list[int] = []
         content: dict[int, list[tuple[int, int, int]]] = {}
         external: dict[str, str] = {}
+        is_external = False
         for number, wire_type, (begin, after) in fields(data, start, end):
             if number == 1:
                 dims += integers(data, wire_type, begin, after)
@@ -86,6 +87,8 @@ class TensorReader:
                 name = self._text(begin, after)
             elif number == 13:
                 self._external_entry(begin, after, external)
+            elif number == 14:
+                is_external = varint(data, begin)[0] == 1
             elif number in _CONTENT:
                 content.setdefault(number, []).append((wire_type, begin, after))
                 if len(content[number]) > MAX_ELEMENTS:
@@ -94,7 +97,8 @@ class TensorReader:
             self._external_file(name, external)
         count = prod(dims)
         elements = None
-        if dtype in _FORMATS and 0 <= count <= (MAX_FLOATS if dtype in _FLOATS else MAX_ELEMENTS):
+        # ONNX Runtime reads the external file even if the model file has elements, too.
+        if not is_external and dtype in _FORMATS and 0 <= count <= (MAX_FLOATS if dtype in _FLOATS else MAX_ELEMENTS):
             elements = self._elements(dtype, count, content)
         return name, Tensor(dtype, tuple(dims), elements)
 

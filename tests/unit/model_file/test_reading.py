@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
@@ -154,3 +156,18 @@ def test_branches_may_name_their_results_like_the_node(path: Path) -> None:
     onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 17]> {text}'), path)
     (node,) = read_model(path).graph.nodes
     assert (node.op, set(names_read(node))) == ("If", {"c", "x"})
+
+
+def test_elements_beside_an_external_file_are_not_those_of_the_tensor(path: Path) -> None:
+    """ONNX Runtime reads the file: an axis of 1 here may be 0 there."""
+    axis = onnx.numpy_helper.from_array(np.array([1]), "axis")
+    (path.parent / "axis.bin").write_bytes(np.array([0]).tobytes())
+    axis.external_data.append(onnx.StringStringEntryProto(key="location", value="axis.bin"))
+    axis.data_location = onnx.TensorProto.EXTERNAL
+    text = '<ir_version: 8, opset_import: ["": 17]> m (float[n,4] x) => (float[n,4] y) { y = CumSum (x, axis) }'
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(axis)
+    path.write_bytes(model.SerializeToString())
+    assert read_model(path).graph.constants["axis"].elements is None
+    (total,) = ort.InferenceSession(path).run(None, {"x": np.ones((2, 4), np.float32)})
+    assert total.tolist() == [[1] * 4, [2] * 4]
