@@ -295,6 +295,29 @@ def _spatial(g: Grower) -> object:
     )
 
 
+def _samples(g: Grower) -> object:
+    """Samples of images at positions of the rows: boxes, grids, offsets."""
+    rng, op = g.rng, g.rng.choice(("RoiAlign", "AffineGrid", "Col2Im", "DeformConv"))
+    if op == "Col2Im":
+        name = g.pick("f", least_rank=3, most_rank=3)
+        shape = g.graph.shape(name)
+        return g.graph.add(op, name, g.graph.add_ints(1, shape[2]), g.graph.add_ints(1, rng.choice((1, 1, 2))))
+    if op == "AffineGrid":
+        name = g.pick("f", least_rank=3, most_rank=3)
+        return g.graph.add(op, name, g.vector([g.size(name, 0), g.graph.add_ints(2), g.graph.add_ints(2, 3)]))
+    name = g.pick("f", least_rank=4, most_rank=4)
+    shape = g.graph.shape(name)
+    if op == "DeformConv":
+        offsets = g.graph.add("Conv", g.partner(name), g.weight(2, shape[1], 1, 1))
+        return g.graph.add(op, name, g.weight(2, shape[1], 1, 1), offsets, kernel_shape=[1, 1])
+    corners = g.graph.add("Tanh", g.graph.add("MatMul", g.pick("f", least_rank=2, most_rank=2), g.weight(1, 2)))
+    boxes = g.graph.add("Concat", corners, g.graph.add("Add", corners, g.real(2)), axis=1)
+    numbers = g.numbered(name)
+    if rng.random() < 0.2:
+        numbers = _indices(g, numbers, shape[0])
+    return g.graph.add(op, name, boxes, numbers, output_height=rng.choice((1, 2)))
+
+
 def _windows(g: Grower) -> object:
     """Pooling and convolution with windows of any stride, dilation and padding."""
     rng, opset = g.rng, g.graph.opset
@@ -824,6 +847,7 @@ OPERATORS: Final[dict[Step, float]] = {
     _layer: 5,
     _spatial: 5,
     _windows: 4,
+    _samples: 2,
     _states: 2,
     _quantized: 8,
     _fused_products: 3,

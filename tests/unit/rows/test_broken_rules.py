@@ -95,6 +95,12 @@ def _never_negative(call: Call) -> Value:
 _subtract: Final = RULES["", "Sub"].apply
 
 
+def _of_any_image(call: Call) -> Value:
+    """Boxes of images without a check of their indices."""
+    boxes = call.operand(1)
+    return call.result((call.dims(boxes)[0], call.dims(call.operand(0))[1], 1, 1), boxes, dtype=1)
+
+
 def _then(call: Call) -> Output:
     """Take the first branch, whatever the condition."""
     return call.scope.run_graph(call.attributes["then_branch"], [])  # type: ignore[arg-type]
@@ -127,6 +133,7 @@ BROKEN: Final[dict[str, Callable[[Patch], None]]] = {
     "dynamic quantization has a free scale": _breaks("DynamicQuantizeLinear", _one_scale),
     "Softmax is the same in all versions": _breaks("Softmax", _of_any_version),
     "differences are never negative": _breaks("Sub", _never_negative),
+    "RoiAlign reads any image": _breaks("RoiAlign", _of_any_image),
     "If takes its first branch": _breaks("If", _then),
     "the number of a row is a value like others": _never_checks(walk, "_check_operands"),
     "transpositions stay where they are": lambda p: p.setattr(

@@ -6,7 +6,17 @@ from typing import Final
 
 from ortserve.model_file.graph import INT32, INT64
 from ortserve.rows.number import WINDOWS, Number, contains_rows
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RowsMeetError,
+    Rules,
+    check_no_stride,
+    check_sizes,
+    normal_axis,
+    rule,
+)
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import length_of
 from ortserve.rows.values import Value
@@ -212,6 +222,59 @@ def grid_sample(call: Call) -> Output:
     return call.result(dims, value, 0, value.dtype)
 
 
+def affine_grid(call: Call) -> Output:
+    """AffineGrid: the positions of samples for ``GridSample``, from a matrix for each entry of the batch."""
+    value, size = call.operand(0), call.numbers(1, "size")
+    check_first_axis(value)
+    count = call.dims(value)[0]
+    if len(size) not in (4, 5) or size[0] != count:
+        raise NotKnownError("may have another size than matrices")
+    if value.is_rows:
+        check_sizes(call)
+    return call.result((count, *size[2:], len(size) - 2), value, 0, value.dtype)
+
+
+def col2im(call: Call) -> Output:
+    """Col2Im: the sums of overlapping blocks, whose entries lie along the second axis."""
+    value, image = call.operand(0), call.numbers(1, "image")
+    check_first_axis(value)
+    dims = call.dims(value)
+    channels = call.symbols.divide_exactly(dims[1], call.symbols.product(call.numbers(2, "block")))
+    if len(dims) != 3 or channels is None:
+        raise NotKnownError("has blocks that its rule does not expect")
+    return call.result((dims[0], channels, *image), value, 0, value.dtype)
+
+
+def deformable_conv(call: Call) -> Output:
+    """DeformConv: image, weights, offsets of the samples, bias, mask."""
+    value, kernel, offsets = call.operand(0), call.operand(1), call.operand(2)
+    for operand in filter(None, (value, offsets, call.optional(4))):
+        check_first_axis(operand)
+        if operand.is_rows != value.is_rows or not operand.carries_like(value):
+            raise RowsMeetError("has offsets or a mask without the same rows")
+    dims = (call.dims(value)[0], call.dims(kernel)[0], *call.dims(offsets)[2:])
+    return call.result(dims, value, 0, value.dtype)
+
+
+def roi_align(call: Call) -> Output:
+    """RoiAlign: images, boxes, and for each box the index of its image, which must be that of its own row."""
+    value, boxes, indices = call.operand(0), call.operand(1), call.operand(2)
+    for operand in (value, boxes, indices):
+        check_first_axis(operand)
+    if boxes.is_rows != indices.is_rows or not boxes.carries_like(indices):
+        raise RowsMeetError("has boxes and indices of images without the same rows")
+    check_no_stride([value, boxes])
+    facts = indices.facts
+    if not value.is_rows:
+        check_no_stride([indices])
+    elif not value.is_plain or facts.stride != 1 or facts.below != 1 or not facts.nonnegative:
+        raise RowsMeetError("reads images of other rows")
+    else:
+        check_sizes(call)
+    size = call.integer("output_height", 1), call.integer("output_width", 1)
+    return call.result((call.dims(boxes)[0], call.dims(value)[1], *size), boxes, 0, value.dtype)
+
+
 def resize(call: Call) -> Output:
     value = call.operand(0)
     rank = len(call.dims(value))
@@ -302,6 +365,10 @@ RULES: Final[Rules] = {
     ("com.microsoft", "QLinearGlobalAveragePool"): rule(qlinear_global_pool, parameters=(1, 2, 3, 4)),
     **{("", op): rule(blocks) for op in ("DepthToSpace", "SpaceToDepth")},
     **{(domain, "GridSample"): rule(grid_sample) for domain in ("", "com.microsoft")},
+    ("", "AffineGrid"): rule(affine_grid, arguments=(1,)),
+    ("", "Col2Im"): rule(col2im, arguments=(1, 2)),
+    ("", "DeformConv"): rule(deformable_conv, parameters=(1, 3)),
+    ("", "RoiAlign"): rule(roi_align, keeps_stride=True),
     ("", "Resize"): rule(resize, arguments=(2, 3), parameters=(1,)),
     ("", "Upsample"): rule(upsample, parameters=(1,)),
 }
