@@ -83,6 +83,8 @@ _apart("einsum: ellipsis of several axes", "float[N,3,4] x", 'y = Einsum<equatio
 _apart("einsum: ellipses of different lengths", "float[N,3,4] x", 'y = Einsum<equation="b...i,...i->b...">(x, w)', "float[3,4] w")
 _apart("einsum: ellipsis of rows with rows", "float[N,3,4] x, float[N,4,2] z", 'y = Einsum<equation="...ij,...jk->...ik">(x, z)')
 _apart("einsum: ellipsis without a result", "float[N,3,4] x", 'y = Einsum<equation="...ij,jk">(x, w)', "float[4,2] w")
+_apart("einsum: positions for all rows, as relative attention has them", "float[5,N,2,4] q", 'y = Einsum<equation="ibnd,jbnd->bnij">(q, w)', "float[6,1,2,4] w")
+_meet("einsum: positions for each of three rows", "float[5,N,2,4] q", 'y = Einsum<equation="ibnd,jbnd->bnij">(q, w)', "float[6,3,2,4] w")
 _meet("einsum: ellipsis of rows beside rows", "float[N,3,4] x, float[N,4] z", 'y = Einsum<equation="n...,...->n...">(x, z)', feeds={"z": [[[1.0] * 4]] * 3})
 _meet("einsum: ellipsis that pairs rows with entries", "float[N,4] x", 'y = Einsum<equation="...i,...i->...i">(x, w)', "float[3,4] w")
 _meet("einsum: summed rows", _X, 'y = Einsum<equation="bi->i">(x)')

@@ -228,11 +228,8 @@ def einsum(call: Call) -> Output:
     if carried is None:
         return call.result([lengths[letter] for letter in result], dtype=values[0].dtype)
     letter, like = carried
-    for term, value in zip(operands, values, strict=True):
-        if term.count(letter) != (1 if value.is_rows else 0):
-            raise RowsMeetError(
-                "pairs each row by its index with an entry of a tensor without rows, or takes a diagonal"
-            )
+    if any(term.count(letter) > 1 for term in operands) or lengths.get(letter, 1) != 1:
+        raise RowsMeetError("pairs each row by its index with an entry of a tensor without rows, or takes a diagonal")
     if result.count(letter) != 1:
         raise RowsMeetError(_MIXED_TERMS)
     return call.result([lengths.get(each, 1) for each in result], like, result.index(letter), values[0].dtype)
