@@ -79,6 +79,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     for name, steps in (("slow", 50_000), ("slower", 200_000)):
         (add_model(folder, name, sequences.slow, steps=steps) / "model.yaml").write_text(SUM)
     (add_model(folder, "full", sequences.slow, steps=200_000) / "model.yaml").write_text(SUM + "max_queue_rows: 1\n")
+    pairs = SUM.replace("max_rows: 8", "max_rows: 2") + "queue_delay_s: 60\n"  # two rows run, one row waits
+    (add_model(folder, "pairs", sequences.slow, steps=1) / "model.yaml").write_text(pairs)
     (add_model(folder, "recorded", sequences.two_states) / "model.yaml").write_text(
         "record: {share: 1}\nsequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
     )
@@ -239,36 +241,39 @@ def test_sequences_share_a_batch(server: ServerProcess) -> None:
 
 
 def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(server: ServerProcess) -> None:
-    name = next(IDS)
+    names = [next(IDS) for _ in range(3)]
     outcomes: Queue[tuple[str, Any]] = Queue()
 
-    def send(client: Any, value: int, label: str, start: bool = False) -> Any:
+    def send(model: str, name: int, value: int, label: str, start: bool = False) -> Any:
         return client.async_infer(
-            "slower",
+            model,
             tensors(triton_grpc, value),
             callback=lambda result, error: outcomes.put((label, error or int(result.as_numpy("TOTAL")[0, 0]))),
             sequence_id=name,
             sequence_start=start,
         )
 
+    def receive(count: int) -> dict[str, Any]:
+        return dict([outcomes.get(timeout=LONG_S) for _ in range(count)])
+
     with triton_grpc.InferenceServerClient(server.grpc) as client:
         with starting_batch(server, "slower"):
-            call = send(client, 5, "running", True)
-        call.cancel()
-        send(client, 1, "next")  # on the same connection, so that it arrives later
-        found = dict([outcomes.get(timeout=LONG_S), outcomes.get(timeout=LONG_S)])
-        assert found["next"] == 6
-        send(client, 1, "first")
-        queued = send(client, 1, "queued")
-        send(client, 1, "later")
-        wait_for_queue(server, "slower", 2)
+            running = send("slower", names[0], 5, "running", True)
+        running.cancel()
+        send("slower", names[0], 1, "next")  # on the same connection, so that it arrives later
+        assert receive(2)["next"] == 6
+        send("pairs", names[1], 1, "first", True)
+        queued = send("pairs", names[1], 1, "queued")
+        send("pairs", names[1], 1, "later")
+        wait_for_queue(server, "pairs", 3)
         queued.cancel()
-        found = dict([outcomes.get(timeout=LONG_S) for _ in range(3)])
-        assert found["first"] == 7
+        found = receive(2)
+        assert found.keys() == {"queued", "later"}
         assert "CANCELLED" in str(found["later"].status())
-        send(client, 1, "last")
-        _, error = outcomes.get(timeout=LONG_S)
-        assert "must specify the START flag" in str(error)
+        send("pairs", names[2], 2, "other", True)
+        assert receive(2) == {"first": 1, "other": 2}
+        send("pairs", names[1], 1, "last")
+        assert "must specify the START flag" in str(receive(1)["last"])
 
 
 def test_a_rejected_request_can_be_sent_again_by_a_client_that_awaits_each_answer(server: ServerProcess) -> None:
