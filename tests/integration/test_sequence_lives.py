@@ -267,9 +267,7 @@ def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(se
         send("pairs", names[1], 1, "later")
         wait_for_queue(server, "pairs", 3)
         queued.cancel()
-        found = receive(2)
-        assert found.keys() == {"queued", "later"}
-        assert "CANCELLED" in str(found["later"].status())
+        assert "CANCELLED" in str(receive(2)["later"].status())
         send("pairs", names[2], 2, "other", True)
         assert receive(2) == {"first": 1, "other": 2}
         send("pairs", names[1], 1, "last")
