@@ -27,6 +27,7 @@ from ortserve.frontends.grpc.calls import (
     unary,
     write,
 )
+from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
@@ -100,6 +101,7 @@ class Wire:
             compression=compression,
         )
         self.budget = budget or UnsentBudget(options.grpc_unsent_bytes)
+        self._ends = CallEnds(loop)
         self.errors = errors or ConnectionErrors(clock, self.connection_errors.append)
         self.connection = self.connect(options, max_age_s)
         self.transport = FakeTransport(loop, self.connection)
@@ -108,7 +110,14 @@ class Wire:
     def connect(self, options: GrpcOptions, max_age_s: float | None = None) -> Connection:
         """Open another connection to the same port, without a transport."""
         port = GrpcPort(
-            self.work, options, self.budget, self.errors, self.clock, self.cut_answers.append, self.connections
+            self.work,
+            options,
+            self.budget,
+            self._ends,
+            self.errors,
+            self.clock,
+            self.cut_answers.append,
+            self.connections,
         )
         return Connection(port, max_age_s)
 
@@ -362,7 +371,7 @@ async def end(wire: Wire) -> None:
     wire.transport.is_stuck = False
     wire.lose()
     await wire.turn()
+    await wire.connection.closed
     await wire.work.until_done()
-    assert wire.connection.closed.done()
     assert (wire.running, wire.gate.held_bytes, len(wire.connections)) == (0, 0, 0)
     assert (wire.budget.held_bytes, len(wire.budget._holders)) == (0, 0)

@@ -6,13 +6,14 @@ others. ``Sending`` sends the answers through a ``FrameWriter``.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, cast
 
 from ortserve.clock import Clock
 from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.control_frames import DRAIN_PING, ControlFrames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
@@ -51,6 +52,7 @@ class GrpcPort:
         dispatcher: Runs the handlers.
         options: Limits of the port and each connection.
         budget: Budget for the unsent answers of all connections.
+        ends: Ends calls that end together.
         errors: Counts connections that end with an error.
         clock: Monotonic nanoseconds.
         on_cut_answer: As in ``Sending``.
@@ -60,6 +62,7 @@ class GrpcPort:
     dispatcher: CallDispatcher
     options: GrpcOptions
     budget: UnsentBudget
+    ends: CallEnds
     errors: ConnectionErrors
     clock: Clock
     on_cut_answer: Callable[[str], None]
@@ -81,6 +84,7 @@ class Connection(asyncio.Protocol):
         self.closed: Final = self._loop.create_future()
         self._life = Lifetime(port.options, port.clock(), max_age_s)
         self._is_failed = False
+        self._is_ending = False
         self._is_half_closed = False
         self._tick: asyncio.TimerHandle | None = None
         self._drain_end: asyncio.TimerHandle | None = None
@@ -102,7 +106,7 @@ class Connection(asyncio.Protocol):
             on_cut_answer=port.on_cut_answer,
             on_stream_drained=self._close_if_drained,
         )
-        self._timeouts = CallTimeouts(self._loop, sending, port.options)
+        self._timeouts = CallTimeouts(self._loop, sending, port.options, port.ends)
         self._receiving = Receiving(port.dispatcher, port.options, sending, writer, self._timeouts, self._life)
         control = ControlFrames(self._receiving, sending, writer, port.options, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving, control)
@@ -158,10 +162,8 @@ class Connection(asyncio.Protocol):
         for timer in (self._tick, self._drain_end, self._probing):
             if timer is not None:
                 timer.cancel()
-        self._receiving.close("disconnected")
-        self._port.budget.remove(self._sending)
-        if not self.closed.done():
-            self.closed.set_result(None)
+        self._end_calls("disconnected")
+        self._port.ends.add(self._forget())
 
     def pause_writing(self) -> None:
         self._writer.pause()
@@ -275,9 +277,29 @@ class Connection(asyncio.Protocol):
         self._is_failed = True
         peer = self._transport.get_extra_info("peername")
         self._port.errors.report(error, peer, len(self._sending.streams))
-        self._receiving.close("connection_error")
+        self._end_calls("connection_error")
         self._writer.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
         self._close()
+
+    def _end_calls(self, cause: str) -> None:
+        """End all calls without an answer, because the connection ends."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._port.ends.add(self._drop_calls(cause))
+
+    def _drop_calls(self, cause: str) -> Iterator[None]:
+        for stream in list(self._sending.streams.values()):
+            if not stream.is_over:  # it may have ended between two steps
+                self._sending.drop(stream, cause)
+                yield
+
+    def _forget(self) -> Iterator[None]:
+        """Report that the connection is closed, after the end of its calls."""
+        self._timeouts.close()
+        self._port.budget.remove(self._sending)
+        if not self.closed.done():
+            self.closed.set_result(None)
+        yield
 
     def _close(self) -> None:
         """Close when all written bytes are sent, after ``STALL_S`` at the latest."""

@@ -305,12 +305,6 @@ class Receiving:
             else:
                 self._half_close(stream)
 
-    def close(self, cause: str) -> None:
-        """End all streams, because the connection has ended."""
-        self._timeouts.close()
-        for stream in list(self._streams.values()):
-            self._sending.drop(stream, cause)
-
     def reset(self, stream_id: int, code: ErrorCode) -> None:
         """Send RST_STREAM, which costs a token, and end the stream if it is open."""
         self.charge()

@@ -7,6 +7,7 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.options import ServerOptions
+from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
@@ -49,7 +50,8 @@ class NativeGrpcServer:
         """
         errors = ConnectionErrors(clock, on_connection_error)
         budget = UnsentBudget(options.grpc_unsent_bytes)
-        self._shared = GrpcPort(dispatcher, options, budget, errors, clock, on_cut_answer, connections=set())
+        ends = CallEnds(asyncio.get_running_loop())
+        self._shared = GrpcPort(dispatcher, options, budget, ends, errors, clock, on_cut_answer, connections=set())
         self._streams = streams
         self._options = options
         self._tls = tls

@@ -1,7 +1,7 @@
 """The time limits of the calls of one connection: deadlines, stalled requests, and unread answers."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import grpc
@@ -9,6 +9,7 @@ import grpc
 from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import status_of
+from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.sending import Sending
 
 _NEVER_NS: Final = 2**63 - 1
@@ -24,8 +25,9 @@ class CallTimeouts:
         next_deadline_ns: Time at which the timer is due. A call with an earlier deadline needs ``wake_at``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sending: Sending, options: GrpcOptions) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sending: Sending, options: GrpcOptions, ends: CallEnds) -> None:
         self._loop = loop
+        self._ends = ends
         self._sending = sending
         self._streams: Final = sending.streams
         self._options = options
@@ -38,7 +40,7 @@ class CallTimeouts:
         self.close()
         self.next_deadline_ns = by_ns
         in_s = max(0, by_ns - self._sending.clock()) / 1e9
-        self._timer = self._loop.call_later(in_s, self._end_past_deadline)
+        self._timer = self._loop.call_later(in_s, self._on_deadline)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -46,10 +48,13 @@ class CallTimeouts:
             self._timer = None
             self.next_deadline_ns = _NEVER_NS
 
-    def _end_past_deadline(self) -> None:
+    def _on_deadline(self) -> None:
         self._timer = None
         self.next_deadline_ns = _NEVER_NS
-        now_ns = self._sending.clock()
+        self._ends.add(self._end_past_deadline(self._sending.clock()))
+
+    def _end_past_deadline(self, now_ns: int) -> Iterator[None]:
+        """End the calls whose deadline has passed, one with each step, then set the timer for the next one."""
         next_ns = _NEVER_NS
         for stream in list(self._streams.values()):
             by_ns = stream.deadline_ns
@@ -58,7 +63,8 @@ class CallTimeouts:
             if by_ns <= now_ns:
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
                 self._sending.end(stream, code, "Deadline Exceeded", is_prompt=True)
-            else:
+                yield
+            elif not stream.is_over:
                 next_ns = min(next_ns, by_ns)
         if next_ns < self.next_deadline_ns:
             self.wake_at(next_ns)

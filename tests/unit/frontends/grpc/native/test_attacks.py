@@ -10,7 +10,9 @@ import hpack
 import pytest
 from h2.settings import SettingCodes
 
+from fakes.transport import FakeTransport
 from native_wire import ECHO, HEADERS, HOLD, STREAM, Client, Wire, framed, on_wire
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frames import ErrorCode
 from ortserve.frontends.grpc.native.header_blocks import literal
@@ -20,16 +22,18 @@ MANY = 20_000
 """More than any tolerated burst."""
 
 
-def block(path: str = HOLD) -> bytes:
+def block(path: str = HOLD, timeout: str = "") -> bytes:
     """A header block that neither uses nor changes the dynamic table."""
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     headers = [*HEADERS[:3], (":path", path), ("content-type", "application/grpc")]
+    if timeout:
+        headers.append(("grpc-timeout", timeout))
     return encoder.encode(headers)
 
 
-def opening(stream_id: int, path: str = HOLD, *, is_end: bool = False) -> bytes:
-    return frames.header_block(stream_id, block(path), frames.MIN_FRAME_SIZE, is_end=is_end)
+def opening(stream_id: int, path: str = HOLD, *, is_end: bool = False, timeout: str = "") -> bytes:
+    return frames.header_block(stream_id, block(path, timeout), frames.MIN_FRAME_SIZE, is_end=is_end)
 
 
 def data(stream_id: int, payload: bytes, *, is_end: bool = False) -> bytes:
@@ -664,5 +668,51 @@ def test_empty_messages_count_against_the_limit() -> None:
         await client.send_all(stream, framed(bytes(100_000)) + framed(b"") * 20_000)
         await client.exchange()
         assert wire.gate.held_bytes > 20_000 * 100
+
+    on_wire(test)
+
+
+async def most_ended_in_a_turn(wire: Wire) -> int:
+    """Run the loop until all calls have ended. Returns the largest number that ended in one turn."""
+    running = [wire.running]
+    while running[-1]:
+        await asyncio.sleep(0)
+        running.append(wire.running)
+    return max(before - after for before, after in pairwise(running))
+
+
+@pytest.mark.parametrize("path", [HOLD, STREAM])
+def test_calls_of_lost_connections_end_in_several_turns(path: str) -> None:
+    """2,000 calls held the loop for 17 ms, on one connection or on ten."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        transports = [wire.transport]
+        for _ in range(4):
+            connection = wire.connect(GrpcOptions())
+            transports.append(FakeTransport(asyncio.get_running_loop(), connection))
+            connection.connection_made(transports[-1])
+            transports[-1].receive(frames.PREFACE + frames.settings({}))
+        for transport in transports:
+            for stream_id in range(1, 400, 2):
+                transport.receive(opening(stream_id, path) + data(stream_id, framed(b"x"), is_end=path == HOLD))
+        await wire.turn()
+        assert wire.running == 1_000
+        for transport in transports:
+            transport.abort()
+        assert await most_ended_in_a_turn(wire) <= 100
+
+    on_wire(test)
+
+
+def test_calls_with_one_deadline_end_in_several_turns() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for stream_id in range(1, 2_000, 2):
+            wire.feed(opening(stream_id, timeout="1S") + data(stream_id, framed(b"x"), is_end=True))
+        await wire.turn()
+        await asyncio.sleep(0.999)
+        assert wire.running == 1_000
+        await asyncio.sleep(0.001)
+        assert await most_ended_in_a_turn(wire) <= 100
+        assert (await wire.turn()).count(b"Deadline Exceeded") == 1_000
 
     on_wire(test)
