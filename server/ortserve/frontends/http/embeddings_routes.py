@@ -6,13 +6,14 @@ without a batch axis gets a request for each text.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ortserve.codecs.embeddings import (
     EmbeddingsRequest,
@@ -45,7 +46,7 @@ _QUEUE_PARTS: Final = 8
 _PER_TURN: Final = 8
 """Number of requests that begin in one turn of the event loop, in about 0.5 ms."""
 _PIECE_BYTES: Final = 256 * 1024
-"""Maximum size of an answer that is sent as a whole, and approximate size of the pieces of a longer one."""
+"""Approximate size of the pieces in which a long answer is sent."""
 
 ReadJson: TypeAlias = Callable[[JsonRequest, InflightRequest], "asyncio.Future[InferRequest]"]
 
@@ -113,10 +114,7 @@ class Embeddings:
             encoders = [VectorEncoder(first, min(step, len(texts) - first), parameters) for first in firsts]
             running = _Running(self._calls.inference, received, requests, encoders, rows_at_once // step)
             entries = await running.run()
-        parts, headers = embeddings_answer(name, entries), received.headers(running.timing)
-        if sum(map(len, parts)) <= _PIECE_BYTES:
-            return Response(b"".join(parts), media_type=_JSON, headers=headers)
-        return StreamingResponse(_in_pieces(parts), media_type=_JSON, headers=headers)
+        return LongResponse(embeddings_answer(name, entries), received.headers(running.timing))
 
     async def _decode(self, received: JsonCall) -> InferRequest:
         """Decode a call, a long one in another process. Raises ServeError: invalid_input, too_large, overloaded."""
@@ -215,16 +213,36 @@ class _Running:
             self._ended.set_exception(error)
 
 
-async def _in_pieces(parts: list[bytes | memoryview]) -> AsyncIterator[bytes]:
-    """Join and divide parts to pieces of about ``_PIECE_BYTES``: a long copy would block the event loop."""
-    joined: list[bytes | memoryview] = []
-    size = 0
-    for part in parts:
-        for start in range(0, len(part), _PIECE_BYTES):
-            joined.append(part if len(part) <= _PIECE_BYTES else memoryview(part)[start : start + _PIECE_BYTES])
-            size += len(joined[-1])
-            if size >= _PIECE_BYTES:
-                yield b"".join(joined)
-                joined, size = [], 0
-    if joined:
-        yield b"".join(joined)
+class LongResponse(Response):
+    """A JSON document of any size, of which about ``_PIECE_BYTES`` are written, and freed, in a turn of the event loop.
+
+    Starlette's ``StreamingResponse`` writes all pieces in one turn while the caller reads as fast.
+    """
+
+    def __init__(self, parts: Iterable[bytes | memoryview], headers: dict[str, str]) -> None:
+        """``parts`` are the document, in order."""
+        self._parts = deque(parts)
+        sized = headers | {"content-length": str(sum(map(len, self._parts)))}
+        super().__init__(headers=sized, media_type=_JSON)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body"})
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Join and divide the parts: a long copy would block the event loop."""
+        joined: list[bytes | memoryview] = []
+        size = 0
+        while self._parts:
+            part = self._parts.popleft()
+            for start in range(0, len(part), _PIECE_BYTES):
+                joined.append(part if len(part) <= _PIECE_BYTES else memoryview(part)[start : start + _PIECE_BYTES])
+                size += len(joined[-1])
+                if size >= _PIECE_BYTES:
+                    yield b"".join(joined)
+                    joined, size = [], 0
+        if joined:
+            yield b"".join(joined)
