@@ -168,6 +168,9 @@ class InflightRequest:
         if task.cancelled():  # not by ``cancel``, so the caller still waits
             self.fail(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))
         elif (error := task.exception()) is not None:
+            if isinstance(error, ServeError):
+                # The frames of the error that it replaced refer to the body and, by their callers, to this request.
+                error.__context__ = None
             self.fail(error)
         else:
             self.complete(task.result())

@@ -1,8 +1,10 @@
 """Requests through the service with real models: their answers and their metrics."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
@@ -36,7 +38,7 @@ from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES, Timing
-from ortserve.errors import ContentsError, ErrorKind, ServeError
+from ortserve.errors import ContentsError, ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers, Rollout
 from ortserve.service.codec_threads import CodecThreads
@@ -324,6 +326,29 @@ async def test_errors_of_a_request_decoded_on_a_thread_are_counted_with_their_la
         ("", "", "http", "not_found"): 1,
         ("poison", "1", "http", "rejected_by_model"): 1,
     }
+
+
+async def test_body_of_a_request_with_malformed_contents_is_freed_although_nothing_collects_cycles(
+    stage: Stage,
+) -> None:
+    """The frames of the error that another one replaced refer to the body, and to the call."""
+    freed = threading.Event()
+
+    def read() -> InferRequest:
+        body = threading.Event()
+        weakref.finalize(body, freed.set)
+        try:
+            raise invalid_input("too short")
+        except ServeError as error:
+            raise ContentsError(error, "9", "double", "") from None
+
+    gc.disable()
+    try:
+        with pytest.raises(ServeError, match="too short"):
+            await stage.service.serve(stage.service.receive("http"), Given(read, Reading.THREAD), AS_IS)
+        assert await asyncio.to_thread(freed.wait, 5)
+    finally:
+        gc.enable()
 
 
 async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage: Stage) -> None:
