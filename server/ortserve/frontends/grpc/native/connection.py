@@ -27,7 +27,7 @@ from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long, resume_reads
 
 logger: Final = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Connection(asyncio.Protocol):
         self._life = Lifetime(port.options, port.clock(), max_age_s)
         self._is_failed = False
         self._is_ending = False
+        self._is_turn_due = False
         self._is_half_closed = False
         self._tick: asyncio.TimerHandle | None = None
         self._drain_end: asyncio.TimerHandle | None = None
@@ -145,6 +146,8 @@ class Connection(asyncio.Protocol):
         A process that has exited sends the same FIN as a caller that still reads. A PING distinguishes them: the system
         of an exited process answers with a reset.
         """
+        while self._reader.has_more and not self._is_failed:
+            self.on_part(b"")
         if self._is_failed or not self.has_calls:
             return False
         if not self._is_half_closed:
@@ -185,6 +188,8 @@ class Connection(asyncio.Protocol):
                 self._reader.skip(placed)
             else:
                 self._reader.feed(data, now_ns)
+                if self._reader.has_more:
+                    self._read_on_soon()
         except Http2ConnectionError as error:
             self._fail(error)
         except Exception:
@@ -196,7 +201,22 @@ class Connection(asyncio.Protocol):
             self._transport.set_protocol(MessageReceiver(self))
 
     def may_read(self) -> bool:
-        return self._writer.may_read()
+        return not self._is_turn_due and self._writer.may_read()
+
+    def _read_on_soon(self) -> None:
+        """Read the rest of the received frames in the next turn of the loop, and no further bytes until then."""
+        if not self._is_turn_due and not self._transport.is_closing():
+            self._is_turn_due = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._is_turn_due = False
+        if self._transport.is_closing():
+            return
+        self.on_part(b"")
+        if self.may_read() and not self._transport.is_closing():
+            resume_reads(self._transport)
 
     # Called by the receiver of large messages
 

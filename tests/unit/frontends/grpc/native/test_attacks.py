@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import grpc
@@ -11,7 +11,7 @@ import pytest
 from h2.settings import SettingCodes
 
 from fakes.transport import FakeTransport
-from native_wire import ECHO, HEADERS, HOLD, STREAM, Client, Wire, framed, on_wire
+from native_wire import ECHO, HEADERS, HOLD, SLOW, STREAM, Client, Wire, framed, on_wire
 from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frames import ErrorCode
@@ -668,6 +668,74 @@ def test_empty_messages_count_against_the_limit() -> None:
         await client.send_all(stream, framed(bytes(100_000)) + framed(b"") * 20_000)
         await client.exchange()
         assert wire.gate.held_bytes > 20_000 * 100
+
+    on_wire(test)
+
+
+def openings(path: str, ids: Iterable[int]) -> Iterator[bytes]:
+    """HEADERS of 15 bytes, except the first ones."""
+    encoder = hpack.Encoder()
+    headers = [*HEADERS[:3], (":path", path), ("content-type", "application/grpc")]
+    for stream_id in ids:
+        yield frames.header_block(stream_id, encoder.encode(headers), frames.MIN_FRAME_SIZE, is_end=False)
+
+
+def many_calls(path: str, count: int) -> bytes:
+    """Calls of 30 bytes each."""
+    ids = range(1, 2 * count, 2)
+    return b"".join(
+        head + data(one, framed(b""), is_end=True) for one, head in zip(ids, openings(path, ids), strict=True)
+    )
+
+
+@pytest.mark.parametrize("path", [HOLD, SLOW])
+@pytest.mark.parametrize("count", [250, 1_000])
+def test_calls_of_one_read_begin_in_several_turns(path: str, count: int) -> None:
+    """250 calls of 8 KB took 28 ms of a turn, and those of longer reads as much in each turn."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(many_calls(path, count))
+        running = [0]
+        while running[-1] < count:
+            assert len(running) < count
+            await asyncio.sleep(0)
+            running.append(wire.running)
+        assert max(after - before for before, after in pairwise(running)) <= 64
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert wire.transport.is_reading()
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("between", range(60, 66))
+def test_large_message_whose_second_frame_is_the_last_of_a_turn_is_received_whole(between: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        large = framed(bytes(range(256)) * 2_000)
+        wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: 10**6}) + frames.window_update(0, 10**6))
+        heads = openings(ECHO, range(1, 2 * between + 3, 2))
+        wire.feed(next(heads) + data(1, large[:200_000]))
+        await wire.turn()
+        rest = b"".join(heads) + data(1, large[200_000:], is_end=True)
+        begin = rest.index(large[200_000:]) + 100
+        wire.feed(rest[:begin])  # a short read, after which the large message may be received into its memory
+        wire.feed(rest[begin:])
+        came = await wire.turn()
+        answer = b""
+        for kind, size in frames_in(came):
+            came = came[frames.HEADER_BYTES :]
+            answer += came[:size] if kind == frames.DATA else b""
+            came = came[size:]
+        assert answer == large
+
+    on_wire(test)
+
+
+def test_calls_before_the_end_of_the_peer_are_answered() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(many_calls(ECHO, 250))
+        wire.transport.receive_eof()
+        assert (await wire.turn()).count(b"grpc-status") == 250
 
     on_wire(test)
 
