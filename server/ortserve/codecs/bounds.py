@@ -49,8 +49,9 @@ INLINE_CHARACTERS: Final = 128 * 1024
 JSON_GROWTH: Final = 32
 """Bytes of memory that parsing may take per byte of JSON: orjson reserves 12, and ``[],`` becomes 64."""
 
-TEXT_BYTES: Final = 96
-"""Bytes of memory of an element of a BYTES tensor besides its content: object, pointer, and copy in ONNX Runtime."""
+TEXT_BYTES: Final = 40
+"""Bytes of memory of an element of a BYTES tensor besides its ``str`` and the pointer to it: its copy in ONNX Runtime,
+without the content, which is as long as in the body."""
 
 
 def too_many(what: str, most: int, got: int | str = "more") -> ServeError:

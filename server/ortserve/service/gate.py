@@ -1,10 +1,15 @@
 """Admission of request bodies: checks their size, and limits the memory of all bodies of the server."""
 
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final
 
+from ortserve.codecs.bounds import INLINE_TEXTS, TEXT_BYTES
+from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
+from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.access import RefusedKeyError
 from ortserve.telemetry.tracing import Trace
@@ -74,6 +79,24 @@ def body_too_large(size: int, max_body_bytes: int) -> ServeError:
 def json_too_large(size: int, max_json_bytes: int) -> ServeError:
     text = f"max_json_bytes: expected at most {max_json_bytes} bytes of JSON, got {size}; binary tensors may be larger"
     return ServeError(ErrorKind.TOO_LARGE, text)
+
+
+def memory_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the memory of decoded tensors, in steps that release the interpreter lock if they hold many texts.
+
+    One character beyond Latin-1 makes a ``str`` twice as large as an ASCII text, and one emoji four times.
+    """
+    total = 0
+    for tensor in tensors:
+        array = tensor.array
+        total += array.nbytes
+        if tensor.datatype is DataType.BYTES:
+            total += array.size * TEXT_BYTES
+            for begin in range(0, array.size, INLINE_TEXTS):
+                if begin:
+                    time.sleep(0)
+                total += sum(map(sys.getsizeof, array.reshape(-1)[begin : begin + INLINE_TEXTS].tolist()))
+    return total
 
 
 class BodyGate:

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from ortserve.clock import Clock
-from ortserve.codecs.bounds import INLINE_ELEMENTS, INLINE_OUTPUTS, JSON_GROWTH, TEXT_BYTES
+from ortserve.codecs.bounds import INLINE_ELEMENTS, INLINE_OUTPUTS, INLINE_TEXTS, JSON_GROWTH
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
 from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
-from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, NotInMemoryError, ServeError, out_of_memory
 from ortserve.registry.registry import Registry
@@ -32,7 +31,7 @@ from ortserve.service.call import (
     try_candidate,
 )
 from ortserve.service.codec_threads import CodecThreads, decoded_in, hold_until_decoded, release_when_decoded
-from ortserve.service.gate import BodyGate, Hold, json_too_large
+from ortserve.service.gate import BodyGate, Hold, json_too_large, memory_bytes
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
@@ -206,7 +205,11 @@ class InferenceService:
     async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]", hold: Hold) -> Arrays:
         """Run a request that is being decoded. ``hold`` reserves the memory of decoding, then that of the tensors."""
         request = await decoded_in(decoding, self._left_ns(call))
-        hold.set_unchecked(sum([_memory_bytes(tensor) for tensor in request.inputs]))
+        measure = partial(memory_bytes, request.inputs)
+        if sum([tensor.array.size for tensor in request.inputs if tensor.datatype is DataType.BYTES]) <= INLINE_TEXTS:
+            hold.set_unchecked(measure())
+        else:
+            hold.set_unchecked(await decoded_in(self._codecs.run(measure, call), self._left_ns(call)))
         call.request = request
         run = self._run_in_task
         try:
@@ -391,8 +394,3 @@ def _set_result(answered: "asyncio.Future[Answer]", answer: Answer) -> None:
 def _set_error(answered: "asyncio.Future[Any]", error: ServeError) -> None:
     if not answered.done():
         answered.set_exception(error)
-
-
-def _memory_bytes(tensor: Tensor) -> int:
-    """Memory of a tensor. The contents of texts are as long as the body, which is counted already."""
-    return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes

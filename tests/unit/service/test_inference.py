@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from fakes.encoded import AS_IS, EncodedBy, Given
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_CHARACTERS, INLINE_ELEMENTS, INLINE_OUTPUTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_CHARACTERS, INLINE_ELEMENTS, INLINE_OUTPUTS, INLINE_TEXTS
 from ortserve.codecs.generate import GenerateEncoder
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
@@ -386,6 +386,21 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
             await asyncio.sleep(0)
             with suppress(ServeError):
                 hold.grow(200)
+
+
+@pytest.mark.parametrize("count", [4, INLINE_TEXTS + 1])
+async def test_texts_are_reserved_with_the_size_of_their_characters(stage: Stage, count: int) -> None:
+    """One emoji makes each character of its text take four bytes."""
+    texts = np.array([["😀" + "x" * 1000]] * count, object)
+    given = Given(lambda: request("text", texts, datatype=DataType.BYTES), Reading.THREAD)
+    serving = asyncio.ensure_future(stage.service.serve(stage.service.receive("http"), given, AS_IS))
+    most = 0
+    while not serving.done():
+        most = max(most, stage.service.gate.held_bytes)
+        await asyncio.sleep(0)
+    assert serving.result().outputs[0].array.tolist() == texts.tolist()
+    assert 4_000 * count < most < 4_300 * count
+    assert stage.service.gate.held_bytes == 0
 
 
 def service_with(stage: Stage, threads: CodecThreads) -> InferenceService:

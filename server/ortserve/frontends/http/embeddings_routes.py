@@ -5,7 +5,6 @@ without a batch axis gets a request for each text.
 """
 
 import asyncio
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -32,7 +31,7 @@ from ortserve.errors import ServeError
 from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import decoded_in, hold_until_decoded
-from ortserve.service.gate import json_too_large
+from ortserve.service.gate import json_too_large, memory_bytes
 from ortserve.service.inference import InferenceService
 
 _JSON: Final = "application/json"
@@ -131,7 +130,7 @@ class Embeddings:
         finally:
             waiting.cancel()  # otherwise a thread would still decode it
             hold_until_decoded(decoding, inference.gate, hold.size)
-        hold.set_unchecked(sum(map(sys.getsizeof, decoded.inputs[0].array.tolist())))
+        hold.set_unchecked(memory_bytes(decoded.inputs))
         received.body = b""
         return decoded
 
