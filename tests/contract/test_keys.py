@@ -137,6 +137,13 @@ def others(group: str) -> list[str]:
     return [keys[0] for other, keys in KEYS.items() if other != group]
 
 
+def error_document(path: str, problem: str, code: str) -> dict[str, Any]:
+    """The body of an error, which has OpenAI's form for calls of OpenAI's API."""
+    if not path.startswith("/v1/"):
+        return {"error": problem}
+    return {"error": {"message": problem, "type": "invalid_request_error", "param": None, "code": code}}
+
+
 @each_http_call
 def test_rest_call_needs_a_key_of_its_group(server: ServerProcess, group: str, call: tuple[str, str, bytes]) -> None:
     method, path, body = call
@@ -147,9 +154,8 @@ def test_rest_call_needs_a_key_of_its_group(server: ServerProcess, group: str, c
 
         bare = ask()
         assert (bare.status_code, bare.headers["www-authenticate"]) == (401, f'Bearer realm="{group}"')
-        assert bare.json() == {
-            "error": f"calls of the group '{group}' need a key: expected 'Authorization: Bearer KEY', got no key"
-        }
+        problem = f"calls of the group '{group}' need a key: expected 'Authorization: Bearer KEY', got no key"
+        assert bare.json() == error_document(path, problem, "unauthenticated")
         unknown = ask(**bearer(UNKNOWN))
         assert unknown.status_code == 401
         assert unknown.headers["www-authenticate"] == f'Bearer realm="{group}", error="invalid_token"'
@@ -174,7 +180,7 @@ def test_path_with_a_line_feed_at_its_end_is_not_found(
             url = f"http://{server.http}{spelled}"
             came = httpx.request(method, url, content=body, headers=headers, timeout=LONG_S)
             problem = f"Not Found: no call has the path '{unquote(path)}\n'"
-            assert (came.status_code, came.json()) == (404, {"error": problem})
+            assert (came.status_code, came.json()) == (404, error_document(path, problem, "not_found"))
 
 
 def call_grpc(server: ServerProcess, path: str, message: bytes, key: str | None) -> tuple[StatusCode, str]:

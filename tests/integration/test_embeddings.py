@@ -143,7 +143,26 @@ def test_long_body_is_decoded_in_another_process(client: openai.OpenAI) -> None:
 def test_error_names_what_was_expected(server: ServerProcess, document: Any, status: int, text: str) -> None:
     answer = post(server, document)
     assert answer.status_code == status, answer.text
-    assert text in answer.json()["error"]
+    assert text in answer.json()["error"]["message"]
+
+
+def test_client_shows_the_reason_of_an_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"Error code: 404 - .*'absent'") as raised:
+        client.embeddings.create(model="absent", input="a")
+    assert (raised.value.type, raised.value.code) == ("invalid_request_error", "not_found")
+    with pytest.raises(openai.NotFoundError, match="no call has the path '/v1/models'"):
+        client.models.list()
+
+
+def test_client_shows_why_its_key_is_refused(tmp_path: Path) -> None:
+    add_model(tmp_path, "words", builders.word_counts)
+    keys = tmp_path / "keys.txt"
+    keys.write_text("a-key-of-the-group-infer\n")
+    with serving(tmp_path, "--infer-keys-file", str(keys)) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0, timeout=LONG_S)
+        with pytest.raises(openai.AuthenticationError, match=r"Error code: 401 - .*key") as raised:
+            client.embeddings.create(model="words", input="a")
+        assert raised.value.code == "unauthenticated"
 
 
 def test_deadline_counts_for_the_whole_call(server: ServerProcess) -> None:
@@ -156,7 +175,7 @@ def test_deadline_counts_for_the_whole_call(server: ServerProcess) -> None:
     while (answer := post(server, many, **{"X-Request-Timeout-Ms": str(limit_ms)})).status_code == 200:
         limit_ms //= 2
     assert answer.status_code in (429, 504), answer.text[:200]
-    assert "deadline" in answer.json()["error"]
+    assert "deadline" in answer.json()["error"]["message"]
 
 
 def test_long_list_fits_a_short_queue(server: ServerProcess) -> None:
@@ -176,7 +195,7 @@ def test_deadline_ends_the_wait_for_a_model_that_is_loaded_on_demand(tmp_path: P
             headers = {"X-Request-Timeout-Ms": "100"}
             answer = httpx.post(f"{server.url}{path}", json=document, headers=headers, timeout=LONG_S)
             assert answer.status_code == 503, answer.text
-            assert "is loaded on demand, which takes longer than the request may wait" in answer.json()["error"]
+            assert "is loaded on demand, which takes longer than the request may wait" in answer.text
 
 
 def test_caller_that_leaves_while_the_model_is_loaded_is_counted(tmp_path: Path) -> None:

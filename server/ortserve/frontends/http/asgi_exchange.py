@@ -149,9 +149,9 @@ class AsgiExchange(Exchange):
         if error is not None:
             if self._has_content:
                 self._is_rejected = True
-                self.write_rejection(error)
+                self.write_rejection(error, path)
             else:
-                self.respond(failure(error))
+                self.respond(failure(error, path))
         elif is_infer:
             self.respond(wrong_method(self._method, "POST"))
         else:

@@ -120,13 +120,13 @@ class Exchange:
         if not self.connection.is_write_paused:
             self.complete()
 
-    def write_rejection(self, error: ServeError) -> None:
-        """Answer before the body is complete.
+    def write_rejection(self, error: ServeError, path: str = "") -> None:
+        """Answer a call of ``path`` before its body is complete.
 
         The connection closes when the rest of the body has arrived, after ``LINGER_S`` at the latest.
         """
         self.keep_alive = False
-        self.write(failure(error))
+        self.write(failure(error, path))
         if not self.more_body:
             self.complete()
         else:

@@ -161,9 +161,9 @@ def _documented_infer_routes() -> APIRouter:
     return router
 
 
-async def _answer_serve_error(_: Request, error: Exception) -> Response:
+async def _answer_serve_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    return as_response(failure(error))
+    return as_response(failure(error, request.scope["path"]))
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -176,7 +176,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         allowed |= {"HEAD"} if "GET" in allowed else set()
         return as_response(wrong_method(request.method, ", ".join(sorted(allowed))))
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return as_response(failure(unknown_path(request.scope["path"])))
+        return as_response(failure(unknown_path(request.scope["path"]), request.scope["path"]))
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
 
 
@@ -189,9 +189,9 @@ def _pattern(template: str) -> re.Pattern[str]:
     return compile_path(template)[0]
 
 
-async def _answer_fault(_: Request, __: Exception) -> Response:
+async def _answer_fault(request: Request, _: Exception) -> Response:
     # Starlette raises the exception again, so that ``AsgiExchange`` logs it.
-    return as_response(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
+    return as_response(failure(ServeError(ErrorKind.INTERNAL, "internal error"), request.scope["path"]))
 
 
 async def _answer_malformed_path(request: Request, _: Exception) -> Response:

@@ -27,6 +27,17 @@ class ErrorDocument(BaseModel):
     error: str
 
 
+class OpenAiError(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: None
+    code: str = Field(description="The kind of the error, as in the metrics")
+
+
+class OpenAiErrorDocument(BaseModel):
+    error: OpenAiError
+
+
 class TensorMetadataDocument(BaseModel):
     name: str
     datatype: Datatype

@@ -28,6 +28,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
+from ortserve.frontends.http.documents import OpenAiErrorDocument
 from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import decoded_in, hold_until_decoded
@@ -35,6 +36,7 @@ from ortserve.service.gate import json_too_large, memory_bytes
 from ortserve.service.inference import InferenceService
 
 _JSON: Final = "application/json"
+_ERRORS: Final[dict[str, Any]] = {"model": OpenAiErrorDocument}
 
 _ROWS: Final = 64
 """Maximum number of texts in a request to a model with a batch axis."""
@@ -74,7 +76,7 @@ _REQUEST: Final[dict[str, Any]] = {
 
 def embeddings_routes(embeddings: "Embeddings") -> APIRouter:
     """Create the route. It reads the body as bytes and ignores its Content-Type."""
-    router = APIRouter(prefix="/v1", tags=["inference"])
+    router = APIRouter(prefix="/v1", tags=["inference"], responses=dict.fromkeys(("4XX", "5XX"), _ERRORS))
 
     @router.post("/embeddings", openapi_extra=_REQUEST)
     async def create_embeddings(request: Request) -> Response:

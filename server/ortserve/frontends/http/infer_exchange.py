@@ -171,10 +171,10 @@ class InferExchange(Exchange):
         self._hold.release()
         super().respond(response)
 
-    def write_rejection(self, error: ServeError) -> None:
+    def write_rejection(self, error: ServeError, path: str = "") -> None:
         if self._hold is not None:
             self._hold.release()
-        super().write_rejection(error)
+        super().write_rejection(error, path)
 
     def _on_answer(self, encoded: EncodedResponse) -> None:
         try:

@@ -25,6 +25,9 @@ STATUS_LINES: Final = {code: b"HTTP/1.1 %d \r\n" % code for code in range(100, 6
 JSON_TYPE: Final = (b"content-type", b"application/json")
 _BINARY: Final = (b"content-type", b"application/octet-stream")
 
+OPENAI_PATHS: Final = "/v1/"
+"""The beginning of the paths of OpenAI's API."""
+
 _MAX_SHOWN: Final = 200
 """Maximum number of characters of an unknown path in its error."""
 
@@ -64,8 +67,11 @@ def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
     return HttpResponse(200, encoded.body, (server_timing, _BINARY, json_bytes))
 
 
-def failure(error: ServeError) -> HttpResponse:
-    """Return the JSON document of an error, with the status and headers of its kind."""
+def failure(error: ServeError, path: str = "") -> HttpResponse:
+    """Return the JSON document of an error, with the status and headers of its kind.
+
+    The clients of a call of OpenAI's ``path`` read an object instead of a text.
+    """
     headers: tuple[Header, ...] = (JSON_TYPE,)
     if error.retry_after_s is not None:
         headers = (JSON_TYPE, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
@@ -74,7 +80,11 @@ def failure(error: ServeError) -> HttpResponse:
     elif isinstance(error, RefusedKeyError):
         headers = (JSON_TYPE, (b"www-authenticate", _challenge(error).encode()))
     status = HTTP_VERSION_STATUS if isinstance(error, HttpVersionError) else STATUSES[error.kind].http
-    return HttpResponse(status, _document(error.message), headers)
+    content: object = error.message
+    if path.startswith(OPENAI_PATHS):
+        cause = "server_error" if status >= 500 else "invalid_request_error"
+        content = {"message": error.message, "type": cause, "param": None, "code": error.kind.value}
+    return HttpResponse(status, _document(content), headers)
 
 
 def key_rejection(guard: Guard | None, authorizations: Sequence[str | bytes]) -> HttpResponse | None:
@@ -91,11 +101,11 @@ def _challenge(error: RefusedKeyError) -> str:
     return f'{challenge}, error="invalid_token"' if error.has_key else challenge
 
 
-def _document(message: str) -> bytes:
+def _document(content: object) -> bytes:
     try:
-        return orjson.dumps({"error": message})
+        return orjson.dumps({"error": content})
     except TypeError:  # a lone surrogate from the caller's JSON: it is not UTF-8, but JSON can escape it
-        return json.dumps({"error": message}).encode()
+        return json.dumps({"error": content}).encode()
 
 
 def should_compress(response: HttpResponse, *, min_bytes: int) -> bool:
