@@ -138,8 +138,8 @@ def others(group: str) -> list[str]:
 
 
 def error_document(path: str, problem: str, code: str) -> dict[str, Any]:
-    """The body of an error, which has OpenAI's form for calls of OpenAI's API."""
-    if not path.startswith("/v1/"):
+    """The body of an error, which has OpenAI's form for the call of OpenAI's API."""
+    if path != "/v1/embeddings":
         return {"error": problem}
     return {"error": {"message": problem, "type": "invalid_request_error", "param": None, "code": code}}
 

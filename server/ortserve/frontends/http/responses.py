@@ -25,8 +25,8 @@ STATUS_LINES: Final = {code: b"HTTP/1.1 %d \r\n" % code for code in range(100, 6
 JSON_TYPE: Final = (b"content-type", b"application/json")
 _BINARY: Final = (b"content-type", b"application/octet-stream")
 
-OPENAI_PATHS: Final = "/v1/"
-"""The beginning of the paths of OpenAI's API."""
+_OPENAI_PATH: Final = "/v1/embeddings"
+"""The path of the one call of OpenAI's API."""
 
 _MAX_SHOWN: Final = 200
 """Maximum number of characters of an unknown path in its error."""
@@ -70,7 +70,7 @@ def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
 def failure(error: ServeError, path: str = "") -> HttpResponse:
     """Return the JSON document of an error, with the status and headers of its kind.
 
-    The clients of a call of OpenAI's ``path`` read an object instead of a text.
+    Clients of OpenAI's API read an object instead of a text: if ``path`` is that of its call.
     """
     headers: tuple[Header, ...] = (JSON_TYPE,)
     if error.retry_after_s is not None:
@@ -81,7 +81,7 @@ def failure(error: ServeError, path: str = "") -> HttpResponse:
         headers = (JSON_TYPE, (b"www-authenticate", _challenge(error).encode()))
     status = HTTP_VERSION_STATUS if isinstance(error, HttpVersionError) else STATUSES[error.kind].http
     content: object = error.message
-    if path.startswith(OPENAI_PATHS):
+    if path.startswith(_OPENAI_PATH):
         cause = "server_error" if status >= 500 else "invalid_request_error"
         content = {"message": error.message, "type": cause, "param": None, "code": error.kind.value}
     return HttpResponse(status, _document(content), headers)
