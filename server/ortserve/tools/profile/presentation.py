@@ -52,9 +52,10 @@ def _batches(batches: Batches) -> Facts:
 
 
 def _profile(profile: Profile, of: str, order: str) -> Iterator[Block]:
+    rows = f"{profile.rows:,.0f}" if profile.rows == round(profile.rows) else number_text(profile.rows)
     facts: dict[str, Cell] = {
         "execution provider": f"{profile.provider}, {profile.threads} thread{'s' if profile.threads > 1 else ''}",
-        "inputs": f"{profile.inputs}, {profile.rows:.3g} row{'s' if profile.rows != 1 else ''} a run",
+        "inputs": f"{profile.inputs}, {rows} row{'s' if profile.rows != 1 else ''} a run",
         "runs": f"{profile.balance.runs:,} with profiling, and the same without, {order}",
     }
     if profile.settings:

@@ -77,6 +77,11 @@ def test_counts_of_one_are_singular() -> None:
     assert "The file has 1 node in its main graph" in texts
 
 
+@pytest.mark.parametrize(("rows", "text"), [(1024, "1,024 rows"), (7.25, "7.25 rows"), (1234.5, "1,230 rows")])
+def test_rows_of_a_run_have_no_exponent(rows: float, text: str) -> None:
+    assert f", {text} a run" in str(present(ProfileResult(profile=replace(profile(), rows=rows))).blocks)
+
+
 def test_operators_that_profiling_slows_down_are_named() -> None:
     """The profiler adds 0.7 ms, but only 0.1 ms of a run of 6.1 ms are not operators."""
     lines = [line for number in range(8) for line in flat_run(number * 10_000, 4000, 2000)]
