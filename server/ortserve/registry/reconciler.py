@@ -182,10 +182,7 @@ class Reconciler:
         unwanted = set(changes.retire) - self._labels.named_versions(name)
         for record in serving:
             record.reason, record.is_unwanted = "", record.version in unwanted
-        failures = await self._load(source, changes.load, is_awaited=is_awaited)
-        left = {record.version: record.source for record in serving if record.is_unloaded and record.source}
-        if failures and left:
-            await self._load_earlier(source, left, is_awaited=is_awaited)  # They made room for those that failed.
+        failures = await self._load(source, changes.load, serving, is_awaited=is_awaited)
         self._labels.follow(name)
         self._on_versions(name)
         if failures:
@@ -199,10 +196,13 @@ class Reconciler:
             await self._follow(name, applied)
         return failures
 
-    async def _load(self, source: ModelSource, versions: Collection[int], *, is_awaited: bool) -> list[str]:
+    async def _load(
+        self, source: ModelSource, versions: Collection[int], serving: Collection[VersionRecord], *, is_awaited: bool
+    ) -> list[str]:
         """Load versions of a model, or those that served before if they fail. Returns version and reason of failures.
 
-        Requests that wait get the failure of an earlier load until its retry is due.
+        Requests that wait get the failure of an earlier load until its retry is due. Versions among ``serving`` that
+        the source lacks may make room. Those that did come back after a failure, unless the model is unloaded.
         """
         name = source.name
         if versions:
@@ -224,8 +224,13 @@ class Reconciler:
             self._retries.note_failure(name, self._clock())
         elif not failures:
             self._retries.forget(name)
-        if failures and not self._catalog.ready(name):
-            await self._load_earlier(source, self._served.get(name, {}), is_awaited=is_awaited)
+        for record in serving:
+            record.is_unwanted = False  # Or a version that serves on would leave for a later load of another one.
+        is_unloading = any(record.cancelled_because and not record.is_superseded for record in incoming)
+        if failures and not is_unloading:
+            left = {record.version: record.source for record in serving if record.is_unloaded and record.source}
+            earlier = left if self._catalog.ready(name) else self._served.get(name, {})
+            await self._load_earlier(source, earlier, is_awaited=is_awaited)
         return failures
 
     def _known_failures(self, source: ModelSource) -> dict[int, str]:

@@ -410,6 +410,42 @@ async def test_version_that_left_for_one_that_fails_comes_back(tmp_path: Path, m
     assert [record.version for record in registry.records() if record.state is State.READY] == [2, 3]
 
 
+async def test_unload_does_not_wait_for_a_version_that_left_for_the_next_one_to_come_back(
+    tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_two_versions(tmp_path)
+    registry = make(4 * MIB)
+    await registry.load_all()
+    put(tmp_path, "m", 3)
+    with held_file(tmp_path / "m" / "3" / "model.onnx") as file:
+        loading = asyncio.create_task(asyncio.wait_for(registry.load("m"), 30))
+        await file.wait()
+        caplog.set_level(logging.INFO)
+        unloading = asyncio.create_task(registry.unload("m"))
+        while not registry.records_of("m")[-1].cancelled_because:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+    await asyncio.wait_for(unloading, 30)
+    with pytest.raises(ServeError, match="the model is unloaded"):
+        await loading
+    assert "load cancelled" in caplog.messages[0]
+    assert not [message for message in caplog.messages if message.startswith("model is ready")]
+
+
+async def test_version_that_serves_on_for_one_that_failed_does_not_leave_for_a_new_load_of_another(
+    tmp_path: Path, make: Make
+) -> None:
+    put_two_versions(tmp_path)
+    registry = make(6 * MIB)
+    await registry.load_all()
+    put(tmp_path, "m", 3, build=builders.not_onnx)
+    with pytest.raises(ServeError, match="Protobuf parsing failed"):
+        await asyncio.wait_for(registry.load("m"), 30)
+    put(tmp_path, "other", options="load_policy: pinned")
+    await registry.load("other")
+    await registry._reconciler.load_again(registry.records_of("m")[1])
+    assert await ask(registry, "m", "1") == "1"
+
+
 async def test_versions_do_not_leave_for_one_that_has_no_room_without_them_either(tmp_path: Path, make: Make) -> None:
     put_two_versions(tmp_path)
     put(tmp_path, "other", options="load_policy: pinned")
