@@ -285,11 +285,11 @@ class Registry:
             task.exception()  # Retrieved here in case the caller was cancelled; asyncio would log it otherwise.
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        if self._versions.is_loading(name) and await self._is_newer(name, config):
-            self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
-        closure: dict[str, ModelSource] = {}  # an ensemble and all its members, once these have been loaded for it
         lock = self._changes.lock(name)
         unloads = lock.unloads
+        if self._versions.is_loading(name) and await self._is_newer(name, config) and lock.unloads == unloads:
+            self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
+        closure: dict[str, ModelSource] = {}  # an ensemble and all its members, once these have been loaded for it
         with ExitStack() as together:
             while True:
                 async with lock, self._reader.open(name, config, files) as source:

@@ -948,6 +948,22 @@ async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
     assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
 
 
+async def test_unload_ends_a_newer_load_that_still_compares_the_files(tmp_path: Path, load: Load) -> None:
+    registry = await load()
+    put(tmp_path, members.affine, "m")
+    with held_file(tmp_path / "m" / "1" / "model.onnx") as file:
+        loads = [asyncio.create_task(registry.load("m"))]
+        await file.wait()
+        loads.append(asyncio.create_task(registry.load("m")))
+        unloading = asyncio.create_task(registry.unload("m"))  # begins in the turn in which the second load does
+        while not registry.records_of("m")[0].cancelled_because:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+    await asyncio.wait_for(unloading, LONG_S)
+    for error in await asyncio.wait_for(asyncio.gather(*loads, return_exceptions=True), LONG_S):
+        assert "the model is unloaded" in str(error)
+    assert state_of(registry, "m") == {}
+
+
 async def test_unload_ends_the_load_of_an_ensemble_that_waits_for_a_member(tmp_path: Path, load: Load) -> None:
     registry = await load()
     put(tmp_path, members.affine, "m")
