@@ -43,8 +43,8 @@ class Draining:
     def spare(self, name: str) -> list[VersionRecord]:
         """The versions of a model that its source lacks and that may leave before the next ones serve.
 
-        The version that answers requests without a version stays until then, and so do those with a label and those
-        that ensembles hold.
+        The version that answers requests without a version stays until then, and so do those with a label, those that
+        ensembles hold and those that take sequences.
         """
         try:
             answering = self._catalog.find(name, "")
@@ -58,6 +58,7 @@ class Draining:
             and not record.is_held
             and record.version not in labelled
             and record.served is not answering
+            and not (record.served and record.served.takes_sequences)
         ]
 
     def fail(self, record: VersionRecord, reason: str) -> None:

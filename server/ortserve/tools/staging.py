@@ -97,9 +97,12 @@ def install_files(staged: Path, target: Path) -> None:
 
 
 @contextmanager
-def signals_handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM by ``handler`` within the block, unless the process ignores them. Main thread only."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def signals_handled_by(handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals by ``handler`` within the block, unless the process ignores them. Main thread only.
+
+    Without ``numbers``, Ctrl-C and SIGTERM are handled.
+    """
+    previous = {number: signal.getsignal(number) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
     for number, usual in previous.items():
         if usual is not signal.SIG_IGN:
             signal.signal(number, handler)

@@ -276,8 +276,9 @@ class MemoryRoom:
         spare = [(one, budget.held_by(self._resident(model, [one], model))) for one in self._draining.spare(model)]
         if sum(nbytes for _, nbytes in spare) < missing:
             return False
-        while missing > 0:
-            record, nbytes = spare.pop(0)
+        for record, nbytes in spare:
+            if missing <= 0 or not nbytes:
+                continue
             missing -= nbytes
             message = "version leaves before the next ones serve, to make room for them"
             log_event(logger, logging.INFO, message, model=model, version=record.version)

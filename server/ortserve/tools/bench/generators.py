@@ -114,7 +114,7 @@ class Generators:
             seen.is_interrupted = True
 
         is_stopped = False
-        with signals_handled_by(interrupt):  # an exception would lose the message that is being received
+        with signals_handled_by(interrupt, signal.SIGINT):  # an exception would lose the message that is being received
             while left:
                 for pipe in wait(left, timeout=0.1):
                     assert isinstance(pipe, Connection)
