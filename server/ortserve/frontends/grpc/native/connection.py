@@ -154,8 +154,7 @@ class Connection(asyncio.Protocol):
             self._is_half_closed = True
             self._life.begin_drain(self._clock(), None)
             self._receiving.accepts_calls = False
-            self._receiving.end_input()
-            self._close_if_drained()
+            self._port.ends.add(self._receiving.end_input())
             self._probe()
             self._probing = self._loop.call_later(_PROBE_S, self._probe)
         return True

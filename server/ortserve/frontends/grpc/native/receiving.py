@@ -5,6 +5,7 @@ It limits the cost that a peer can cause: the number of streams, and the memory 
 """
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 import grpc
@@ -294,16 +295,17 @@ class Receiving:
 
     # The end of streams
 
-    def end_input(self) -> None:
-        """Continue the complete requests and end the incomplete ones: the peer has closed its side."""
+    def end_input(self) -> Iterator[None]:
+        """End the input of a stream with each step: the peer has closed its side. Incomplete requests end."""
         for stream in list(self._streams.values()):
-            if stream.is_half_closed:
+            if stream.is_half_closed or stream.is_over:  # it may have ended between two steps
                 continue
             if stream.announced_left or stream.reader.length >= 0 or stream.reader.prefix:
                 self._writer.control(frames.rst_stream(stream.id, ErrorCode.CANCEL))
                 self._sending.drop(stream, "disconnected")
             else:
                 self._half_close(stream)
+            yield
 
     def reset(self, stream_id: int, code: ErrorCode) -> None:
         """Send RST_STREAM, which costs a token, and end the stream if it is open."""

@@ -772,6 +772,20 @@ def test_calls_of_lost_connections_end_in_several_turns(path: str) -> None:
     on_wire(test)
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_streams_of_a_peer_that_closed_its_side_end_in_several_turns(is_complete: bool) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for stream_id in range(1, 2_000, 2):
+            wire.feed(opening(stream_id, STREAM) + data(stream_id, framed(b"x")[: None if is_complete else -1]))
+        await wire.turn()
+        assert wire.running == 1_000
+        wire.transport.receive_eof()
+        assert await most_ended_in_a_turn(wire) <= 100
+        assert wire.connection.closed.done() or wire.transport.is_closing()
+
+    on_wire(test)
+
+
 def test_calls_with_one_deadline_end_in_several_turns() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for stream_id in range(1, 2_000, 2):
