@@ -1,7 +1,9 @@
 """Fixtures for all tests. Importing the package first silences ONNX Runtime's telemetry in this process."""
 
 import gc
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 
@@ -34,6 +36,12 @@ def grpc_aio_kept() -> None:
     Otherwise it ends when the last of its channels is collected, and may wait forever for calls of closed event loops.
     """
     grpc.aio.init_grpc_aio()
+
+
+@pytest.fixture
+def importable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes that a test starts import the functions of its file and of ``support``."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(request.path.parent), *filter(None, sys.path)]))
 
 
 @pytest.fixture

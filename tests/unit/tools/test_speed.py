@@ -12,6 +12,8 @@ from ortserve.tools.speed import Timed, _Block, _speed, _Trial, compare_speed
 from ortserve.tools.statistics import Estimate
 from ortserve.tools.subject import Subject
 
+pytestmark = pytest.mark.usefixtures("importable")
+
 
 def trial(seconds: np.ndarray) -> _Trial:
     return _Trial([_Block(10, float(one), 2 * float(one)) for one in seconds], 1000, 0.5)

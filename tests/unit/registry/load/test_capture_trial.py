@@ -23,11 +23,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.registry.load.capture_trial import CaptureTrial, CaptureTrials, TrialRequest
 from ortserve.registry.load.coordination import LoadCancelledError, Progress
 
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let other processes import the functions of this file and of ``support``."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 def order(path: Path) -> TrialRequest:

@@ -5,7 +5,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -123,12 +122,6 @@ def hang(item: str) -> str:
 def tell_processes(_: str) -> list[int]:
     """The process ids of this process, and of one that it has started."""
     return [os.getpid(), subprocess.Popen(["sleep", "600"]).pid]
-
-
-@pytest.fixture
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let other processes import the functions of this file."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
 
 
 @pytest.mark.usefixtures("importable")

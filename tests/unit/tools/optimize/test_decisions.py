@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from zipfile import ZipFile
@@ -162,18 +161,12 @@ def fill(source: Path, target: Path) -> tuple[str, ...]:
     return ()
 
 
-@pytest.fixture
-def imports_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the processes of steps import the functions of this module."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
-
-
 def try_to_fill(folder: Path) -> Work:
     work = Work(folder / "m.onnx", look(), Timed(Subject("m", folder / "m.onnx")), None)
     return run_steps(work, [Step("fill", {"": fill}, ErrorBound("relative", 1))], folder, lambda done, now: None)
 
 
-@pytest.mark.usefixtures("imports_this_module")
+@pytest.mark.usefixtures("importable")
 def test_a_step_that_meets_a_full_disk_is_dropped_and_its_error_kept(tmp_path: Path) -> None:
     done = try_to_fill(tmp_path)
     assert done.full_disk is not None
