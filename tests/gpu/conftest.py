@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -67,9 +66,8 @@ def first_gpu_by_tensorrt(engines: Path) -> Place:
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def support_of_capture_trials(importable: None) -> None:
     """Let the processes of capture trials import ``support``."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
 
 
 @pytest.fixture(params=["host", pytest.param("tensorrt", marks=pytest.mark.gpu)])

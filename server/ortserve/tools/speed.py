@@ -116,7 +116,7 @@ def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: f
         models: The first one is the reference for the ratios of the others.
         feeds: The inputs of runs, used in turn. Models may declare these inputs in different orders.
         seconds: Time for all blocks together. Slow models exceed it, as each process measures at least two blocks. The
-            starts of the processes take about a second of processor time each in addition.
+            starts of the processes come in addition.
 
     Raises:
         ServeError: invalid_input: a model cannot be opened or run, or its process ended.

@@ -30,13 +30,9 @@ from ortserve.model_file.graph import (
 from ortserve.rows import Atom, Value, atoms_of, find_sizes, has_atom
 
 _JOINS: Final = frozenset({"Concat", "ConcatFromSequence", "QLinearConcat"})
-_QUANTIZED_PRODUCTS: Final = {
-    "DynamicQuantizeMatMul": 1,
-    "MatMulInteger": 1,
-    "MatMulIntegerToFloat": 1,
-    "QGemm": 3,
-    "QLinearMatMul": 3,
-}
+_QUANTIZED_PRODUCTS: Final = {"QGemm": 3, "QLinearMatMul": 3} | dict.fromkeys(
+    ("DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"), 1
+)
 _PRODUCTS: Final = {"MatMul": 1, "Gemm": 1} | _QUANTIZED_PRODUCTS
 """Products of matrices, with the index of the second one. The first two are quantized behind DequantizeLinear."""
 _COMPUTED_PRODUCTS: Final = frozenset({"FusedMatMul", "MatMul"})

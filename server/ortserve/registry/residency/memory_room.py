@@ -280,8 +280,7 @@ class MemoryRoom:
             if missing <= 0 or not nbytes:
                 continue
             missing -= nbytes
-            message = "version leaves before the next ones serve, to make room for them"
-            log_event(logger, logging.INFO, message, model=model, version=record.version)
+            log_event(logger, logging.INFO, "version leaves for the next ones", model=model, version=record.version)
             self._draining.drain(record, UNLOADED)
         return True
 

@@ -344,21 +344,27 @@ async def test_models_of_several_versions_leave_each_other_room_one_after_the_ot
         assert await asyncio.gather(*asked) == [*versions] * len(names)
 
 
-def put_two_versions(root: Path, options: str = "") -> None:
-    """A model whose next version needs room beside two versions of 2 MiB, at first as much as its file has."""
+async def load_two_versions(
+    root: Path, make: Make, mib: int, options: str = "", third: Callable[[Path], Path] = members.affine
+) -> Registry:
+    """Load two versions of 2 MiB of a model under a budget, then put a third one, which replaces the first.
+
+    Models that are there already are loaded, too.
+    """
     put(root, "m", 2)
     put(root, "m", 1, f"version_policy: {{latest: 2}}\n{options}")
+    registry = make(mib * MIB)
+    await registry.load_all()
+    put(root, "m", 3, build=third)
+    return registry
 
 
 async def test_version_that_is_not_wanted_any_more_leaves_first_if_there_is_no_other_room(
     tmp_path: Path, make: Make
 ) -> None:
-    put_two_versions(tmp_path, "load_policy: pinned")
     put(tmp_path, "other", options="load_policy: pinned")
     add_pair(tmp_path)
-    registry = make(6 * MIB)
-    await registry.load_all()
-    put(tmp_path, "m", 3)
+    registry = await load_two_versions(tmp_path, make, 6, "load_policy: pinned")
     with held_file(tmp_path / "m" / "3" / "model.onnx") as file:
         loading = asyncio.create_task(asyncio.wait_for(registry.load("m"), 30))
         await file.wait()
@@ -377,10 +383,9 @@ async def test_version_that_is_not_wanted_any_more_leaves_first_if_there_is_no_o
 async def test_version_that_is_not_wanted_any_more_serves_until_the_next_one_does(
     tmp_path: Path, make: Make, kept: str
 ) -> None:
-    put_two_versions(tmp_path, "labels: {old: 1}" if kept == "label" else "")
-    registry = make((6 if kept == "room" else 4) * MIB)
-    await registry.load_all()
-    put(tmp_path, "m", 3)
+    registry = await load_two_versions(
+        tmp_path, make, 6 if kept == "room" else 4, "labels: {old: 1}" if kept == "label" else ""
+    )
     with held_file(tmp_path / "m" / "3" / "model.onnx") as file:
         loading = asyncio.create_task(asyncio.wait_for(registry.load("m"), 30))
         if kept == "room":
@@ -396,10 +401,7 @@ async def test_version_that_is_not_wanted_any_more_serves_until_the_next_one_doe
 
 
 async def test_version_that_left_for_one_that_fails_comes_back(tmp_path: Path, make: Make) -> None:
-    put_two_versions(tmp_path)
-    registry = make(4 * MIB)
-    await registry.load_all()
-    put(tmp_path, "m", 3, build=builders.not_onnx)
+    registry = await load_two_versions(tmp_path, make, 4, third=builders.not_onnx)
     with pytest.raises(ServeError, match="Protobuf parsing failed"):
         await asyncio.wait_for(registry.load("m"), 30)
     assert await ask(registry, "m", "1") == "1"
@@ -413,10 +415,7 @@ async def test_version_that_left_for_one_that_fails_comes_back(tmp_path: Path, m
 async def test_unload_does_not_wait_for_a_version_that_left_for_the_next_one_to_come_back(
     tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put_two_versions(tmp_path)
-    registry = make(4 * MIB)
-    await registry.load_all()
-    put(tmp_path, "m", 3)
+    registry = await load_two_versions(tmp_path, make, 4)
     with held_file(tmp_path / "m" / "3" / "model.onnx") as file:
         loading = asyncio.create_task(asyncio.wait_for(registry.load("m"), 30))
         await file.wait()
@@ -434,10 +433,7 @@ async def test_unload_does_not_wait_for_a_version_that_left_for_the_next_one_to_
 async def test_version_that_serves_on_for_one_that_failed_does_not_leave_for_a_new_load_of_another(
     tmp_path: Path, make: Make
 ) -> None:
-    put_two_versions(tmp_path)
-    registry = make(6 * MIB)
-    await registry.load_all()
-    put(tmp_path, "m", 3, build=builders.not_onnx)
+    registry = await load_two_versions(tmp_path, make, 6, third=builders.not_onnx)
     with pytest.raises(ServeError, match="Protobuf parsing failed"):
         await asyncio.wait_for(registry.load("m"), 30)
     put(tmp_path, "other", options="load_policy: pinned")
@@ -447,11 +443,8 @@ async def test_version_that_serves_on_for_one_that_failed_does_not_leave_for_a_n
 
 
 async def test_versions_do_not_leave_for_one_that_has_no_room_without_them_either(tmp_path: Path, make: Make) -> None:
-    put_two_versions(tmp_path)
     put(tmp_path, "other", options="load_policy: pinned")
-    registry = make(6 * MIB)
-    await registry.load_all()
-    put(tmp_path, "m", 3)
+    registry = await load_two_versions(tmp_path, make, 6)
     (tmp_path / "m" / "3" / "weights").write_bytes(bytes(3 * MIB))
     with pytest.raises(ServeError, match="too few"):
         await asyncio.wait_for(registry.load("m"), 30)
