@@ -84,7 +84,6 @@ class Connection(asyncio.Protocol):
         self.closed: Final = self._loop.create_future()
         self._life = Lifetime(port.options, port.clock(), max_age_s)
         self._is_failed = False
-        self._is_ending = False
         self._is_turn_due = False
         self._is_half_closed = False
         self._tick: asyncio.TimerHandle | None = None
@@ -164,7 +163,7 @@ class Connection(asyncio.Protocol):
         for timer in (self._tick, self._drain_end, self._probing):
             if timer is not None:
                 timer.cancel()
-        self._end_calls("disconnected")
+        self._port.ends.add(self._drop_calls("disconnected"))
         self._port.ends.add(self._forget())
 
     def pause_writing(self) -> None:
@@ -296,17 +295,12 @@ class Connection(asyncio.Protocol):
         self._is_failed = True
         peer = self._transport.get_extra_info("peername")
         self._port.errors.report(error, peer, len(self._sending.streams))
-        self._end_calls("connection_error")
+        self._port.ends.add(self._drop_calls("connection_error"))
         self._writer.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
         self._close()
 
-    def _end_calls(self, cause: str) -> None:
-        """End all calls without an answer, because the connection ends."""
-        if not self._is_ending:
-            self._is_ending = True
-            self._port.ends.add(self._drop_calls(cause))
-
     def _drop_calls(self, cause: str) -> Iterator[None]:
+        """End a call without an answer with each step, because the connection ends."""
         for stream in list(self._sending.streams.values()):
             if not stream.is_over:  # it may have ended between two steps
                 self._sending.drop(stream, cause)
