@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -66,8 +67,12 @@ def first_gpu_by_tensorrt(engines: Path) -> Place:
 
 
 @pytest.fixture(autouse=True)
-def support_of_capture_trials(importable: None) -> None:
-    """Let the processes of capture trials import ``support``."""
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of capture trials import ``support``.
+
+    Replaces the fixture of ``tests/conftest.py``, without which ``loadtests/gpu_figures.py`` runs these tests.
+    """
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
 
 
 @pytest.fixture(params=["host", pytest.param("tensorrt", marks=pytest.mark.gpu)])
