@@ -31,7 +31,7 @@ from ortserve.core.batch import Arrays  # noqa: E402
 from ortserve.core.inflight import InflightRequest  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
 from ortserve.registry.registry import Registry  # noqa: E402
-from ortserve.registry.serving import ServedVersion  # noqa: E402
+from ortserve.registry.served_version import ServedVersion  # noqa: E402
 from ortserve.telemetry.metrics import Metrics  # noqa: E402
 
 STEPS = ("one", "two", "three")

@@ -43,7 +43,7 @@ from ortserve.core.sequence import SequencePart  # noqa: E402
 from ortserve.core.terms import NO_TERMS  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
 from ortserve.registry.registry import Registry  # noqa: E402
-from ortserve.registry.serving import ServedVersion  # noqa: E402
+from ortserve.registry.served_version import ServedVersion  # noqa: E402
 from ortserve.telemetry.metrics import Metrics  # noqa: E402
 
 PORT = 18400

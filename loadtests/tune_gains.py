@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from gpu_models import encoder, residual
 from harness import circumstances, table
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.tools.statistics import estimate_ratio
 from ortserve.tools.subject import find_model
 from ortserve.tools.tune.lab import ProcessLab, prepare_requests
@@ -68,7 +68,7 @@ def tune(folder: Path, slo_ms: float, minutes: float) -> dict[str, Any]:
 def check(default: Path, tuned: Path, slo_ms: float) -> str:
     """Run new processes with the defaults and with the result, in turns. Returns the ratio of their sustained rates."""
     goal = Goal("throughput", slo_ms / 1e3, 99.0)
-    requests = call_apart(600, prepare_requests, find_model(str(default)), None, 1)
+    requests = call_in_child(600, prepare_requests, find_model(str(default)), None, 1)
     one, other = (ProcessLab(find_model(str(folder)), requests, goal, None).open({}) for folder in (default, tuned))
     try:
         before = Side(one, one.probed_per_s)

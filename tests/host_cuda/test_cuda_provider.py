@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import gpu_models
-from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device, run_apart
+from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device, run_script
 from device_sequences import history_sequence, send_array, serving_on, where
 from models import builders, sequences
 from ortserve.config.model import ModelOptions
@@ -400,7 +400,7 @@ print("closed")
 @pytest.mark.parametrize("error", [700, 719])
 def test_lost_device_is_recognised_by_its_error_and_closed(tmp_path: Path, captures: bool, error: int) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    first, second, closed = run_apart(_LOSE, path, str(Path(__file__).parent), str(captures), str(error)).splitlines()
+    first, second, closed = run_script(_LOSE, path, str(Path(__file__).parent), str(captures), str(error)).splitlines()
     assert first == second
     assert first.startswith("cuda:0 is lost: ")
     assert closed == "closed"

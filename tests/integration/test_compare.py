@@ -34,7 +34,7 @@ DIGITS = EXAMPLE / "digits" / "1" / "model.onnx"
 def compared_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare outputs in this process, which saves a second each, except in tests with ``compared_apart``."""
     if "compared_apart" not in request.fixturenames:
-        monkeypatch.setattr(measure, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
+        monkeypatch.setattr(measure, "call_in_child", lambda limit_s, function, *arguments: function(*arguments))
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def recorded_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Open models in this process, which saves a second each, except in tests with ``recorded_apart``."""
     if "recorded_apart" not in request.fixturenames:
         for module in (golden_command, publish_folder):
-            monkeypatch.setattr(module, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
+            monkeypatch.setattr(module, "call_in_child", lambda limit_s, function, *arguments: function(*arguments))
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def repository(tmp_path: Path) -> Path:
 def opened_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open models in this process, which saves a second each, except in tests with ``opened_apart``."""
     if "opened_apart" not in request.fixturenames:
-        monkeypatch.setattr(folder_module, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
+        monkeypatch.setattr(folder_module, "call_in_child", lambda limit_s, function, *arguments: function(*arguments))
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def provider_of(provider: str, device: Device) -> DeviceProvider:
     return replace(DEVICE_PROVIDERS.get(provider, DeviceProvider(CudaDevice)), make=lambda number: device)
 
 
-def run_apart(script: str, *arguments: str | Path) -> str:
+def run_script(script: str, *arguments: str | Path) -> str:
     """Run a script in a separate process and return its output. It must exit with 0; it may corrupt its own process."""
     process = subprocess.run(
         [sys.executable, "-c", script, *arguments],

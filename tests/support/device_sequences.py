@@ -27,7 +27,7 @@ from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.loaded_model import describe_properties
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.served import ServedModel
+from ortserve.registry.served_model import ServedModel
 from ortserve.telemetry.metrics import Metrics
 
 CONTROLS: dict[str, Any] = {

@@ -94,7 +94,7 @@ def run_requests_alone(policy: BatchPolicy) -> BatchPolicy:
 
 
 @dataclass(slots=True, init=False)
-class Take:
+class RunNow:
     """Evict the first ``evicted`` requests, and run the next ``count``, which have ``rows`` rows in total, now.
 
     The evicted requests could finish in time only in a batch so small that others would be late.
@@ -119,7 +119,7 @@ class WaitUntil:
 
 def plan_batch(
     waiting: Sequence[InflightRequest], policy: BatchPolicy, latency: LatencyModel, now_ns: int
-) -> Take | WaitUntil:
+) -> RunNow | WaitUntil:
     """Plan the next batch now that an instance is free: all queued requests that fit, at once unless a delay is set.
 
     If a deadline would be missed, the batch is reduced to the largest one that meets all its deadlines. If such a small
@@ -160,7 +160,7 @@ def plan_batch(
         due_ns = min(request.timing.queued_ns for request in islice(waiting, count)) + policy.queue_delay_ns
         if now_ns < due_ns and may_wait(waiting, count, policy.batch_ns(rows, latency), due_ns):
             return WaitUntil(due_ns)
-    return _fit_bucket(waiting, count, rows, policy, latency) if policy.buckets else Take(count, rows)
+    return _fit_bucket(waiting, count, rows, policy, latency) if policy.buckets else RunNow(count, rows)
 
 
 @dataclass(slots=True, init=False)
@@ -186,7 +186,7 @@ class _Forecast:
         return all(request.finish_by_ns is None or finish_ns <= request.finish_by_ns for request in requests)
 
 
-def _plan_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> Take | None:
+def _plan_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> RunNow | None:
     """Plan a batch of the first ``count`` requests that meets all its deadlines, or evict some; None without one."""
     small = _most_in_time(waiting, count, forecast)
     if small is None or forecast.latency.observations < MIN_OBSERVATIONS:
@@ -194,9 +194,9 @@ def _plan_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _For
     return _without_tightest(waiting, small, forecast) or small
 
 
-def _most_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> Take | None:
+def _most_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> RunNow | None:
     """The longest prefix of the first ``count`` requests that meets all its deadlines as a batch; None without one."""
-    best: Take | None = None
+    best: RunNow | None = None
     rows = 0
     finish_by_ns: float = math.inf
     for taken, request in enumerate(islice(waiting, count), 1):
@@ -204,11 +204,11 @@ def _most_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _For
         if request.finish_by_ns is not None:
             finish_by_ns = min(finish_by_ns, request.finish_by_ns)
         if forecast.now_ns + forecast.batch_ns(rows) <= finish_by_ns:
-            best = Take(taken, rows)
+            best = RunNow(taken, rows)
     return best
 
 
-def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast: _Forecast) -> Take | None:
+def _without_tightest(waiting: Sequence[InflightRequest], small: RunNow, forecast: _Forecast) -> RunNow | None:
     """Plan a batch without the first requests, whose deadlines only a batch as small as ``small`` meets.
 
     Under load, small batches cost throughput: the requests behind them become late and need small batches in turn,
@@ -238,7 +238,7 @@ def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast:
             if (rows - small.rows) * row_ns <= longer_ns:
                 return None
             fitted = _fit_bucket(batch, len(batch), rows, forecast.policy, forecast.latency)
-            return Take(fitted.count, fitted.rows, evicted)
+            return RunNow(fitted.count, fitted.rows, evicted)
     return None
 
 
@@ -267,24 +267,24 @@ def may_wait(waiting: Sequence[InflightRequest], count: int, batch_ns: float, un
     )
 
 
-def _largest_preferred(waiting: Sequence[InflightRequest], count: int, sizes: Sequence[int]) -> Take | None:
+def _largest_preferred(waiting: Sequence[InflightRequest], count: int, sizes: Sequence[int]) -> RunNow | None:
     """The longest prefix of the first ``count`` requests whose rows add up to one of ``sizes``; None without one."""
-    best: Take | None = None
+    best: RunNow | None = None
     rows = 0
     for taken in range(count):
         rows += waiting[taken].rows
         if rows in sizes:
-            best = Take(taken + 1, rows)
+            best = RunNow(taken + 1, rows)
     return best
 
 
 def _fit_bucket(
     waiting: Sequence[InflightRequest], count: int, rows: int, policy: BatchPolicy, latency: LatencyModel
-) -> Take:
+) -> RunNow:
     """Pad up to the next bucket, or run fewer requests in the bucket below, whichever takes less time per row."""
     up = policy.bucket_for(rows)
     if up == rows or up == policy.buckets[0]:
-        return Take(count, rows)
+        return RunNow(count, rows)
     below = policy.buckets[bisect_left(policy.buckets, up) - 1]
     fewer, fewer_rows = count, rows
     while fewer > 1 and fewer_rows > below:
@@ -293,8 +293,8 @@ def _fit_bucket(
     down = policy.bucket_for(fewer_rows)
     down_ns, up_ns = latency.predict_ns(down), latency.predict_ns(up)
     if down < up and down_ns is not None and up_ns is not None and down_ns / fewer_rows < up_ns / rows:
-        return Take(fewer, fewer_rows)
-    return Take(count, rows)
+        return RunNow(fewer, fewer_rows)
+    return RunNow(count, rows)
 
 
 @dataclass(frozen=True, slots=True)

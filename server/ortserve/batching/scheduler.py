@@ -16,7 +16,7 @@ from ortserve.batching.planner import (
     PASSED_IN_SEARCH,
     BatchPolicy,
     Eviction,
-    Take,
+    RunNow,
     WaitUntil,
     find_expired,
     find_late_in_search,
@@ -119,7 +119,7 @@ class Scheduler:
                 self._decisions.delayed += 1
             elif closed_loop is not None and policy.closed_loop_wait and closed_loop.is_pending(now_ns):
                 plan = self._wait_for_closed_loop(shape_class, closed_loop, plan, policy, now_ns)
-            if isinstance(plan, Take):
+            if isinstance(plan, RunNow):
                 evicted = self._queue.take(shape_class, plan.evicted) if plan.evicted else ()
                 group = RequestGroup(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
                 # Last, because the callback of a failed request may enqueue or cancel others.
@@ -157,8 +157,8 @@ class Scheduler:
         self._timer.close()
 
     def _wait_for_closed_loop(
-        self, shape_class: ShapeClass, closed_loop: ClosedLoopWait, plan: Take, policy: BatchPolicy, now_ns: int
-    ) -> Take | WaitUntil:
+        self, shape_class: ShapeClass, closed_loop: ClosedLoopWait, plan: RunNow, policy: BatchPolicy, now_ns: int
+    ) -> RunNow | WaitUntil:
         """Delay a batch briefly if callers of this class usually send their next requests soon after an answer."""
         latency, max_rows = shape_class.batch_latency, policy.max_rows
         line = latency.line(max_rows)

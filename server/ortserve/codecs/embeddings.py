@@ -13,7 +13,7 @@ from ortserve.codecs.generate import WholeJson
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.codecs.rest import parse_error
 from ortserve.core.dtypes import DataType, widen
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.signature import TensorSpec
@@ -100,8 +100,8 @@ class TextsRequest:
         self._output = output
         self._texts = texts
 
-    def reading(self) -> Reading:
-        return Reading.INLINE
+    def decoding_place(self) -> DecodingPlace:
+        return DecodingPlace.INLINE
 
     def read(self) -> InferRequest:
         shape = [1] * len(self._input.shape)

@@ -26,7 +26,7 @@ from ortserve.codecs.json_text import (
 )
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse, Parameter
 from ortserve.core.signature import TensorSpec
@@ -94,9 +94,9 @@ class WholeJson:
         self.model_name = model_name
         self.is_short = len(body) <= INLINE_BYTES
 
-    def reading(self) -> Reading:
+    def decoding_place(self) -> DecodingPlace:
         """Choose the place to decode: another process for more than ``INLINE_BYTES``."""
-        return Reading.INLINE if self.is_short else Reading.PROCESS
+        return DecodingPlace.INLINE if self.is_short else DecodingPlace.PROCESS
 
     @property
     def json_bytes(self) -> int:

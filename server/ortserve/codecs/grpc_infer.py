@@ -36,7 +36,7 @@ from ortserve.codecs.grpc_wire import (
     usual_head,
 )
 from ortserve.core.dtypes import DATATYPES, DataType
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, Parameter, RequestedOutput
 from ortserve.core.tensor import MAX_DIMS, Tensor, format_shape, shape_fault
@@ -95,18 +95,18 @@ class GrpcRequest:
         self.is_short = len(data) <= _SHORT_BYTES
         self.model_name = ""
 
-    def reading(self) -> Reading:
+    def decoding_place(self) -> DecodingPlace:
         """Choose the place to decode: a thread for many parts, and for many elements that do not become views."""
         data = self._data
         if len(data) <= INLINE_BYTES:
             parts = self._parts = split_small_request(data)
             if parts is None:
-                return Reading.THREAD
+                return DecodingPlace.THREAD
             head_bytes, _, raw, _ = parts
             may_be_many = raw and len(data) > MIN_TEXT_BYTES * INLINE_TEXTS and b"BYTES" in head_bytes
-            return Reading.INLINE if not may_be_many or _has_few_texts(head_bytes) else Reading.THREAD
+            return DecodingPlace.INLINE if not may_be_many or _has_few_texts(head_bytes) else DecodingPlace.THREAD
         head = usual_head(data)
-        return Reading.THREAD if head is None or b"BYTES" in head else Reading.INLINE
+        return DecodingPlace.THREAD if head is None or b"BYTES" in head else DecodingPlace.INLINE
 
     @property
     def json_bytes(self) -> int:

@@ -26,7 +26,7 @@ from ortserve.codecs.bounds import (
 )
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, has_long_texts, parse_json, write_json
 from ortserve.core.dtypes import DATATYPES, DataType
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
@@ -68,19 +68,19 @@ class RestRequest:
         self._model_version = model_version
         self.is_short = len(body) <= MIN_TEXT_BYTES * INLINE_TEXTS
 
-    def reading(self) -> Reading:
+    def decoding_place(self) -> DecodingPlace:
         """Choose the place to decode: another process for large JSON, a thread for many or large binary texts."""
         json_bytes = self.json_bytes
         if json_bytes > INLINE_BYTES:
-            return Reading.PROCESS
+            return DecodingPlace.PROCESS
         if b"BYTES" not in bytes(self._body[:json_bytes]):
-            return Reading.INLINE
+            return DecodingPlace.INLINE
         # The length of each text contains two zeros. Counting them takes 0.05 ms, and needs no valid document.
         is_quick = (
             len(self._body) - json_bytes <= INLINE_BYTES
             and bytes(self._body[json_bytes:]).count(b"\0\0") <= INLINE_TEXTS
         )
-        return Reading.INLINE if is_quick else Reading.THREAD
+        return DecodingPlace.INLINE if is_quick else DecodingPlace.THREAD
 
     @property
     def growth_bytes(self) -> int:

@@ -9,7 +9,7 @@ from ortserve.core.request import InferRequest, InferResponse
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
-class Reading(Enum):
+class DecodingPlace(Enum):
     """Where a request is decoded. Decoding on the event loop delays all other requests."""
 
     INLINE = auto()
@@ -24,11 +24,11 @@ class EncodedRequest(Protocol):
     """One request in the bytes of its protocol, from a frontend, which it can decode."""
 
     is_short: bool
-    """Whether ``reading`` is INLINE because the body is small."""
+    """Whether ``decoding_place`` is INLINE because the body is small."""
     model_name: str
     """Name of the model in the path; empty if only the body names it."""
 
-    def reading(self) -> Reading:
+    def decoding_place(self) -> DecodingPlace:
         """Where ``read`` must be called. Raises ServeError: invalid_input, for a malformed request."""
         ...
 

@@ -40,7 +40,7 @@ class Failure:
     is_late: bool = False
 
 
-def run_apart(
+def run_in_child(
     work: Callable[[Any], Any],
     items: Sequence[Any],
     limit_s: float,
@@ -66,10 +66,10 @@ def run_apart(
                 yield result
 
 
-def run_side_by_side(
+def run_in_children(
     work: Callable[[Any], Any], items: Sequence[_Item], limit_s: float, processes: int
 ) -> Generator[tuple[_Item, Any], None, None]:
-    """As ``run_apart``, in several processes at the same time.
+    """As ``run_in_child``, in several processes at the same time.
 
     Yields:
         Each item with its result or ``Failure``, in the order of completion. Closing the iterator ends the processes.
@@ -83,7 +83,7 @@ def run_side_by_side(
 
     def run(part: Sequence[_Item]) -> None:
         try:
-            with closing(run_apart(work, part, limit_s, children)) as results:
+            with closing(run_in_child(work, part, limit_s, children)) as results:
                 for item, result in zip(part, results, strict=True):
                     outcomes.put((item, result))
                     if is_over.is_set():
@@ -111,7 +111,7 @@ def run_side_by_side(
                 thread.join(0.05)
 
 
-def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
+def call_in_child(limit_s: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
     """Call a function of a module in another process, and end that process.
 
     Raises:
@@ -119,15 +119,15 @@ def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any
             ended, or gave no result in time.
         OSError: The function raised it, for example because the disk is full.
     """
-    (outcome,) = run_apart(_call, [(function, arguments)], limit_s)
+    (outcome,) = run_in_child(_call, [(function, arguments)], limit_s)
     result: _Result = _result_of(outcome)
     return result
 
 
-class ObjectApart(Generic[_Kept]):
+class ObjectInChild(Generic[_Kept]):
     """An object in a process of its own. Its methods are called one at a time.
 
-    Use it as a context manager, which ends the process. Calls raise the errors of ``call_apart``. Afterwards the
+    Use it as a context manager, which ends the process. Calls raise the errors of ``call_in_child``. Afterwards the
     process has ended, or the object is in the state in which the call left it.
     """
 
@@ -141,7 +141,7 @@ class ObjectApart(Generic[_Kept]):
         """Make the object in a new process. ``limit_s`` limits that, with the start of the process, and each call.
 
         ``make`` is a function or class of a module. Its arguments are pickled; its result is not. ``children`` is as in
-        ``run_apart``.
+        ``run_in_child``.
         """
         self._next: tuple[Callable[..., Any], tuple[Any, ...]] = (make, arguments)
         self._outcomes: Final = _run_child(None, self._calls(), limit_s, [] if children is None else children)

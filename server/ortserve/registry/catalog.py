@@ -11,7 +11,7 @@ from ortserve.registry.load.coordination import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostAccount
 from ortserve.registry.rollout import Rollout
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 ON_DEMAND: Final = "not in memory: the next request loads it"

@@ -8,13 +8,13 @@ from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.config.versions import AllVersions, LatestVersions
 from ortserve.core.signature import TensorSpec
 from ortserve.engine.provider_options import CPU, OPENVINO
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.repository.configuration import BACKEND, GRAPH_LEVELS
 from ortserve.registry.repository.triton_fields import type_name
 from ortserve.registry.repository.triton_ragged import describe_ragged
 from ortserve.registry.repository.triton_sequences import describe_sequences
-from ortserve.registry.served import ServedModel
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_model import ServedModel
+from ortserve.registry.served_version import ServedVersion
 
 _GRAPH_LEVELS: Final = {name: level for level, name in GRAPH_LEVELS.items()} | {"layout": 0}  # the nearest level
 

@@ -23,7 +23,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.terms import Scheduling
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError, invalid_input
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.batch_sizes import RunBounds, SizeLatency, WorkerRuns, as_batch
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.golden_check import as_batched, as_sent, check_samples
@@ -35,8 +35,8 @@ from ortserve.registry.load.golden_samples import (
 )
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel
-from ortserve.registry.served import ServedModel
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_model import ServedModel
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ortserve.registry.dependents import closure_of, members_of
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.memory_room import MemoryRoom
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.registry.source_reader import SourceReader
 from ortserve.telemetry.readings import ResidencyCounts
 

@@ -14,7 +14,7 @@ from ortserve.registry.changes import Changes
 from ortserve.registry.dependents import closure_of, dependents_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.load_retries import LoadRetries
 from ortserve.registry.repository.configuration import log_without_effect

@@ -20,7 +20,7 @@ from ortserve.paths import open_file
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.ensemble.members import find_members
 from ortserve.registry.ensemble.plan import make_plan
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.gates import check_ensemble, check_speed
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.capture_trial import CaptureTrials
@@ -33,7 +33,7 @@ from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import NoRoomError
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, SequenceError, ServeError, of_request
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers, Rollout
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.service.classification import classify, is_short
 from ortserve.service.validation import check_request, read_scheduling, read_sequence_part
 from ortserve.telemetry.tracing import Trace

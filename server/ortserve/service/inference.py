@@ -11,7 +11,7 @@ from ortserve.clock import Clock
 from ortserve.codecs.bounds import INLINE_ELEMENTS, INLINE_OUTPUTS, INLINE_TEXTS, JSON_GROWTH
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
+from ortserve.core.encoded import AnswerEncoder, DecodingPlace, EncodedRequest, JsonRequest
 from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
@@ -139,7 +139,7 @@ class InferenceService:
         call.on_error = on_error
         call.on_settled = self._settled
         try:
-            if body.is_short or (reading := body.reading()) is Reading.INLINE:
+            if body.is_short or (place := body.decoding_place()) is DecodingPlace.INLINE:
                 activity = self._activity
                 activity.protocol = call.protocol
                 activity.step = DECODE
@@ -147,7 +147,7 @@ class InferenceService:
                 activity.step = NOTHING
                 self._start_request(call, request)
             else:
-                self._start_after_decoding(call, body, reading)
+                self._start_after_decoding(call, body, place)
         except Exception as error:  # noqa: BLE001 - every error is reported to the caller
             self._fail(call, error)
             return
@@ -184,7 +184,7 @@ class InferenceService:
         call.inputs, call.rows = check_request(request, served.signature, served.name)
         submit(call, call, request, served)
 
-    def _start_after_decoding(self, call: Call, body: EncodedRequest, reading: Reading) -> None:
+    def _start_after_decoding(self, call: Call, body: EncodedRequest, place: DecodingPlace) -> None:
         """Decode a body on a thread or in another process, then start its request.
 
         Raises:
@@ -192,7 +192,7 @@ class InferenceService:
         """
         if body.json_bytes > self.max_json_bytes:
             raise json_too_large(body.json_bytes, self.max_json_bytes)
-        hold, is_json = self.gate.hold(body.growth_bytes), reading is Reading.PROCESS
+        hold, is_json = self.gate.hold(body.growth_bytes), place is DecodingPlace.PROCESS
         try:
             codecs = self._codecs
             decoding = codecs.read_json(cast("JsonRequest", body), call) if is_json else codecs.run(body.read, call)

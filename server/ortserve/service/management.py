@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.service.labels import LabelService
 from ortserve.service.loop_turns import LoopTurns
 from ortserve.service.profiling import ProfilingService

@@ -13,8 +13,8 @@ from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.registry import Registry
-from ortserve.registry.served import ServedModel
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_model import ServedModel
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.history import Rates
 
 _MAX_LABELS: Final = 1000

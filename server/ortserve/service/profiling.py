@@ -31,7 +31,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import VersionRecord
 from ortserve.registry.registry import Registry
 from ortserve.registry.repository.model_files import operator_libraries
-from ortserve.registry.served import ServedModel
+from ortserve.registry.served_model import ServedModel
 
 MAX_REQUESTS: Final = 1000
 MAX_TIMEOUT_S: Final = 300.0

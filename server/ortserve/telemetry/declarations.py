@@ -342,8 +342,8 @@ DEVICE_TIMED_COPY_BYTES: Final = counter(
 LOOP_CPU_SECONDS: Final = counter(
     "ortserve_event_loop_cpu_seconds_total",
     (),
-    "Processor time of the event loop, which reads and answers all requests. At nearly 1 per second the server needs "
-    "help by another one, whatever the saturation of its models is.",
+    "Processor time of the event loop, which reads and answers all requests. At nearly 1 per second this process "
+    "can take no more requests: add a replica, even if its models are not saturated.",
 )
 LOOP_STALLS: Final = counter(
     "ortserve_event_loop_stalls_total",

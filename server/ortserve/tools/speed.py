@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.child_process import ObjectApart
+from ortserve.engine.child_process import ObjectInChild
 from ortserve.engine.process_memory import give_back_freed
 from ortserve.errors import invalid_input
 from ortserve.tools.console import progress
@@ -157,7 +157,7 @@ def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: flo
         # The processes start together, which takes a second, and then open their models in turn. The threads stay until
         # the end, because a process ends with the thread that started it.
         threads = stack.enter_context(ThreadPoolExecutor(len(models)))
-        starts = [threads.submit(ObjectApart, _LIMIT_S, _Runner, model, feeds) for model in models]
+        starts = [threads.submit(ObjectInChild, _LIMIT_S, _Runner, model, feeds) for model in models]
         runners = [stack.enter_context(start.result()) for start in starts]
         signature: ModelSignature | None = None
         for runner in runners:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
 
@@ -16,13 +16,13 @@ class Given:
     """An ``EncodedRequest`` that the function ``decode`` produces."""
 
     decode: Callable[[], InferRequest]
-    place: Reading = Reading.INLINE
+    place: DecodingPlace = DecodingPlace.INLINE
     json_bytes: int = 0
     growth_bytes: int = 0
     is_short: bool = False
     model_name: str = ""
 
-    def reading(self) -> Reading:
+    def decoding_place(self) -> DecodingPlace:
         return self.place
 
     def read(self) -> InferRequest:

@@ -9,7 +9,7 @@ from ortserve.core.batch import Arrays
 from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 
 
 def inflight(

@@ -10,7 +10,7 @@ from ortserve.core.batch import Arrays
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.signature import ModelSignature
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 if IS_COMPILED:

@@ -17,7 +17,7 @@ from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.json_text import encode_json_data
 from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import Tensor
@@ -82,7 +82,7 @@ def test_many_short_texts_are_decoded_off_the_loop(encode: Callable[..., RestReq
 
     def is_on_loop(*texts: np.ndarray) -> bool:
         encoded = encode(*texts)
-        found = encoded.is_short or encoded.reading() is Reading.INLINE
+        found = encoded.is_short or encoded.decoding_place() is DecodingPlace.INLINE
         assert [tensor.array.tolist() for tensor in encoded.read().inputs] == [array.tolist() for array in texts]
         return found
 

@@ -24,7 +24,7 @@ from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.grpc_wire import malformed, split_small_request, varint
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -539,15 +539,15 @@ def test_small_message_with_many_parts_is_decoded_on_a_thread(is_raw: bool) -> N
             one.contents.int_contents.append(1)
         return GrpcRequest(message.SerializeToString())
 
-    assert inputs(30).reading() is Reading.INLINE
-    assert inputs(600).reading() is Reading.THREAD
+    assert inputs(30).decoding_place() is DecodingPlace.INLINE
+    assert inputs(600).decoding_place() is DecodingPlace.THREAD
     assert [tensor.name for tensor in inputs(600).read().inputs] == [f"x{index}" for index in range(600)]
 
 
 def test_texts_of_a_short_message_are_decoded_within_milliseconds() -> None:
     """The event loop decodes short messages."""
     request = GrpcRequest(typed("BYTES", [30_000], bytes_contents=[b""] * 30_000).SerializeToString())
-    assert request.reading() is Reading.INLINE
+    assert request.decoding_place() is DecodingPlace.INLINE
     durations = []
     for _ in range(10):
         began = time.thread_time()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_models import SIZES, batch_of, landed, numbered, on_device, run_apart, stream_of_requests
+from device_models import SIZES, batch_of, landed, numbered, on_device, run_script, stream_of_requests
 from fakes.host_device import HostDevice, Pace
 from models import builders
 from ortserve.device.devices import DeviceProvider
@@ -232,7 +232,7 @@ print(*["kept" if session() is not None else "freed" for session in sessions])
 )
 def test_graph_sessions_on_a_lost_device_are_kept(tmp_path: Path, lost: str, freed: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    assert run_apart(LOST_AT_THE_END, path, lost) == freed
+    assert run_script(LOST_AT_THE_END, path, lost) == freed
 
 
 ROWS = st.integers(1, 65536)

@@ -23,7 +23,7 @@ from device_models import (
     numbered,
     on_device,
     provider_of,
-    run_apart,
+    run_script,
     stream_of_requests,
     wait_for_capture,
 )
@@ -561,7 +561,7 @@ print("kept" if session() is not None else "freed")
 @pytest.mark.parametrize(("lost", "expected"), [("CUDA failure 700", "kept"), ("", "freed")])
 def test_session_with_graphs_on_a_lost_device_is_kept(tmp_path: Path, lost: str, expected: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    assert run_apart(LOST_AT_THE_END, path, lost) == expected
+    assert run_script(LOST_AT_THE_END, path, lost) == expected
 
 
 def test_buffers_past_the_memory_are_rejected_before_allocation(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ortserve.device.accounting import Ledger
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.states import DeviceStates
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.served import ServedModel
+from ortserve.registry.served_model import ServedModel
 
 PACES = [(Pace.AT_ONCE, 0), (Pace.LATE, 0), *[(Pace.ANY, seed) for seed in range(4)]]
 GROWS: dict[str, Any] = {"states": [{"input": "PAST", "output": "PRESENT", "initial_dims": [0]}], "controls": {}}

@@ -34,10 +34,10 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry import load_retries, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import Registry
-from ortserve.registry.served import ServedModel
+from ortserve.registry.served_model import ServedModel
 from ortserve.registry.versions import MAX_ABANDONED
 from ortserve.telemetry.metrics import Metrics
 from servers import LONG_S

@@ -31,7 +31,7 @@ from ortserve.codecs.rest import RestEncoder
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import AnswerEncoder, Reading
+from ortserve.core.encoded import AnswerEncoder, DecodingPlace
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
@@ -296,7 +296,7 @@ async def test_failed_run_with_classes_is_counted_and_reported_like_any_other(st
 
 
 async def test_request_decoded_on_a_thread_is_answered_and_counted_like_any_other(stage: Stage) -> None:
-    on_thread = Given(lambda: request(request_id="1"), Reading.THREAD)
+    on_thread = Given(lambda: request(request_id="1"), DecodingPlace.THREAD)
     response = await stage.service.serve(stage.service.receive("grpc"), on_thread, AS_IS)
     assert (response.id, response.outputs[0].array.tolist()) == ("1", [[2, 2, 2, 2]])
     assert stage.counts() == {("double", "1", "grpc", "ok"): 1}
@@ -316,7 +316,7 @@ async def test_errors_of_a_request_decoded_on_a_thread_are_counted_with_their_la
     messages = []
     for decode in (fail, fail_in_contents, crash, lambda: request("none"), poisoned):
         with pytest.raises(ServeError) as caught:
-            await stage.service.serve(stage.service.receive("http"), Given(decode, Reading.THREAD), AS_IS)
+            await stage.service.serve(stage.service.receive("http"), Given(decode, DecodingPlace.THREAD), AS_IS)
         messages.append(caught.value.message)
     assert messages[:3] == ["no JSON", "[request id: 9] too short", "internal error"]
     assert stage.counts() == {
@@ -345,7 +345,7 @@ async def test_body_of_a_request_with_malformed_contents_is_freed_although_nothi
     gc.disable()
     try:
         with pytest.raises(ServeError, match="too short"):
-            await stage.service.serve(stage.service.receive("http"), Given(read, Reading.THREAD), AS_IS)
+            await stage.service.serve(stage.service.receive("http"), Given(read, DecodingPlace.THREAD), AS_IS)
         assert await asyncio.to_thread(freed.wait, 5)
     finally:
         gc.enable()
@@ -353,14 +353,18 @@ async def test_body_of_a_request_with_malformed_contents_is_freed_although_nothi
 
 async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage: Stage) -> None:
     for encoded, kind, word in (
-        (Given(request, Reading.THREAD, json_bytes=30), ErrorKind.TOO_LARGE, "max_json_bytes: expected at most 29"),
-        (Given(request, Reading.THREAD, growth_bytes=901), ErrorKind.OVERLOADED, "max_inflight_bytes"),
+        (
+            Given(request, DecodingPlace.THREAD, json_bytes=30),
+            ErrorKind.TOO_LARGE,
+            "max_json_bytes: expected at most 29",
+        ),
+        (Given(request, DecodingPlace.THREAD, growth_bytes=901), ErrorKind.OVERLOADED, "max_inflight_bytes"),
     ):
         with stage.service.gate.hold(100), pytest.raises(ServeError, match=word) as caught:
             await stage.service.serve(stage.service.receive("http"), encoded, AS_IS)
         assert caught.value.kind is kind
     with stage.service.gate.hold(100):
-        await stage.service.serve(stage.service.receive("http"), Given(request, Reading.THREAD, 29, 900), AS_IS)
+        await stage.service.serve(stage.service.receive("http"), Given(request, DecodingPlace.THREAD, 29, 900), AS_IS)
 
 
 async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(stage: Stage) -> None:
@@ -371,7 +375,7 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
         return request()
 
     call, outcomes = stage.service.receive("http"), list[object]()
-    given = Given(read, Reading.THREAD, growth_bytes=900)
+    given = Given(read, DecodingPlace.THREAD, growth_bytes=900)
     stage.service.start(call, given, AS_IS, outcomes.append, outcomes.append)
     await asyncio.sleep(0)
     call.cancel()
@@ -392,7 +396,7 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
 async def test_texts_are_reserved_with_the_size_of_their_characters(stage: Stage, count: int) -> None:
     """One emoji makes each character of its text take four bytes."""
     texts = np.array([["😀" + "x" * 1000]] * count, object)
-    given = Given(lambda: request("text", texts, datatype=DataType.BYTES), Reading.THREAD)
+    given = Given(lambda: request("text", texts, datatype=DataType.BYTES), DecodingPlace.THREAD)
     serving = asyncio.ensure_future(stage.service.serve(stage.service.receive("http"), given, AS_IS))
     most = 0
     while not serving.done():
@@ -418,7 +422,7 @@ async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and
         return request()
 
     def serve(name: str, timeout_ns: int | None = None) -> Coroutine[Any, Any, InferResponse]:
-        given = Given(partial(read, name), Reading.THREAD)
+        given = Given(partial(read, name), DecodingPlace.THREAD)
         return service.serve(service.receive("http", timeout_ns), given, AS_IS)
 
     try:
@@ -451,7 +455,7 @@ class NoThreads(CodecThreads):
 async def test_memory_of_a_request_that_no_thread_can_decode_is_released(stage: Stage) -> None:
     service = service_with(stage, NoThreads(1))
     with pytest.raises(ServeError, match="internal error"):
-        await service.serve(service.receive("http"), Given(request, Reading.THREAD, growth_bytes=900), AS_IS)
+        await service.serve(service.receive("http"), Given(request, DecodingPlace.THREAD, growth_bytes=900), AS_IS)
     assert service.gate.hold(1000).size == 1000  # no bytes are held any more
 
 

@@ -27,7 +27,7 @@ from ortserve.model_file.graph import Model
 from ortserve.registry.catalog import State
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.registry import Registry
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.service.models import ModelService
 from ortserve.telemetry.metrics import Metrics
 

@@ -19,7 +19,7 @@ from ortserve.tools.subject import Subject, find_model
 @pytest.fixture(autouse=True)
 def opened_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open models in this process, which saves a second each."""
-    monkeypatch.setattr(folder_module, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
+    monkeypatch.setattr(folder_module, "call_in_child", lambda limit_s, function, *arguments: function(*arguments))
 
 
 @pytest.fixture

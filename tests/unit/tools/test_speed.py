@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import builders
-from ortserve.engine.child_process import ObjectApart, call_apart
+from ortserve.engine.child_process import ObjectInChild, call_in_child
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError, invalid_input
 from ortserve.tools.speed import Timed, _Block, _speed, _Trial, compare_speed
 from ortserve.tools.statistics import Estimate
@@ -81,7 +81,7 @@ class Counter:
 
 
 def test_an_object_in_another_process_keeps_its_state() -> None:
-    with ObjectApart(60, Counter, 3) as counter, ObjectApart(60, Counter, 10) as other:
+    with ObjectInChild(60, Counter, 3) as counter, ObjectInChild(60, Counter, 10) as other:
         assert counter.call(Counter.add, 4) == 7
         assert other.call(Counter.add, 1) == 11
         assert counter.call(Counter.add, 4, times=2) == 15
@@ -94,7 +94,7 @@ def test_an_object_in_another_process_keeps_its_state() -> None:
 
 def test_an_object_that_cannot_be_made_is_an_error() -> None:
     with pytest.raises(ServeError, match="expected a value from 0"):
-        ObjectApart(60, Counter, -1)
+        ObjectInChild(60, Counter, -1)
 
 
 def fill_the_disk() -> None:
@@ -108,9 +108,9 @@ def run_out_of_memory() -> None:
 def test_errors_of_another_process_keep_their_kind() -> None:
     """The exit status depends on it: neither a full disk nor a crashed process is a wrong argument."""
     with pytest.raises(OSError, match="No space left") as full:
-        call_apart(60, fill_the_disk)
+        call_in_child(60, fill_the_disk)
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "model.onnx")
     for function, argument, says in ((run_out_of_memory, (), "^too little memory"), (os._exit, (3,), "exit status 3")):
         with pytest.raises(ServeError, match=says) as failed:
-            call_apart(60, function, *argument)
+            call_in_child(60, function, *argument)
         assert failed.value.kind is ErrorKind.INTERNAL

@@ -4,8 +4,8 @@ from ortserve.config.ensemble import LATEST
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError, invalid_input
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.ensemble.plan import Plan
-from ortserve.registry.ensemble.served import ServedEnsemble
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
+from ortserve.registry.served_version import ServedVersion
 
 
 class MembersDisagreeError(ServeError):

@@ -14,7 +14,7 @@ from ortserve.core.terms import Scheduling, Terms
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan, PlannedStep, Selection
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 
 
 class EnsembleTerms(Terms):

@@ -19,7 +19,7 @@ from ortserve.errors import ErrorKind, ModelRejectionError, ServeError
 from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import of_ensemble
 from ortserve.registry.ensemble.route import BoundStep, EnsembleTerms, Route
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.readings import StepTimes
 
 PROTOCOL: Final = "ensemble"

@@ -37,7 +37,7 @@ from ortserve.device.preparation import NO_BUFFERS
 from ortserve.engine.instance import Instance
 from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import Plan
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.load.batch_policy import batch_policy, row_checks, row_limit
 from ortserve.registry.load.loaded_model import (
@@ -49,8 +49,8 @@ from ortserve.registry.load.loaded_model import (
 from ortserve.registry.recording import Recording, Recordings
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
-from ortserve.registry.served import ServedModel, requests_limits
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_model import ServedModel, requests_limits
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, LoopActivity
 from ortserve.telemetry.series import ModelMetrics

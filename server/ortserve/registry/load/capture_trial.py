@@ -21,7 +21,7 @@ from ortserve.device.graph_sessions import InstanceSessions
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import why_no_replay
-from ortserve.engine.child_process import ObjectApart
+from ortserve.engine.child_process import ObjectInChild
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.providers import ProviderChoice
@@ -134,7 +134,7 @@ class CaptureTrials:
         try:
             with (
                 progress.killing() as children,
-                ObjectApart(self._timeout_s, self._make, request, children=children) as trial,
+                ObjectInChild(self._timeout_s, self._make, request, children=children) as trial,
             ):
                 reason = trial.call(CaptureTrial.why_not)
         except OSError as error:

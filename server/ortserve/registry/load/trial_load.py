@@ -9,7 +9,7 @@ from typing import Final
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import provider_parts
 from ortserve.device.devices import DeviceRuntime
-from ortserve.engine.child_process import Failure, run_apart
+from ortserve.engine.child_process import Failure, run_in_child
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.pipeline import load_model
@@ -47,7 +47,7 @@ def try_load(trial: TrialLoad, progress: Progress) -> None:
     progress.begin("loading it in another process first")
     try:
         with progress.killing() as children:
-            (outcome,) = run_apart(_load, [trial], _LIMIT_S, children)
+            (outcome,) = run_in_child(_load, [trial], _LIMIT_S, children)
     except OSError as error:
         message = f"trial_load: no other process could be started: {error.strerror}"
         raise ServeError(ErrorKind.OVERLOADED, message) from None

@@ -17,7 +17,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.plan import member_names
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.coordination import MAX_LOADS
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost

@@ -13,7 +13,7 @@ from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.registry.repository.source import VersionSource
-from ortserve.registry.served import ServedModel
+from ortserve.registry.served_model import ServedModel
 from ortserve.registry.state_file import EndedRollout
 from ortserve.service.labels import LabelService, ModelLabels
 from ortserve.service.rollout.decision import Decision, Figures

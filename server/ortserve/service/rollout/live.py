@@ -21,7 +21,7 @@ from ortserve.core.timing import Timing
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
 from ortserve.registry.rollout import Headers, Rollout
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.service.rollout.decision import MEASURES, Decision, Figures, Latencies, decide, disagrees, errors_of
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_fault

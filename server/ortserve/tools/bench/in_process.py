@@ -21,7 +21,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.served import ServedModel
+from ortserve.registry.served_model import ServedModel
 from ortserve.telemetry.series import ModelMetrics
 from ortserve.tools.bench.samples import Ticket
 from ortserve.tools.bench.target import ModelPlan, Target

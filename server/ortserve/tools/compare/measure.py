@@ -13,7 +13,7 @@ from ortserve.core.agreement import Agreement, AgreementMeter
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import as_numbers
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.compare.arguments import BATCH
@@ -60,7 +60,7 @@ def compare_models(
     if labels is not None and inputs is None:
         raise invalid_input("--labels: expected --inputs to be given, too, with the samples that the labels describe")
     with progress("comparing outputs in another process"):
-        result, feeds = call_apart(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch)
+        result, feeds = call_in_child(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch)
     if seconds:
         first, second = compare_speed([reference, candidate], feeds, seconds=seconds)
         result = replace(result, reference_speed=first, speed=second)

@@ -19,7 +19,7 @@ from ortserve.config.options import ServerOptions
 from ortserve.config.rollout import why_without_effect
 from ortserve.core.version_names import STABLE
 from ortserve.device.devices import DeviceRuntime
-from ortserve.engine.child_process import Failure, run_side_by_side
+from ortserve.engine.child_process import Failure, run_in_children
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.process_memory import give_back_freed, return_large_blocks
 from ortserve.errors import ServeError, invalid_input
@@ -106,7 +106,7 @@ def check_models(
     libraries, shared = tuple(options.execution_provider_libraries), options.global_threads
     work = partial(load_one, libraries=libraries, global_threads=shared, cache_bytes=options.cache_bytes)
     with progress("loading models", len(to_load)) as step:
-        for number, (item, result) in enumerate(run_side_by_side(work, to_load, limit_s, jobs)):
+        for number, (item, result) in enumerate(run_in_children(work, to_load, limit_s, jobs)):
             step(number + 1, f"loaded {item.check.label}")
             checks.append(_failed(item.check, result) if isinstance(result, Failure) else result)
     return sorted(checks, key=lambda check: (check.name, check.version or 0))

@@ -15,7 +15,7 @@ from ortserve import __version__
 from ortserve.config.session import SessionSettings
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.device.nvml import Gpu, open_library, visible_gpus
-from ortserve.engine.child_process import Failure, run_apart
+from ortserve.engine.child_process import Failure, run_in_child
 from ortserve.engine.distributions import installed_runtimes
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import AZURE, CUDA, TENSORRT
@@ -59,13 +59,13 @@ def read_runtime() -> RuntimeFacts:
     with progress("trying execution providers", len(offered)) as step:
         for number, name in enumerate(offered):
             step(number, f"trying {name}")
-            trial = next(run_apart(try_provider, [name], _TRIAL_S))
+            trial = next(run_in_child(try_provider, [name], _TRIAL_S))
             if isinstance(trial, Failure):
                 trial = ProviderTrial(name, True, False, f"its process {trial.reason}")
             trials.append(trial)
     absent = "not part of the installed ONNX Runtime"
     trials += [ProviderTrial(name, False, False, absent) for name in (CUDA, TENSORRT) if name not in offered]
-    found = next(run_apart(read_gpus, [dict(os.environ)], _TRIAL_S))
+    found = next(run_in_child(read_gpus, [dict(os.environ)], _TRIAL_S))
     gpus, gpu_problem = ([], f"the process that asked NVML {found.reason}") if isinstance(found, Failure) else found
     how = "compiled" if IS_COMPILED else "interpreted"
     versions = {"ortserve": f"{__version__}, {how}", "Python": platform.python_version()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ortserve.core.agreement import parse_bound
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MAX_SAMPLES, golden_folder
 from ortserve.tools.address import address_of, is_url
@@ -97,7 +97,7 @@ def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> Re
 def _apart(function: Callable[..., _Result], *arguments: Any) -> _Result:
     """Call a function in another process. A version that disagrees is an internal error, not an invalid argument."""
     try:
-        return call_apart(_LIMIT_S, function, *arguments)
+        return call_in_child(_LIMIT_S, function, *arguments)
     except ServeError as error:
         if error.message.startswith("golden samples: "):
             raise ServeError(ErrorKind.INTERNAL, error.message) from None

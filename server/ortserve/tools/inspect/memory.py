@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import psutil
 
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.engine.process_memory import give_back_freed
 from ortserve.engine.scratch import scratch_folder
 from ortserve.tools.inputs import Inputs, choose_inputs
@@ -76,7 +76,7 @@ def measure_memory(subject: Subject, file: Path | None, sizes: Sequence[int], we
     Raises:
         ServeError: The model does not run, or the process ended, for example because memory was short.
     """
-    return call_apart(_TIMEOUT_S, _measure, subject, file, sizes, weights, budget_s)
+    return call_in_child(_TIMEOUT_S, _measure, subject, file, sizes, weights, budget_s)
 
 
 def describe_batch(rows: int, samples: Sequence[Sample]) -> BatchMemory:

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 
 from ortserve.core.agreement import parse_bound
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.command import Outcome
 from ortserve.tools.compare.measure import compare_models
@@ -90,11 +90,11 @@ def optimize(
     base, files = folder / "source" / name, folder / "steps"
     base.parent.mkdir()
     files.mkdir()
-    call_apart(LIMIT_S, prepare, source.path, base)
+    call_in_child(LIMIT_S, prepare, source.path, base)
     start = opening.at(base)
     look = partial(look_at_source, tries_inputs=not given.dim)  # inputs may fit only with these sizes
     try:
-        before = call_apart(LIMIT_S, look, start, given.inputs, folder)
+        before = call_in_child(LIMIT_S, look, start, given.inputs, folder)
     except ServeError as error:
         raise invalid_input(error.message.replace(str(base), str(source.path))) from None
     steps = list(plan(given, before, opening))
@@ -182,7 +182,7 @@ def _deliver(
 ) -> OptimizeResult:
     """Write the model to its destination. Returns the result with its size there, and the destination."""
     if given.external_data or data_file(work.model).exists():
-        call_apart(LIMIT_S, pack, work.model, staged)
+        call_in_child(LIMIT_S, pack, work.model, staged)
     else:
         shutil.copyfile(work.model, staged)
     result = replace(result, after=replace(result.after, nbytes=nbytes_of(staged)))

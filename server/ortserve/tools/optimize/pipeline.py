@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ortserve.core.agreement import ErrorBound
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.engine.ort_errors import without_paths
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.reading import read_model
@@ -144,7 +144,7 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
         target = folder / str(len(tried)) / work.model.name
         target.parent.mkdir(parents=True)
         try:
-            tried[name] = call_apart(LIMIT_S, _try, step, make, work, target)
+            tried[name] = call_in_child(LIMIT_S, _try, step, make, work, target)
         except ServeError as problem:
             tried[name] = _failed(step, problem, target)
         except OSError as problem:

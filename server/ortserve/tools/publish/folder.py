@@ -18,7 +18,7 @@ from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.core.version_names import MAX_VERSION, version_of
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.golden_samples import GOLDEN_FOLDER, GOLDEN_MISSING
@@ -109,7 +109,7 @@ def _check_interface(model: Path, subject: Subject, place: Place, step: Step, *,
     """
     step(0, "opening the model in another process")
     try:
-        differences, notes = call_apart(_LIMIT_S, _compare_interfaces, subject, place.newest())
+        differences, notes = call_in_child(_LIMIT_S, _compare_interfaces, subject, place.newest())
     except ServeError as error:
         raise invalid_input(error.message.replace(str(subject.path), str(model))) from None
     if differences and not allows_changes:
@@ -179,7 +179,7 @@ def _compare_interfaces(subject: Subject, served: Subject | None) -> tuple[list[
 def _check_golden(model: Path, subject: Subject) -> str:
     """Describe how a version agrees with its golden samples. Raises ServeError: invalid_input, if it does not."""
     try:
-        return call_apart(_LIMIT_S, check_version, subject)
+        return call_in_child(_LIMIT_S, check_version, subject)
     except ServeError as error:
         hint = "" if subject.options.golden_required else "; --golden none publishes it without samples"
         raise invalid_input(f"{model}: {error.message.replace(str(subject.path), str(model))}{hint}") from None

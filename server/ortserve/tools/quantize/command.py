@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.core.agreement import ErrorBound, parse_bound
-from ortserve.engine.child_process import ObjectApart
+from ortserve.engine.child_process import ObjectInChild
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
@@ -119,7 +119,7 @@ def _quantize(
     with (
         staging_folder(target.parent) as folder,
         progress("reading the samples") as step,
-        ObjectApart(_LIMIT_S, Workbench, source, given, settings) as workbench,
+        ObjectInChild(_LIMIT_S, Workbench, source, given, settings) as workbench,
     ):
         step(0, "preparing the model")
         ready = workbench.call(Workbench.prepare, folder, source_nbytes, given.exclude)

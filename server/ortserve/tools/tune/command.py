@@ -15,7 +15,7 @@ from ortserve import __version__
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.core.agreement import parse_bound
 from ortserve.core.version_names import version_of
-from ortserve.engine.child_process import call_apart
+from ortserve.engine.child_process import call_in_child
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
@@ -66,7 +66,7 @@ def run(given: argparse.Namespace) -> Outcome:
         raise invalid_input(f"{expected}: measure its options on a server, by ortserve bench")
     variants = _find_variants(subject) if given.variants else {}
     with progress("preparing inputs") as step:
-        requests = call_apart(_PREPARE_LIMIT_S, prepare_requests, subject, given.inputs, given.rows)
+        requests = call_in_child(_PREPARE_LIMIT_S, prepare_requests, subject, given.inputs, given.rows)
         goal = Goal(given.objective, given.slo, given.percentile)
         space = make_space(subject.options, _facts(requests, given.slo), given.objective)
         lab = ProcessLab(subject, requests, goal, bound, variants)

@@ -74,7 +74,7 @@ class Requests:
 
 
 def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests:
-    """Make requests and compute their expected outputs. Use ``call_apart``, so that the session is freed.
+    """Make requests and compute their expected outputs. Use ``call_in_child``, so that the session is freed.
 
     Raises:
         ServeError: The model cannot be opened or run, or the inputs do not fit it.

@@ -23,7 +23,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import make_plan
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.telemetry.readings import CacheCounts

@@ -30,10 +30,10 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import make_plan
-from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 MS = 1_000_000

@@ -24,7 +24,7 @@ from ortserve.engine.provider_options import CPU
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.served import ServedModel
+from ortserve.registry.served_model import ServedModel
 from ortserve.telemetry.metrics import Metrics
 
 X = np.ones((1, 4), np.float32)

@@ -22,7 +22,7 @@ from models import builders
 from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.core.timing import PHASES, Timing
-from ortserve.engine.child_process import Failure, run_apart, run_side_by_side
+from ortserve.engine.child_process import Failure, run_in_child, run_in_children
 from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.repository.source import ModelSource, VersionSource
@@ -134,19 +134,19 @@ def tell_processes(_: str) -> list[int]:
     ],
 )
 def test_process_that_crashes_or_hangs_is_a_failure(work: Callable[[str], str], failure: Failure, limit_s: int) -> None:
-    assert list(run_apart(work, ["bad"], limit_s)) == [failure]
+    assert list(run_in_child(work, ["bad"], limit_s)) == [failure]
 
 
 @pytest.mark.usefixtures("importable")
 def test_item_on_which_the_process_crashes_does_not_stop_others() -> None:
-    results = list(run_apart(end_by_signal, ["a", "b", "bad", "c"], 60))
+    results = list(run_in_child(end_by_signal, ["a", "b", "bad", "c"], 60))
 
     assert results == ["A", "B", Failure("ended with signal 11: no output"), "C"]
 
 
 @pytest.mark.usefixtures("importable")
 def test_processes_of_interrupted_work_are_ended() -> None:
-    results = run_apart(tell_processes, ["a", "b"], 60)
+    results = run_in_child(tell_processes, ["a", "b"], 60)
     processes = [psutil.Process(pid) for pid in next(results)]
 
     results.close()  # as Ctrl-C would end it
@@ -159,7 +159,7 @@ def test_processes_of_interrupted_work_are_ended() -> None:
 def test_items_side_by_side_each_get_their_result_or_failure() -> None:
     items = ["a", "b", "bad", "c", "d"]
 
-    results = dict(run_side_by_side(end_by_signal, items, 60, 2))
+    results = dict(run_in_children(end_by_signal, items, 60, 2))
 
     assert results == {one: one.upper() for one in items} | {"bad": Failure("ended with signal 11: no output")}
 
@@ -167,7 +167,7 @@ def test_items_side_by_side_each_get_their_result_or_failure() -> None:
 @pytest.mark.usefixtures("importable")
 def test_processes_side_by_side_are_ended_although_others_still_hang() -> None:
     before = psutil.Process().children()
-    results = run_side_by_side(hang, ["a", "bad"], 600, 2)
+    results = run_in_children(hang, ["a", "bad"], 600, 2)
     assert next(results) == ("a", "A")
     assert len(psutil.Process().children()) > len(before)
 
@@ -179,14 +179,14 @@ def test_processes_side_by_side_are_ended_although_others_still_hang() -> None:
 @pytest.mark.timeout(60)
 def test_error_of_a_process_side_by_side_is_raised() -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        list(run_side_by_side(lambda item: item, ["a", "b", "c"], 60, 2))
+        list(run_in_children(lambda item: item, ["a", "b", "c"], 60, 2))
 
 
 def test_process_that_cannot_begin_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    assert list(run_apart(len, ["n" * 10**6], 60)) == [Failure("ended with exit status 3: no output")]
+    assert list(run_in_child(len, ["n" * 10**6], 60)) == [Failure("ended with exit status 3: no output")]
 
 
 class FakeNvml:
@@ -328,7 +328,7 @@ def test_model_on_which_the_process_crashes_or_hangs(
     failure: Failure, problem: str, skipped: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     add_model(tmp_path, "m", builders.mlp)
-    monkeypatch.setattr(loading, "run_side_by_side", lambda _, items, *more: iter([(items[0], failure)]))
+    monkeypatch.setattr(loading, "run_in_children", lambda _, items, *more: iter([(items[0], failure)]))
 
     (found,) = check(tmp_path)
 

@@ -36,7 +36,7 @@ def spinning_helps(changes: Changes) -> float:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(command, "call_apart", lambda *arguments: REQUESTS)
+    monkeypatch.setattr(command, "call_in_child", lambda *arguments: REQUESTS)
     monkeypatch.setattr(command, "cpu_budget", lambda: 2)  # it decides which changes are tried first
     use(monkeypatch, spinning_helps)
     return Path(shutil.copytree(DIGITS, tmp_path / "digits"))

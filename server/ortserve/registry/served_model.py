@@ -32,7 +32,7 @@ from ortserve.registry.request_shapes import (
     drop_rows,
     placeholder_row,
 )
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 

@@ -24,7 +24,7 @@ from ortserve.registry.ensemble.route import EnsembleTerms, Route, make_route
 from ortserve.registry.ensemble.run import EnsembleRun
 from ortserve.registry.ensemble.turns import EnsembleTurn, SequenceTurns
 from ortserve.registry.repository.configuration import ENSEMBLE_PLATFORM, Configuration
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.readings import BatchingNumbers, StepTimes
 from ortserve.telemetry.series import ModelMetrics
 
