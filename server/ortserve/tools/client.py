@@ -23,6 +23,7 @@ _KINDS: Final = {
     401: ErrorKind.UNAUTHENTICATED,
     403: ErrorKind.FORBIDDEN,
     404: ErrorKind.NOT_FOUND,
+    409: ErrorKind.CONFLICT,
     429: ErrorKind.OVERLOADED,
 }
 

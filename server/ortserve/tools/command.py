@@ -28,9 +28,11 @@ OK: Final = 0
 FAILED: Final = 1
 """The command failed, or its result is bad: a finding of the level of ``--fail-on``, or a missed bound."""
 INVALID: Final = 2
-"""Arguments or input files are wrong."""
+"""Arguments or input files are wrong: also samples that a model or a server rejects."""
 INTERRUPTED: Final = 130
 """The status that shells give to Ctrl-C."""
+
+_OF_ARGUMENTS: Final = (ErrorKind.INVALID_INPUT, ErrorKind.REJECTED_BY_MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
         if outcome.error is not None:
             raise outcome.error
     except ServeError as error:
-        return _fail(name, error.message, INVALID if error.kind is ErrorKind.INVALID_INPUT else FAILED)
+        return _fail(name, error.message, INVALID if error.kind in _OF_ARGUMENTS else FAILED)
     except KeyboardInterrupt:
         return _fail(name, "interrupted", INTERRUPTED)
     except OutputClosedError:

@@ -20,6 +20,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.sample_files import as_samples, fits
 from ortserve.tools.ensemble import Opened
+from ortserve.tools.opening import run_failed
 
 MAX_FOLDER_BYTES: Final = 2**31
 """Limit of the total size of the files of a folder, which are read into memory."""
@@ -139,7 +140,8 @@ def choose_inputs(model: Opened, file: Path | None = None) -> Inputs:
     """The samples of a file, or synthetic inputs of the first kind that the model accepts.
 
     Raises:
-        ServeError: invalid_input: the file does not fit the model, or the model accepts no synthetic inputs.
+        ServeError: invalid_input: the file does not fit the model, or the model accepts no synthetic inputs;
+            rejected_by_model: the model rejects the first sample of the file.
     """
     return make_inputs(model.signature, file, lambda arrays: model.runner().run(model.for_model(arrays)))
 
@@ -159,7 +161,13 @@ def make_inputs(
         remedy: What the error advises if the model accepts no synthetic inputs.
     """
     if file is not None:
-        return read_inputs(file, signature)
+        samples = read_inputs(file, signature)
+        try:
+            if run is not None:
+                run(samples.take(1, 0))
+        except ORT_ERRORS as error:
+            raise run_failed(f"--inputs {file}", error) from None
+        return samples
     variants = InputGenerator(signature, None).variants()
     if run is None:
         return SyntheticInputs(variants[0])

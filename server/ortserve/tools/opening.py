@@ -12,6 +12,7 @@ from ortserve.config.session import SessionSettings
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
 from ortserve.engine.model_signature import read_signature
+from ortserve.engine.ort_errors import run_error
 from ortserve.engine.process_limits import core_budget, intra_op_threads
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, choose_provider
@@ -70,6 +71,15 @@ class OpenModel:
     def for_model(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Convert arrays with their rows on axis 0 to contiguous arrays with the model's row axes."""
         return arrays_for(self.signature, arrays)
+
+
+def run_failed(subject: object, error: Exception) -> ServeError:
+    """The error for one of ``ORT_ERRORS`` that a run raised: rejected_by_model if the model rejected the inputs.
+
+    ``subject`` is what the message names: the path of the model, or the option with the inputs.
+    """
+    failure = run_error(error)
+    return ServeError(failure.kind, f"{subject}: {failure.message}")
 
 
 def rows_as(signature: ModelSignature, reference: ModelSignature) -> ModelSignature:

@@ -14,10 +14,10 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.tensor import is_absent
 from ortserve.core.terms import NO_TERMS
 from ortserve.core.timing import Timing
-from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import GPU_PROVIDERS
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
@@ -25,7 +25,7 @@ from ortserve.registry.served_model import ServedModel
 from ortserve.telemetry.series import ModelMetrics
 from ortserve.tools.bench.samples import Ticket
 from ortserve.tools.bench.target import ModelPlan, Target
-from ortserve.tools.opening import open_model
+from ortserve.tools.opening import open_model, run_failed
 
 Caller = Callable[[int], Callable[[], list[np.ndarray]]]
 """Makes run ``number`` and blocks until it ends. The returned function reads the outputs, for runs that are checked."""
@@ -47,7 +47,7 @@ class BareRuns:
             raise invalid_input(f"{plan.subject.path}: {kinds} cannot be bound, so measure it without --way bound")
 
     def caller(self) -> Caller:
-        """A function for one thread that makes runs. It raises ServeError: rejected_by_model."""
+        """A function for one thread that makes runs. It raises ServeError as ``run_failed``."""
         runner, inputs = self._model.runner(), self._inputs
         run = self._bound() if self._is_bound else lambda n: partial(list, runner.run(inputs[n % len(inputs)]))
 
@@ -55,7 +55,7 @@ class BareRuns:
             try:
                 return run(number)
             except ORT_ERRORS as error:
-                raise ServeError(ErrorKind.REJECTED_BY_MODEL, without_paths(str(error))) from None
+                raise run_failed(self._model.subject.path, error) from None
 
         return call
 

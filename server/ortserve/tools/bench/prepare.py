@@ -15,7 +15,7 @@ from ortserve.core.batch import Arrays
 from ortserve.core.conversion import Reshape
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, agree, describe_difference, is_absent
-from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.interface import Interface, resolve_interface
@@ -36,7 +36,7 @@ from ortserve.tools.encoding import (
     tensors_of,
 )
 from ortserve.tools.inputs import Inputs, SyntheticInputs, make_inputs, take_inputs
-from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.opening import OpenModel, open_model, run_failed
 from ortserve.tools.subject import find_model
 
 _Answer = TypeVar("_Answer")
@@ -140,7 +140,8 @@ def prepare_model(target: str, way: str, batch: int, given: Namespace) -> Prepar
             f"{target}: a model with {what} has no way 'batcher' here: measure its sessions, or a server"
         )
     model = open_model(subject, provider=given.provider, threads=given.threads)
-    inputs, arrays = _inputs(model.signature, target, batch, given, lambda one: bare_run(model, one))
+    run = model.runner().run
+    inputs, arrays = _inputs(model.signature, target, batch, given, lambda one: run(model.for_model(one)))
     outputs, expected, source = repeated(partial(bare_run, model), arrays, "bare runs")
     signature = model.signature
     if given.compare_outputs:
@@ -305,12 +306,11 @@ def _reshaped(array: np.ndarray, own: TensorSpec, seen: TensorSpec) -> np.ndarra
 
 
 def bare_run(model: OpenModel, arrays: Arrays) -> Outputs:
-    """Run inputs with their rows on axis 0. Raises ServeError: rejected_by_model."""
+    """Run inputs with their rows on axis 0. Raises ServeError as ``run_failed``."""
     try:
         return _named(model.signature, model.runner().run(model.for_model(arrays)))
     except ORT_ERRORS as error:
-        message = f"{model.subject.path}: {without_paths(str(error))}"
-        raise ServeError(ErrorKind.REJECTED_BY_MODEL, message) from None
+        raise run_failed(model.subject.path, error) from None
 
 
 def _named(signature: ModelSignature, outputs: Sequence[np.ndarray]) -> Outputs:

@@ -16,11 +16,12 @@ from typing import Any, Final
 import psutil
 
 from ortserve.engine.child_process import call_in_child
+from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.process_memory import give_back_freed
 from ortserve.engine.scratch import scratch_folder
 from ortserve.tools.inputs import Inputs, choose_inputs
 from ortserve.tools.inspect.result import BatchMemory, Memory
-from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.opening import OpenModel, open_model, run_failed
 from ortserve.tools.subject import Subject
 
 FIRST_SIZES: Final = (2, 4)
@@ -179,7 +180,10 @@ def _run(opened: OpenModel, inputs: Inputs, rows: int) -> float:
     for number in range(_RUNS):
         arrays = opened.for_model(inputs.take(rows, number))
         began = time.monotonic()
-        runner.run(arrays)  # frees the outputs
+        try:
+            runner.run(arrays)  # frees the outputs
+        except ORT_ERRORS as error:
+            raise run_failed(opened.subject.path, error) from None
         run_s = time.monotonic() - began
     return run_s
 

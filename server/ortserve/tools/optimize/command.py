@@ -57,7 +57,11 @@ def run(given: argparse.Namespace) -> Outcome:
             staged_model(given, source) as staged,
             staging_folder(staged.parent) as folder,
         ):
-            result, work = optimize(given, source, folder, staged.name, step)
+            copy = folder / "source" / staged.name
+            try:
+                result, work = optimize(given, source, folder, copy, step)
+            except ServeError as failure:
+                raise ServeError(failure.kind, failure.message.replace(str(copy), str(source.path))) from None
             if work.full_disk is not None:
                 raise work.full_disk
             result = _deliver(given, source, staged, result, work)
@@ -69,7 +73,7 @@ def run(given: argparse.Namespace) -> Outcome:
 
 
 def optimize(
-    given: argparse.Namespace, source: Subject, folder: Path, name: str, progress: Progress
+    given: argparse.Namespace, source: Subject, folder: Path, base: Path, progress: Progress
 ) -> tuple[OptimizeResult, Work]:
     """Run the steps, and compare the resulting model with the source.
 
@@ -77,7 +81,7 @@ def optimize(
         given: The arguments.
         source: The model.
         folder: Folder for the files of the steps.
-        name: Name of these files.
+        base: File for a copy of the source. The files of the steps have its name.
         progress: Called before each step, with its number and name.
 
     Returns:
@@ -87,24 +91,20 @@ def optimize(
         ServeError: The model or an argument is wrong, or a requested step fails or exceeds its bound.
     """
     opening = Timed(source, given.provider, given.threads)
-    base, files = folder / "source" / name, folder / "steps"
+    files = folder / "steps"
     base.parent.mkdir()
     files.mkdir()
     call_in_child(LIMIT_S, prepare, source.path, base)
     start = opening.at(base)
     look = partial(look_at_source, tries_inputs=not given.dim)  # inputs may fit only with these sizes
-    try:
-        before = call_in_child(LIMIT_S, look, start, given.inputs, folder)
-    except ServeError as error:
-        raise invalid_input(error.message.replace(str(base), str(source.path))) from None
+    before = call_in_child(LIMIT_S, look, start, given.inputs, folder)
     steps = list(plan(given, before, opening))
     work = run_steps(Work(base, before, start, given.inputs), steps, files, progress)
     progress(len(steps), "comparing with the source")
     compared = _compare(given, work)
     if not any(step.is_kept and step.reason == ASKED_FOR for step in work.steps):
-        if (
-            compared.speed and compared.speed.is_slower
-        ):  # for equal models, one of 40 intervals lies below 1: measure again
+        # For equal models, one of 40 intervals lies below 1: measure again.
+        if compared.speed and compared.speed.is_slower:
             compared = _compare(given, work)
         if compared.speed and compared.speed.is_slower:
             why = "the resulting model is slower than the source"

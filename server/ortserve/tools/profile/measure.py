@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.console import Step
 from ortserve.tools.inputs import choose_inputs
-from ortserve.tools.opening import OpenModel
+from ortserve.tools.opening import OpenModel, run_failed
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.trace import read_trace
 from ortserve.tools.speed import Timed
@@ -120,8 +120,7 @@ class _Arm:
             try:
                 runner.run(arrays)
             except ORT_ERRORS as error:
-                message = f"{self._variant.subject.path}: {without_paths(str(error))}"
-                raise ServeError(ErrorKind.REJECTED_BY_MODEL, message) from None
+                raise run_failed(self._variant.subject.path, error) from None
             cpu_ns, elapsed_ns = time.thread_time_ns() - began_cpu_ns, time.perf_counter_ns() - began_ns
             if number >= WARM_UP:
                 times.append(RunTime(elapsed_ns, cpu_ns))
