@@ -320,9 +320,22 @@ def test_check_finds_a_rollout_without_effect(
     assert all(problem in one["seen"] for one in findings)
 
 
-def test_check_of_an_ensemble_knows_the_response_cache_of_the_server(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("only", [(), ("--model", "sum")], ids=["all", "ensemble"])
+def test_check_reports_warnings_of_members_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: tuple[str, ...]
 ) -> None:
+    folder = add_model(tmp_path, "double", members.affine, scale=2)
+    (folder / "model.yaml").write_text("execution_providers: [openvino, cpu]\n")
+    members.add_ensemble(tmp_path, "sum", ["a"], ["b"], STEP)
+
+    result = checked(capsys, tmp_path, *only, status=0)
+
+    assert [one["name"] for one in result["models"]] == ["double", "sum"]
+    (warning,) = result["findings"]
+    assert warning["seen"].startswith("double/1: execution provider passed over: OpenVINOExecutionProvider")
+
+
+def test_check_knows_the_response_cache_of_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add_model(tmp_path, "double", members.affine, scale=2)
     members.add_ensemble(tmp_path, "sum", ["a"], ["b"], STEP)
     (tmp_path / "double" / "model.yaml").write_text("response_cache: true\n")
@@ -332,7 +345,7 @@ def test_check_of_an_ensemble_knows_the_response_cache_of_the_server(
     assert checked(capsys, tmp_path, status=0)["findings"] == []
     (found,) = checked(capsys, tmp_path, "--config", config, status=0)["findings"]
 
-    assert "response_cache: cache_bytes of the server is 0" in found["seen"]
+    assert found["seen"] == "double/1: option has no effect: response_cache: cache_bytes of the server is 0"
 
 
 def test_a_version_that_is_not_checked_in_time_fails_the_check(

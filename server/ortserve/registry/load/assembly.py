@@ -56,6 +56,8 @@ from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns
 from ortserve.telemetry.series import ModelMetrics
 
 logger: Final = logging.getLogger(__name__)
+WITHOUT_CACHE: Final = "response_cache: cache_bytes of the server is 0"
+"""Why the option of a model has no effect."""
 
 
 class Assembly:
@@ -213,7 +215,7 @@ class Assembly:
         if not options.response_cache:
             return None
         if self._cache is None:
-            _warn_without_effect(metrics, "response_cache: cache_bytes of the server is 0")
+            _warn_without_effect(metrics, WITHOUT_CACHE)
             return None
         metrics.cache = metrics.cache or CacheCounts()
         return CachedRuns(self._cache, metrics.cache, self._loop, self._clock)

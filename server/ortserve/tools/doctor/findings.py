@@ -36,10 +36,10 @@ _EVENTS: Final = {
 """Kinds of findings by the beginning of a warning of the load."""
 _COUNTS: Final = {
     "event_loop_stalls": "stalls of the event loop",
-    "run_timeouts": "batches were terminated at their time limit",
-    "abandoned_runs": "runs never ended",
-    "out_of_memory": "batches ran out of memory",
-    "rows_depend": "answers depended on the other requests of their batch",
+    "run_timeouts": "batches terminated at their time limit",
+    "abandoned_runs": "runs that never ended",
+    "out_of_memory": "batches that ran out of memory",
+    "rows_depend": "answers that depended on the other requests of their batch",
 }
 """Metrics that should be 0. The kinds of their findings have the same names."""
 _LEFT_OUT: Final = {NOT_LOADED, f"UNAVAILABLE: {UNLOADED}", f"UNAVAILABLE: {ON_DEMAND}"}
@@ -104,7 +104,9 @@ def find_in_steadiness(found: Steadiness) -> Iterator[Finding]:
         seen = f"work of {found.median_ms:.1f} ms took {found.spread:.1f} times as long at the 99th percentile"
         yield finding("unsteady_processors", seen)
     if found.slowest > 1.3:
-        yield finding("unequal_processors", f"the slowest takes {found.slowest:.1f} times as long as the fastest")
+        yield finding(
+            "unequal_processors", f"the slowest processor takes {found.slowest:.1f} times as long as the fastest"
+        )
     if found.stolen > 0.02:
         yield finding("stolen_time", f"the hypervisor gave {found.stolen:.0%} of the processor time to others")
     if found.throttled_periods:
@@ -231,4 +233,4 @@ def _find_in_metrics(metrics: Mapping[str, float]) -> Iterator[Finding]:
         yield finding("rejected_requests", f"{rejected:,.0f} requests were rejected, {requests:,.0f} reached a model")
     for kind, what in _COUNTS.items():
         if count := metrics.get(kind, 0):
-            yield finding(kind, f"{count:,.0f} {what}")
+            yield finding(kind, f"{what}: {count:,.0f}")

@@ -26,7 +26,7 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.dependents import members_of, reject_cycles
 from ortserve.registry.draining import Draining
-from ortserve.registry.load.assembly import Assembly
+from ortserve.registry.load.assembly import WITHOUT_CACHE, Assembly
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import trial_options
@@ -67,7 +67,7 @@ def check_models(
         options: Options of the server.
         free_bytes: Free memory. A model whose files do not fit is not loaded.
         limit_s: Time limit of each load. A model that crashes or hangs does not stop the others.
-        only: Name of the only model to check; None for all.
+        only: Name of the only model to check, with its members if it is an ensemble; None for all.
         jobs: Number of processes that load concurrently.
 
     Raises:
@@ -80,7 +80,7 @@ def check_models(
         raise invalid_input(f"--model {only}: expected a model of {repository}, which has {known}")
     checks: list[ModelCheck] = []
     to_load: list[LoadItem] = []
-    for source in sources.values() if only is None else [sources[only]]:
+    for source in sources.values() if only is None else (*_members(sources[only], sources), sources[only]):
         events = tuple(f"option has no effect: {reason}" for reason in source.without_effect)
         if source.problem or not source.versions:
             checks.append(ModelCheck(source.name, problem=source.problem or "it has no versions", events=events))
@@ -95,9 +95,12 @@ def check_models(
             elif reason := why_without_effect(rollout, source.name, source.labels.get(STABLE)):
                 events = (*events, f"option has no effect: {reason}")
         for number, version in sorted(source.versions.items()):
-            instances = version.configuration.options.instances
-            nbytes = version.file_bytes
-            check = ModelCheck(source.name, number, version.problem, "", events, None, instances, None, nbytes)
+            own, nbytes = version.configuration.options, version.file_bytes
+            instances = own.instances
+            # An ensemble is assembled as a whole, which reports this.
+            without_cache = own.response_cache and not options.cache_bytes and own.ensemble is None
+            seen = (*events, f"option has no effect: {WITHOUT_CACHE}") if without_cache else events
+            check = ModelCheck(source.name, number, version.problem, "", seen, None, instances, None, nbytes)
             if not check.problem and instances * nbytes <= free_bytes:
                 to_load.append(LoadItem(check, version, source, _members(source, sources)))
                 continue
@@ -127,16 +130,19 @@ def _failed(check: ModelCheck, failure: Failure) -> ModelCheck:
 
 
 class _Events(logging.Handler):
-    """Collects the warnings of a load."""
+    """Collects the warnings about one model while it is loaded, without those about members of an ensemble."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(logging.WARNING)
+        self._name = name
         self.events: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno > logging.WARNING:  # the failed load of an ensemble, which the result reports
             return
-        fields = {key: value for key, value in getattr(record, "fields", {}).items() if key != "model"}
+        fields = dict(getattr(record, "fields", {}))
+        if str(fields.pop("model", self._name)).partition("/")[0] != self._name:
+            return
         reason = fields.pop("reason", "")
         more = ", ".join(f"{key} {value}" for key, value in fields.items())
         self.events.append(f"{record.getMessage()}: {'; '.join(map(str, filter(None, (reason, more))))}")
@@ -145,7 +151,7 @@ class _Events(logging.Handler):
 def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: bool, cache_bytes: int = 0) -> ModelCheck:
     """Load a version in this process and free it. Returns the check with the results of the load."""
     check, version = item.check, item.version
-    handler, process = _Events(), psutil.Process()
+    handler, process = _Events(check.name), psutil.Process()
     logging.getLogger("ortserve").addHandler(handler)
     return_large_blocks()
     give_back_freed()  # the memory of the previous version

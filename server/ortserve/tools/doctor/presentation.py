@@ -38,8 +38,10 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
     yield from models_table(result.models)
     if result.server is not None:
         yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), max_rows=50)
+        metrics = result.server.metrics
         hint = {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"}
-        yield Facts("Metrics since the start", hint if result.server.metrics is None else result.server.metrics)
+        found = {_words(name): value for name, value in (metrics or {}).items()}
+        yield Facts("Metrics since the start", hint if metrics is None else found)
     if result.request is not None:
         yield _request(result.request)
 
