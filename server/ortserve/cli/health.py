@@ -81,20 +81,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--live",
         action="store_true",
         default=False,
-        help="check liveness instead: true while models load, false while the server stops",
+        help="Check liveness instead: true while models load, false while the server stops.",
     )
     parser.add_argument(
         "--host",
         metavar="TEXT",
-        help="address of the server, as its option --host; for all interfaces, the local address is used",
+        help="Address of the server, as its option --host; for all interfaces, the local address is used.",
     )
-    parser.add_argument("--metrics-port", metavar="N", help="metrics port of the server, as its option --metrics-port")
+    parser.add_argument("--metrics-port", metavar="N", help="Metrics port of the server, as its option --metrics-port.")
     parser.add_argument(
-        "--tls-metrics", action=argparse.BooleanOptionalAction, help="use TLS, as the server's option --tls-metrics"
+        "--tls-metrics", action=argparse.BooleanOptionalAction, help="Use TLS, as the server's option --tls-metrics."
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="options file of the server")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="Options file of the server.")
     parser.add_argument(
-        "--timeout-s", type=_seconds, default=3.0, metavar="SECONDS", help="time limit of the answer; default: 3"
+        "--timeout-s", type=_seconds, default=3.0, metavar="SECONDS", help="Time limit of the answer. Default: 3."
     )
     return parser
 

@@ -79,6 +79,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
             from ortserve.cli import version
 
             return version.main(arguments)
+        case "help" if arguments:
+            return _run(arguments[0], ["--help"])
         case "help" | "--help" | "-h":
             sys.stdout.write(_USAGE)
             return 0

@@ -125,11 +125,12 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> No
 
 
 def _metavar(name: str, annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(get_args(annotation)) + "}"
-    if Path in (annotation, *get_args(annotation)):
+    kinds = (annotation, *get_args(annotation))  # an option without a default may also be None
+    if choices := next((kind for kind in kinds if get_origin(kind) is Literal), None):
+        return "{" + ",".join(get_args(choices)) + "}"
+    if Path in kinds:
         return "PATH"
-    return describe_unit(name).upper() or ("TEXT" if annotation is str else "N")
+    return describe_unit(name).upper() or ("TEXT" if str in kinds else "N")
 
 
 def _values(name: str, field: FieldInfo) -> str:

@@ -52,6 +52,14 @@ class Outcome:
     error: OSError | None = None
 
 
+class _LineFormatter(argparse.HelpFormatter):
+    """Wraps each line of a description by itself."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join([fill(line, width, indent) for line in text.splitlines()])
+
+
 class ToolParser(argparse.ArgumentParser):
     """The arguments of a tool. Adds ``--json`` and a flag for the page."""
 
@@ -60,11 +68,11 @@ class ToolParser(argparse.ArgumentParser):
         name: str,
         description: str,
         *,
-        page_flags: Sequence[str] = ("-o", "--output"),
+        page_flags: Sequence[str] = ("-o", "--output", "--page"),
         check: Callable[["ToolParser", argparse.Namespace], object] = lambda parser, given: None,
         epilog: str = "Exit status: 0 success, 1 a bad result or a failure, 2 wrong arguments or input files.",
     ) -> None:
-        """``page_flags`` name the flag of the page, for tools whose ``-o`` is a model.
+        """``page_flags`` name the flag of the page: ``--page`` alone for tools whose ``-o`` is a model.
 
         ``check`` calls ``error`` for arguments that do not fit together.
         """
@@ -74,7 +82,7 @@ class ToolParser(argparse.ArgumentParser):
             description=description,
             epilog=epilog,
             allow_abbrev=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
+            formatter_class=lambda prog: _LineFormatter(prog, max_help_position=34, width=width),
         )
         self._name, self._check = name, check
         output = self.add_argument_group("output")

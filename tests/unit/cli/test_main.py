@@ -267,6 +267,21 @@ def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytes
     assert "--drain-timeout-s SECONDS" in help_text
     assert "[number, 0 to 3600, in seconds; default: 30]" in help_text
     assert "--http-min-body-bytes-per-s N" in help_text
+    assert "--otlp-endpoint TEXT" in help_text
+    assert "--otlp-protocol {http/protobuf,grpc}" in help_text
+
+
+@pytest.mark.parametrize("command", ["serve", "health", "inspect", "version"])
+def test_help_of_a_command_is_the_same_in_both_forms(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (main([command, "--help"]), main(["help", command])) == (0, 0)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: ortserve {command}")
+    assert shown == shown[: len(shown) // 2] * 2
+
+
+def test_help_of_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "inspct"]) == 2
+    assert capsys.readouterr().err.startswith("ortserve: unknown command 'inspct'; did you mean 'inspect'?")
 
 
 @pytest.mark.parametrize("command", ["serve", "bench"])

@@ -147,3 +147,11 @@ def test_lists_are_refused_for_any_of_their_numbers(text: str) -> None:
 def test_help_says_the_exit_status(tool: str) -> None:
     parser = import_module(f"ortserve.tools.{tool}.arguments").build_parser()
     assert "\nExit status: 0 " in parser.format_help()
+
+
+@pytest.mark.parametrize("tool", _TOOLS)
+def test_help_of_every_tool_has_one_form(tool: str) -> None:
+    parser = import_module(f"ortserve.tools.{tool}.arguments").build_parser()
+    assert {"--json", "--page"} <= set(parser.flags_besides())
+    texts = [action.help for action in parser._actions if "--help" not in action.option_strings]
+    assert [text for text in texts if not (text[0].isupper() or ": " in text) or text[-1] != "."] == []

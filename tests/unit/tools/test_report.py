@@ -216,7 +216,11 @@ def test_page_is_legible_in_both_color_schemes_and_on_phones(tmp_path: Path) -> 
     """On phones, wide tables and pictures scroll by themselves, and no word is broken into letters."""
     shown = report()
     wide = Table("Wide", ["", *(f"column {number}" for number in range(11))], [["some words"] * 12])
-    (tmp_path / "page.html").write_text(render_page(replace(shown, blocks=[*shown.blocks, wide])), encoding="utf-8")
+    row = ("fused fc1", "FusedGemm", 1.0, 0.0441, 76.8, 441.0, 0.297, 0.601, 0.0159, 6.35, 265_216, "float[1,256]")
+    columns = ("node", "operator", "calls", "ms", "%", "µs a call", "GFLOP/s", "GB/s", "% wait", "µs before", "bytes")
+    nodes = Table("Nodes of a profile", (*columns, "outputs"), [row])
+    blocks = [*shown.blocks, wide, nodes]
+    (tmp_path / "page.html").write_text(render_page(replace(shown, blocks=blocks)), encoding="utf-8")
     broken = """() => [...document.querySelectorAll("th, td")].filter((cell) => {
         const range = document.createRange();
         range.selectNodeContents(cell);

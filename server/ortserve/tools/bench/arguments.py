@@ -24,7 +24,7 @@ def _check(parser: ToolParser, given: argparse.Namespace) -> None:
     if bool(given.targets) == bool(given.compare):
         parser.error("expected a target, or two results with --compare")
     if given.compare:
-        parser.refuse(given, parser.flags_besides("--compare", "--json", "--output"), "a target, got --compare")
+        parser.refuse(given, parser.flags_besides("--compare", "--json", "--page"), "a target, got --compare")
     kinds = {is_url(target) for target in given.targets}
     if kinds == {True}:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")

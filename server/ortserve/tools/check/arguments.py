@@ -15,7 +15,7 @@ def build_parser() -> ToolParser:
         "wrong arguments. With --fail-on never, 0 instead of 1.",
     )
     add = parser.add_argument
-    add("repository", metavar="REPOSITORY", help="folder of models, or an .onnx file")
+    add("repository", metavar="REPOSITORY", help="Folder of models, or an .onnx file.")
     add("--model", metavar="NAME", help="Check only this model, and the members of an ensemble.")
     text = "Number of versions that are loaded at the same time. Default: 1."
     add("--jobs", type=number(int, 1, 64), default=1, metavar="N", help=text)

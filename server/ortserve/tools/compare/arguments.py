@@ -16,13 +16,12 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "compare",
         "Compare two models: their outputs for the same inputs, their speed in turns, size and memory.",
-        page_flags=("-o", "--output", "--page"),
         epilog="Exit status: 0 within all bounds, 1 a bound is missed or a failure, 2 wrong arguments or input files.",
     )
     add = parser.add_argument
-    text = "model to compare with: model.onnx, or REPOSITORY/name[/version] of a model or an ensemble"
+    text = "Model to compare with: model.onnx, or REPOSITORY/name[/version] of a model or an ensemble."
     add("reference", metavar="FIRST", help=text)
-    add("candidate", metavar="SECOND", help="model to compare, named in the same way")
+    add("candidate", metavar="SECOND", help="Model to compare, named in the same way.")
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples to compare with. Default: synthetic inputs.")
     add("--labels", type=Path, metavar="LABELS.npy", help="Labels for the accuracy: an integer or text per sample.")
     text = "Largest error: N bounds the largest difference, MEASURE=N relative, cosine, top1 or accuracy. "

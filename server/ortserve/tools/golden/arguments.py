@@ -18,8 +18,8 @@ def build_parser() -> ToolParser:
         epilog="Exit status: 0 recorded or in agreement, 1 the version disagrees or a failure, 2 wrong arguments.",
     )
     add = parser.add_argument
-    add("action", choices=("record", "check"), metavar="record|check", help="what to do")
-    add("target", metavar="REPOSITORY/name[/version]", help="version whose samples are recorded or checked")
+    add("action", choices=("record", "check"), metavar="record|check", help="What to do.")
+    add("target", metavar="REPOSITORY/name[/version]", help="Version whose samples are recorded or checked.")
     text = "Inputs of the samples, .npz or a folder. Default: synthetic inputs."
     add("--inputs", type=Path, metavar="DATA.npz", help=text)
     text = f"Maximum number of samples, spread over the inputs. Default: {_SAMPLES}."

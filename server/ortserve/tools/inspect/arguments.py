@@ -9,7 +9,7 @@ def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser("inspect", "Show what a model contains, how it would run here, and what limits it.")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
+    add("model", metavar="MODEL", help="Model file, or REPOSITORY/name[/version].")
     text = "Samples (.npz or a folder) for the measurement of memory. Default: synthetic inputs."
     add("--inputs", type=Path, metavar="DATA", help=text)
     text = "Batch sizes whose memory is shown."

@@ -19,16 +19,16 @@ _ACTIONS: Final = {
 
 def build_parser() -> ToolParser:
     """The arguments."""
-    actions = "; ".join(f"{name}: {text}" for name, text in _ACTIONS.items())
+    actions = "".join(f"\n{name}: {text}" for name, text in _ACTIONS.items())
     parser = ToolParser(
         "models",
-        f"Show and change the models of a running server. {actions}.",
+        f"Show and change the models of a running server.\n{actions}",
         epilog="Exit status: 0 done, 1 the server refused or does not answer, 2 wrong arguments.",
     )
     add = parser.add_argument
-    add("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
-    add("model", nargs="?", default="", metavar="MODEL", help="name of the model, for all actions except list")
-    text = "labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version"
+    add("action", choices=tuple(_ACTIONS), metavar="ACTION", help=f"One of {', '.join(_ACTIONS)}.")
+    add("model", nargs="?", default="", metavar="MODEL", help="Name of the model, for all actions except list.")
+    text = "labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version."
     add("changes", nargs="*", default=[], metavar="CHANGE", help=text)  # without a default, it is required
     add("--url", default="http://127.0.0.1:8000", help="HTTP port of the server. Default: %(default)s.")
     text = "With list, status or rollout: print again after each change, until interrupted."

@@ -29,7 +29,7 @@ _LEVELS: Final = ("basic", "extended", "layout", "all")
 def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser("optimize", _DESCRIPTION, page_flags=("--page",))
-    parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
+    parser.add_argument("model", metavar="MODEL", help="Model file, or REPOSITORY/name[/version].")
     add_destination(parser)
     add = parser.add_argument_group("steps").add_argument
     text = "Skip a step that runs by default; may be repeated."
@@ -55,7 +55,7 @@ def build_parser() -> ToolParser:
     text += f"Default: {FP32_BOUND}, with 16 bits {HALF_BOUND}."
     add("--max-error", metavar="[MEASURE=]NUMBER", help=text)
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the comparison. Default: synthetic inputs.")
-    add("--provider", metavar="NAME", help="Execution provider that runs the models: cpu, cuda, …")
+    add("--provider", metavar="NAME", help="Execution provider that runs the models, such as cuda.")
     add("--threads", type=number(int, 1, _MAX), metavar="N", help="Threads per run.")
     text = f"Time for the final measurement of speed ({SECONDS:g}), without the starts of its processes; "
     text += "0 for no measurement."

@@ -15,8 +15,8 @@ def build_parser() -> ToolParser:
         epilog="Exit status: 0 published, 1 the repository cannot be written, 2 wrong arguments or models.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]; its files are copied")
-    add("target", metavar="REPOSITORY/name", help="the model that gets the version; created if it does not exist")
+    add("model", metavar="MODEL", help="Model file, or REPOSITORY/name[/version]; its files are copied.")
+    add("target", metavar="REPOSITORY/name", help="The model that gets the version; created if it does not exist.")
     add("--options", type=Path, metavar="MODEL.yaml", help="Also replace the model.yaml of the target with this file.")
     text = "Publish even if inputs or outputs differ from those of the version that is served."
     add("--allow-changed-interface", action="store_true", help=text)

@@ -16,7 +16,7 @@ cost too much stay in floating point. Nothing is written if the errors exceed --
 def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser("quantize", _DESCRIPTION, page_flags=("--page",))
-    parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
+    parser.add_argument("model", metavar="MODEL", help="Model file, or REPOSITORY/name[/version].")
     add_destination(parser)
     quantization = parser.add_argument_group("quantization; defaults are those that are fast on this processor")
     add = quantization.add_argument

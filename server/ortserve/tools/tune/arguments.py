@@ -25,7 +25,7 @@ OBJECTIVES: Final = {
 
 def build_parser() -> ToolParser:
     """The arguments. Tests of the documentation use them, too."""
-    parser = ToolParser("tune", _DESCRIPTION, page_flags=("--page", "-o", "--output"), check=_check)
+    parser = ToolParser("tune", _DESCRIPTION, check=_check)
     parser.add_argument("model", metavar="MODEL", help="REPOSITORY/name[/version], or a file, which is only measured.")
     add = parser.add_argument_group("what is better").add_argument
     add("--slo", type=_duration, metavar="TIME", help="Bound of the latency: 20ms, 0.5s, or a number of ms.")
