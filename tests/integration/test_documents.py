@@ -108,6 +108,24 @@ def test_embeddings_are_answered_as_the_page_describes(tmp_path: Path) -> None:
     assert [entry["embedding"] for entry in answer["data"]] == [[1], [0]]
 
 
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("ins", {"inspect"}),
+        ("mo", {"models"}),
+        ("inspect --fai", {"--fail-on"}),
+        ("serve --no-tls", {"--no-tls-metrics"}),
+        ("serve mode", set()),  # bash completes files
+    ],
+)
+def test_completion_finds_commands_and_flags(tmp_path: Path, words: str, completed: set[str]) -> None:
+    (snippet,) = blocks("bash", (DOCS / "install.md").read_text())
+    line = ["ortserve", *words.split()]
+    typed = f"COMP_WORDS=({shlex.join(line)}) COMP_CWORD={len(line) - 1}"
+    printed = bash(f'{snippet}\n{typed}\n_ortserve || true\nprintf "%s\\n" "${{COMPREPLY[@]}}"', tmp_path)
+    assert set(printed.split()) == completed
+
+
 def test_trace_settings_are_accepted_as_the_page_describes(tmp_path: Path) -> None:
     (snippet,) = blocks("python", (DOCS / "observability.md").read_text())
     with serving("--example", "--trace-file", tmp_path / "traces", *SHORT_WARMUP) as server:

@@ -178,7 +178,7 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     page: Path | None = arguments.page
     logging.getLogger("ortserve").addHandler(logging.NullHandler())  # results contain the warnings that matter
     try:
-        expect_writable("PAGE.html", page, b"<!doctype html")
+        expect_writable("--page", page, b"<!doctype html")
         with signals_handled_by(signal.default_int_handler):  # the block removes its unfinished files
             outcome = run(arguments)
         try:

@@ -46,13 +46,13 @@ def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
         raise invalid_input("expected -o OUT.onnx or --publish [REPOSITORY/name], got neither")
     if output is not None:
         if not output.absolute().parent.is_dir() or output.is_dir():
-            raise invalid_input(f"OUT.onnx: expected a file in an existing folder, got '{output}'")
-        if output.exists() and output.suffix != ".onnx":
-            raise invalid_input(f"OUT.onnx: expected a new file, or one that ends in .onnx, got '{output}'")
+            raise invalid_input(f"-o: expected a file in an existing folder, got '{output}'")
+        if output.suffix != ".onnx":  # such as the name of a page, which -o is for other tools
+            raise invalid_input(f"-o: expected a model's name, which ends in .onnx, got '{output}'")
         own = {file.resolve() for file in (source.path, *external_files(source.path))}
         for file in (output, output.with_name(f"{output.name}.data")):
             if file.resolve() in own:
-                raise invalid_input(f"OUT.onnx: expected another file than the model itself, got '{file}'")
+                raise invalid_input(f"-o: expected another file than the model itself, got '{file}'")
     if arguments.publish is not None:
         find_place(_target(arguments, source))
 

@@ -94,7 +94,8 @@ def test_a_destination_is_checked_before_the_work(source: Subject, tmp_path: Pat
     check_destination(parsed("--dry-run"), source)
     for words, subject, problem in (
         ((), source, "expected -o OUT.onnx or --publish"),
-        (("-o", samples), source, "expected a new file, or one that ends in .onnx"),
+        (("-o", samples), source, "expected a model's name, which ends in .onnx"),
+        (("-o", tmp_path / "page.html"), source, "expected a model's name, which ends in .onnx"),
         (("-o", tmp_path / "none" / "out.onnx"), source, "existing folder"),
         (("-o", tmp_path), source, "expected a file"),
         (("-o", source.path), source, "another file than the model itself"),

@@ -59,7 +59,7 @@ def test_status_follows_the_worst_finding(
         (["--model", "digits"], 2, "--model: also expected the URL of a server, got none"),
         (["http://127.0.0.1:1", "--key-file", "/nowhere"], 2, "--key-file: expected a file with a key: No such file"),
         (["http://127.0.0.1:1", "--model", "a/b"], 2, "a/b: expected a model file or REPOSITORY/name"),
-        (["-o", "/nowhere/page.html"], 2, "PAGE.html: expected a file in an existing folder"),
+        (["-o", "/nowhere/page.html"], 2, "--page: expected a file in an existing folder"),
     ],
 )
 def test_wrong_arguments_are_one_line(
