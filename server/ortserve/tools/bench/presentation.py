@@ -120,7 +120,8 @@ def _tables(result: BenchResult, names: _Names) -> Iterator[Table]:
     ]
     phases = list(dict.fromkeys(name for _, found in times for name in found))
     rows = [(load, *map(found.get, phases)) for load, found in times]
-    yield Table("Time on the server in ms, mean / p99", ["load", *phases], rows, "As the server reports it.")
+    note = "As the server or the batcher reports them."
+    yield Table("Phases of a request in ms, mean / p99", ["load", *phases], rows, note)
     batches = [
         (names.text(point), ", ".join(f"{one.rows}: {one.batches:,}" for one in point.batches))
         for point in points
