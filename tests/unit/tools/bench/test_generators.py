@@ -69,6 +69,7 @@ def test_a_generator_that_is_stopped_at_its_start_sends_nothing(plan: ServerPlan
         pipe.send(Work(0, chosen, 1, None, warmup_s=0, seconds=3600, timeout_s=60))
         assert pipe.recv() == READY
         os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # on another processor, it runs until its next interrupt
         pipe.send(monotonic_ns())
         pipe.send(STOP)
         os.kill(process.pid, signal.SIGCONT)
