@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -60,6 +60,8 @@ class Reconciler:
         self._retries = LoadRetries()
         self._served: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that served last, for a model that is evicted before its next versions load."""
+        self._left: dict[str, dict[int, VersionSource]] = {}
+        """The versions of each model that left memory for others, until those serve or the versions serve again."""
 
     def is_due(self, source: ModelSource) -> bool:
         """Whether a model has changed since its latest change began, or has failed and should be tried again."""
@@ -154,8 +156,8 @@ class Reconciler:
         name = source.name
         self._sources[name] = source
         if source.problem:
-            if is_forced and not self._catalog.ready(name):
-                await self._load_earlier(source, self._served.get(name, {}), is_awaited=is_awaited)
+            if is_forced:
+                await self._load_earlier(source, is_awaited=is_awaited)
             self._versions.reject(source)
             self._retries.forget(name)
             await self._reconnect(name)
@@ -227,10 +229,11 @@ class Reconciler:
         for record in serving:
             record.is_unwanted = False  # Or a version that serves on would leave for a later load of another one.
         is_unloading = any(record.cancelled_because and not record.is_superseded for record in incoming)
+        left = self._left.pop(name, {})
         if failures and not is_unloading:
-            left = {record.version: record.source for record in serving if record.is_unloaded and record.source}
-            earlier = left if self._catalog.ready(name) else self._served.get(name, {})
-            await self._load_earlier(source, earlier, is_awaited=is_awaited)
+            left |= {record.version: record.source for record in serving if record.is_unloaded and record.source}
+            self._left[name] = left
+            await self._load_earlier(source, is_awaited=is_awaited)
         return failures
 
     def _known_failures(self, source: ModelSource) -> dict[int, str]:
@@ -243,17 +246,20 @@ class Reconciler:
             if record.state is State.FAILED and record.source == source.versions.get(record.version)
         }
 
-    async def _load_earlier(
-        self, source: ModelSource, versions: Mapping[int, VersionSource], *, is_awaited: bool
-    ) -> None:
+    async def _load_earlier(self, source: ModelSource, *, is_awaited: bool) -> None:
         """Load the versions of a model that left memory before those of ``source``, which fail to load.
 
-        They would serve on if they had stayed in memory. A version whose files were removed is left out.
+        They would serve on if they had stayed in memory. A version whose files were removed is left out. One whose load
+        is superseded is loaded by the change that follows, if that fails, too.
         """
-        earlier = replace(source, versions=versions)
+        name = source.name
+        left = self._left.pop(name, {})
+        earlier = replace(source, versions=left if self._catalog.ready(name) else self._served.get(name, {}) | left)
         for version in earlier.versions.keys() - source.versions.keys():
-            record = self._versions.announce(source.name, version, earlier, is_awaited=is_awaited)
+            record = self._versions.announce(name, version, earlier, is_awaited=is_awaited)
             await self._versions.load(record, earlier.versions[version])
+            if record.is_superseded and record.state is not State.READY:
+                self._left.setdefault(name, {})[version] = earlier.versions[version]
             if record.state is State.FAILED:
                 self._versions.forget([record])
 
@@ -307,6 +313,7 @@ class Reconciler:
         source = self._sources.pop(name, None)
         self._retries.forget(name)
         self._served.pop(name, None)
+        self._left.pop(name, None)
         self._versions.withdraw(name)
         self._versions.drain_all(name)
         self._labels.forget(name)  # Not before, because another version than ``stable`` would answer.

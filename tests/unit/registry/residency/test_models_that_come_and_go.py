@@ -412,6 +412,31 @@ async def test_version_that_left_for_one_that_fails_comes_back(tmp_path: Path, m
     assert [record.version for record in registry.records() if record.state is State.READY] == [2, 3]
 
 
+async def test_version_that_left_for_loads_that_were_superseded_comes_back_if_the_last_one_fails(
+    tmp_path: Path, make: Make
+) -> None:
+    registry = await load_two_versions(tmp_path, make, 4)
+    new, old = (tmp_path / "m" / str(version) / "model.onnx" for version in (3, 1))
+    loads = []
+    with held_file(old) as coming_back:
+        with held_file(new) as first:
+            loads.append(asyncio.create_task(registry.load("m")))
+            await first.wait()
+            members.affine(new.with_name("other"), 2).replace(new)
+            loads.append(asyncio.create_task(registry.load("m")))
+            while not registry.records_of("m")[-1].cancelled_because:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+        await coming_back.wait()
+        builders.not_onnx(new.with_name("broken")).replace(new)
+        loads.append(asyncio.create_task(registry.load("m")))
+        while not registry.records_of("m")[0].cancelled_because:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+    ended = await asyncio.wait_for(asyncio.gather(*loads, return_exceptions=True), 30)
+    assert "Protobuf parsing failed" in str(ended[-1])
+    assert await ask(registry, "m", "1") == "1"
+    assert await ask(registry, "m") == "2"
+
+
 async def test_unload_does_not_wait_for_a_version_that_left_for_the_next_one_to_come_back(
     tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
