@@ -1,7 +1,7 @@
 """Reserves memory for loads on the host and on each GPU, and evicts models to stay within a budget."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,7 +21,7 @@ from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.coordination import MAX_LOADS
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
-from ortserve.registry.residency.room import STAY_LOADS, Resident, in_start_order, plan_room
+from ortserve.registry.residency.room import HOST, STAY_LOADS, Resident, choose_holders, in_start_order, plan_room
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import MemoryUse, ResidencyCounts
 
@@ -55,13 +55,14 @@ class _Budget:
     used: int
 
     @property
+    def excess(self) -> int:
+        """Bytes by which the load and the models exceed the budget; 0 or less if the load fits."""
+        return self.used + self.need - self.nbytes
+
+    @property
     def where(self) -> str:
         """The device as a part of a message; empty for the host."""
         return f" on {self.device}" if self.device else ""
-
-    def held_by(self, resident: Resident) -> int:
-        """Bytes of this memory that a model holds."""
-        return resident.on_devices.get(self.device, 0) if self.device else resident.nbytes
 
 
 class MemoryRoom:
@@ -203,10 +204,10 @@ class MemoryRoom:
     def _budgets(self, cost: LoadCost, residents: Sequence[Resident]) -> Iterator[_Budget]:
         """The budgets that apply to a load of this cost."""
         if self._budget_bytes is not None:
-            yield _Budget("memory_budget_bytes", "", cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
+            yield _Budget("memory_budget_bytes", HOST, cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
         if self._gpu_budget_bytes is not None:
             for device, need in cost.on_devices.items():
-                used = sum(resident.on_devices.get(device, 0) for resident in residents)
+                used = sum(resident.held.get(device, 0) for resident in residents)
                 yield _Budget("gpu_memory_budget_bytes", device, need, self._gpu_budget_bytes, used)
 
     def _is_exceeded(self) -> bool:
@@ -233,28 +234,25 @@ class MemoryRoom:
         is_start = not self._catalog.is_complete
         if is_start:
             residents = in_start_order(residents, self.start_order, record.model)
-        leaving: dict[str, None] = {}
-        until_ns = 0
-        for budget in self._budgets(cost, residents):
-            freed = sum(budget.held_by(resident) for resident in residents if resident.name in leaving)
-            staying = [
-                replace(resident, nbytes=budget.held_by(resident))
-                for resident in residents
-                if resident.name not in leaving
-            ]
-            plan = plan_room(budget.need, budget.nbytes, budget.used - freed, staying, now_ns)
-            if plan.missing_bytes:
-                if self._drain_spare(record.model, budget, plan.missing_bytes):
-                    return self._make_room(record, options, cost)
-                if is_start and budget.need <= budget.nbytes and not options.is_pinned:
-                    self._counts.refusals["start"] += 1
-                    reason = "the models that were loaded before it use up the memory budget"
-                    raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
-                self._counts.refusals["budget"] += 1
-                raise _no_room(record.model, budget, plan.missing_bytes)
-            leaving.update(dict.fromkeys(plan.evict))
-            until_ns = max(until_ns, plan.wait_until_ns)
-        if until_ns:
+        budgets = {budget.device: budget for budget in self._budgets(cost, residents)}
+        excess = {memory: budget.excess for memory, budget in budgets.items()}
+        plan = plan_room(excess, residents, now_ns)
+        # Versions that the next ones replace anyway leave if nothing else makes room.
+        spare = choose_holders(plan.missing, self._draining.spare(record.model), lambda version: self._held([version]))
+        if spare:
+            freed = self._held(spare)
+            left = {memory: nbytes - freed.get(memory, 0) for memory, nbytes in excess.items()}
+            plan = plan_room(left, residents, now_ns)
+        if plan.missing:
+            memory, missing = next(iter(plan.missing.items()))
+            budget = budgets[memory]
+            if is_start and budget.need <= budget.nbytes and not options.is_pinned:
+                self._counts.refusals["start"] += 1
+                reason = "the models that were loaded before it use up the memory budget"
+                raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
+            self._counts.refusals["budget"] += 1
+            raise _no_room(record.model, budget, missing)
+        if until_ns := plan.wait_until_ns:
             record.waits_since_ns = record.waits_since_ns or now_ns
             if until_ns > record.waits_since_ns + self._wait_ns:
                 self._counts.refusals["stay"] += 1
@@ -265,24 +263,15 @@ class MemoryRoom:
                     retry_after_s=wait_s,
                 )
             return until_ns
-        for name in leaving:
+        for version in spare:
+            message = "version leaves for the next ones"
+            log_event(logger, logging.INFO, message, model=record.model, version=version.version)
+            self._draining.drain(version, UNLOADED)
+        for name in plan.evict:
             log_event(logger, logging.INFO, "model is evicted", model=name, for_model=record.model)
             self._counts.evictions[name] += 1
             self._draining.evict(name)
         return 0
-
-    def _drain_spare(self, model: str, budget: _Budget, missing: int) -> bool:
-        """Drain versions of a model that its next ones replace anyway, if that gives these enough room."""
-        spare = [(one, budget.held_by(self._resident(model, [one], model))) for one in self._draining.spare(model)]
-        if sum(nbytes for _, nbytes in spare) < missing:
-            return False
-        for record, nbytes in spare:
-            if missing <= 0 or not nbytes:
-                continue
-            missing -= nbytes
-            log_event(logger, logging.INFO, "version leaves for the next ones", model=model, version=record.version)
-            self._draining.drain(record, UNLOADED)
-        return True
 
     def _check_members(self, ensemble: str, options: ModelOptions) -> None:
         """Check that the members of an ensemble fit in memory together, if the cost of each was measured.
@@ -348,7 +337,7 @@ class MemoryRoom:
         """The budgets that models exceed together with the pinned ones, what these hold, and what is missing."""
         pinned = [resident for resident in residents if resident.is_pinned and resident.name not in names]
         for budget in self._budgets(total, residents):
-            held = sum(budget.held_by(resident) for resident in pinned)
+            held = sum(resident.held.get(budget.device, 0) for resident in pinned)
             if (missing := budget.need + held - budget.nbytes) > 0:
                 yield budget, held, missing
 
@@ -372,7 +361,7 @@ class MemoryRoom:
         served = [record.served for record in records if record.served is not None]
         return Resident(
             name,
-            sum(record.account.nbytes for record in records if record.account is not None),
+            self._held(records),
             max(max(record.ready_ns, record.metrics.last_done_ns) for record in records),
             max(record.stays_until_ns for record in records),
             is_kept=name == loading or self._must_stay(name) or any(version.has_sequences for version in served),
@@ -381,8 +370,13 @@ class MemoryRoom:
             members=tuple(
                 {member.name for version in served if isinstance(version, ServedEnsemble) for member in version.members}
             ),
-            on_devices=sum_bytes(version.device_bytes() for version in served),
         )
+
+    def _held(self, records: Iterable[VersionRecord]) -> dict[str, int]:
+        """Bytes that versions hold, by device or ``HOST``."""
+        parts = [record.served.device_bytes() for record in records if record.served is not None]
+        parts += [{HOST: record.account.nbytes} for record in records if record.account is not None]
+        return sum_bytes(parts)
 
 
 def _options(source: VersionSource) -> ModelOptions:

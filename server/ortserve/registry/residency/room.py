@@ -1,12 +1,18 @@
 """Chooses the models to evict to make room for a load. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeVar
 
 STAY_LOADS: Final = 5
 """Minimum stay of a model in memory, as a multiple of the duration of its load. Even if the models in use do not fit
 together, a model then answers requests for longer than it took to load."""
+
+
+HOST: Final = ""
+"""Key of the host's memory among those of the devices."""
+
+_Holder = TypeVar("_Holder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +21,7 @@ class Resident:
 
     Attributes:
         name: Name of the model.
-        nbytes: Bytes of all its versions; 0 for an ensemble, because its members count.
+        held: Bytes of all its versions, by device or ``HOST``; empty for an ensemble, because its members count.
         used_ns: When the model last answered a request, or was loaded (monotonic).
         stays_until_ns: Earliest time of an eviction (monotonic).
         is_kept: Whether the model must not be evicted now: it is changing, cannot be loaded again, or has live
@@ -23,18 +29,16 @@ class Resident:
         is_pinned: Whether the model must never be evicted.
         is_busy: Whether the model has admitted requests that are not answered yet.
         members: Models that an ensemble holds open while it is in memory.
-        on_devices: Bytes of all its versions by device.
     """
 
     name: str
-    nbytes: int
+    held: Mapping[str, int]
     used_ns: int
     stays_until_ns: int = 0
     is_kept: bool = False
     is_pinned: bool = False
     is_busy: bool = False
     members: tuple[str, ...] = ()
-    on_devices: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +47,33 @@ class RoomPlan:
 
     Attributes:
         evict: Models to evict, ensembles before their members; empty if no eviction is needed, or none helps now.
-        missing_bytes: Bytes that are missing even if all evictable models are evicted; 0 if there will be room.
+        missing: Bytes that are missing even if all evictable models are evicted, by memory; empty if there will be
+            room.
         wait_until_ns: When enough models may be evicted (monotonic); 0 if the load need not wait.
     """
 
     evict: tuple[str, ...] = ()
-    missing_bytes: int = 0
+    missing: Mapping[str, int] = field(default_factory=dict)
     wait_until_ns: int = 0
 
 
-def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], now_ns: int) -> RoomPlan:
+def plan_room(excess: Mapping[str, int], residents: Sequence[Resident], now_ns: int) -> RoomPlan:
     """Choose the models to evict: the least recently used ones first, those with admitted requests last.
 
-    Use of an ensemble counts as use of its members, and an ensemble is evicted before its members.
+    Use of an ensemble counts as use of its members, and an ensemble is evicted before its members. No model is evicted
+    whose memory is not needed beside that of the others.
 
     Args:
-        need: Bytes that the load needs.
-        budget: Bytes that all models may hold.
-        used: Bytes that they hold, including loads under way and without draining versions.
+        excess: By memory, the bytes by which the load and the models together exceed the budget; 0 or less if it fits.
         residents: The models that serve.
         now_ns: Monotonic.
     """
-    excess = used + need - budget
-    if excess <= 0:
-        return RoomPlan()
     holders = _holders(residents)
     kept = _kept(residents)
-    may_leave = [resident for resident in residents if resident.nbytes and resident.name not in kept]
-    missing = excess - sum(resident.nbytes for resident in may_leave)
-    if missing > 0:
-        return RoomPlan(missing_bytes=missing)
+    may_leave = [resident for resident in residents if resident.name not in kept]
+    free = {memory: sum(resident.held.get(memory, 0) for resident in may_leave) for memory in excess}
+    if missing := {memory: nbytes - free[memory] for memory, nbytes in excess.items() if nbytes > max(0, free[memory])}:
+        return RoomPlan(missing=missing)
 
     def evicted_with(resident: Resident) -> list[Resident]:
         """The model, and the ensembles that must be evicted before it."""
@@ -90,17 +91,37 @@ def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], 
             max(each.used_ns for each in group),
         )
 
-    leaving: dict[str, None] = {}
-    freed = until_ns = 0
-    for resident in sorted(may_leave, key=order):
-        if freed >= excess:
-            break
-        leaving.update((each.name, None) for each in evicted_with(resident))
-        freed += resident.nbytes
-        until_ns = max(until_ns, stays_until_ns(resident))
+    chosen = choose_holders(excess, sorted(may_leave, key=order), lambda resident: resident.held)
+    until_ns = max(map(stays_until_ns, chosen), default=0)
     if until_ns > now_ns:
         return RoomPlan(wait_until_ns=until_ns)
+    leaving = dict.fromkeys(each.name for resident in chosen for each in evicted_with(resident))
     return RoomPlan(tuple(sorted(leaving, key=lambda name: len(holders[name]))))
+
+
+def choose_holders(
+    excess: Mapping[str, int], holders: Sequence[_Holder], held: Callable[[_Holder], Mapping[str, int]]
+) -> list[_Holder]:
+    """Choose the first of ``holders`` that hold enough of each memory, without those not needed beside the others.
+
+    If all do not hold enough together, those are chosen that hold a part. ``held`` returns bytes by memory.
+    """
+    lacking = dict(excess)
+
+    def add(holder: _Holder, sign: int) -> None:
+        for memory, nbytes in held(holder).items():
+            lacking[memory] = lacking.get(memory, 0) + sign * nbytes
+
+    chosen: list[_Holder] = []
+    for holder in holders:
+        if any(nbytes and lacking.get(memory, 0) > 0 for memory, nbytes in held(holder).items()):
+            chosen.append(holder)
+            add(holder, -1)
+    for holder in reversed(chosen[:]):
+        if all(lacking.get(memory, 0) + nbytes <= 0 for memory, nbytes in held(holder).items()):
+            chosen.remove(holder)
+            add(holder, 1)
+    return chosen
 
 
 def in_start_order(residents: Sequence[Resident], order: Mapping[str, int], loading: str) -> list[Resident]:

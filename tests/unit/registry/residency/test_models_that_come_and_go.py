@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,6 +164,17 @@ async def test_the_budgets_of_host_and_device_hold_together(tmp_path: Path, make
     assert await ask(registry, "third") == "1"
     assert states(registry, "device")[1] == (State.GONE, ON_DEMAND), "it left for the host's memory"
     assert held_on_device(runtime) == 0
+
+
+async def test_version_does_not_leave_for_one_budget_if_the_other_one_has_no_room(tmp_path: Path, make: Make) -> None:
+    registry = await load_two_versions(
+        tmp_path, make, 4, runtime=device_runtime(), gpu_memory_budget_bytes=1 << 20, options="device_buffers: false"
+    )
+    (tmp_path / "m" / "3" / "weights").write_bytes(bytes(1 << 20))
+    before = registry.find("m", "1")
+    with pytest.raises(ServeError, match="on cuda:0, gpu_memory_budget_bytes is"):
+        await asyncio.wait_for(registry.load("m"), 30)
+    assert registry.find("m", "1") is before
 
 
 async def test_load_of_an_ensemble_does_not_wait_for_memory_of_a_device(tmp_path: Path, make: Make) -> None:
@@ -345,7 +357,7 @@ async def test_models_of_several_versions_leave_each_other_room_one_after_the_ot
 
 
 async def load_two_versions(
-    root: Path, make: Make, mib: int, options: str = "", third: Callable[[Path], Path] = members.affine
+    root: Path, make: Make, mib: int, options: str = "", third: Callable[[Path], Path] = members.affine, **budgets: Any
 ) -> Registry:
     """Load two versions of 2 MiB of a model under a budget, then put a third one, which replaces the first.
 
@@ -353,7 +365,7 @@ async def load_two_versions(
     """
     put(root, "m", 2)
     put(root, "m", 1, f"version_policy: {{latest: 2}}\n{options}")
-    registry = make(mib * MIB)
+    registry = make(mib * MIB, **budgets)
     await registry.load_all()
     put(root, "m", 3, build=third)
     return registry

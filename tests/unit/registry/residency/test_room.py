@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.registry.residency.room import Resident, RoomPlan, in_start_order, plan_room
+from ortserve.registry.residency.room import HOST, Resident, RoomPlan, in_start_order, plan_room
 
 NOW_NS = 1_000
 
 
 def resident(name: str, nbytes: int, used_ns: int = 0, **traits: object) -> Resident:
-    return Resident(name, nbytes, used_ns, **traits)  # type: ignore[arg-type]
+    return Resident(name, {HOST: nbytes}, used_ns, **traits)  # type: ignore[arg-type]
 
 
 OLD, NEW = resident("old", 40, 1), resident("new", 40, 2)
@@ -25,8 +25,8 @@ OLD, NEW = resident("old", 40, 1), resident("new", 40, 2)
         (21, 80, [OLD, NEW], RoomPlan(evict=("old",))),
         (21, 80, [NEW, resident("old", 40, 1, is_busy=True)], RoomPlan(evict=("new",))),
         (61, 80, [NEW, OLD], RoomPlan(evict=("old", "new"))),
-        (61, 80, [NEW, resident("old", 40, 1, is_kept=True)], RoomPlan(missing_bytes=1)),
-        (101, 80, [OLD, NEW], RoomPlan(missing_bytes=1)),
+        (61, 80, [NEW, resident("old", 40, 1, is_kept=True)], RoomPlan(missing={HOST: 1})),
+        (101, 80, [OLD, NEW], RoomPlan(missing={HOST: 1})),
         # A recently loaded model stays, so that the load waits if there is no other.
         (21, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(evict=("new",))),
         (61, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(wait_until_ns=NOW_NS + 5)),
@@ -49,7 +49,16 @@ OLD, NEW = resident("old", 40, 1), resident("new", 40, 2)
     ],
 )
 def test_least_recently_used_models_leave(need: int, used: int, residents: list[Resident], plan: RoomPlan) -> None:
-    assert plan_room(need, 100, used, residents, NOW_NS) == plan
+    assert plan_room({HOST: used + need - 100}, residents, NOW_NS) == plan
+
+
+def test_no_model_leaves_whose_memory_is_not_needed_beside_the_others() -> None:
+    host, both = Resident("host", {HOST: 30}, 1), Resident("both", {HOST: 30, "gpu:0": 9}, 2)
+    assert plan_room({HOST: 30, "gpu:0": 9}, [host, both], NOW_NS) == RoomPlan(evict=("both",))
+    assert plan_room({HOST: 31, "gpu:0": 9}, [host, both], NOW_NS) == RoomPlan(evict=("host", "both"))
+    assert plan_room({HOST: 30, "gpu:0": 0}, [host, both], NOW_NS) == RoomPlan(evict=("host",))
+    assert plan_room({HOST: 30, "gpu:0": 10}, [host, both], NOW_NS) == RoomPlan(missing={"gpu:0": 1})
+    assert plan_room({HOST: 50}, [OLD, resident("new", 50, 2)], NOW_NS) == RoomPlan(evict=("new",))
 
 
 @given(
@@ -61,15 +70,16 @@ def test_plan_makes_enough_room_or_says_why_not(need: int, models: list[tuple[in
         resident(str(number), nbytes, used_ns, stays_until_ns=stays_ns, is_kept=is_kept)
         for number, (nbytes, used_ns, stays_ns, is_kept) in enumerate(models)
     ]
-    used = sum(one.nbytes for one in residents)
-    plan = plan_room(need, 100, used, residents, NOW_NS)
+    used = sum(one.held[HOST] for one in residents)
+    plan = plan_room({HOST: used + need - 100}, residents, NOW_NS)
     evicted = [one for one in residents if one.name in plan.evict]
     assert not any(one.is_kept or one.stays_until_ns > NOW_NS for one in evicted)
-    free = 100 - used + sum(one.nbytes for one in evicted)
-    kept = sum(one.nbytes for one in residents if one.is_kept)
-    assert plan.missing_bytes == max(0, need + kept - 100) or need <= 100 - used
-    if not plan.missing_bytes and not plan.wait_until_ns:
+    free = 100 - used + sum(one.held[HOST] for one in evicted)
+    kept = sum(one.held[HOST] for one in residents if one.is_kept)
+    assert plan.missing.get(HOST, 0) == max(0, need + kept - 100) or need <= 100 - used
+    if not plan.missing and not plan.wait_until_ns:
         assert free >= need
+        assert all(free - one.held[HOST] < need for one in evicted)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.randoms(use_true_random=False))
@@ -78,9 +88,9 @@ def test_start_leaves_in_memory_what_a_start_with_all_files_would(sizes: list[in
     held: dict[str, Resident] = {}
 
     def load(name: str) -> None:
-        need, used = sizes[order[name]], sum(one.nbytes for one in held.values())
-        plan = plan_room(need, 100, used, in_start_order(list(held.values()), order, name), NOW_NS)
-        if not plan.missing_bytes:
+        need, used = sizes[order[name]], sum(one.held[HOST] for one in held.values())
+        plan = plan_room({HOST: used + need - 100}, in_start_order(list(held.values()), order, name), NOW_NS)
+        if not plan.missing:
             assert plan.wait_until_ns == 0
             for evicted in plan.evict:
                 del held[evicted]
@@ -101,6 +111,6 @@ def test_start_leaves_in_memory_what_a_start_with_all_files_would(sizes: list[in
 def test_ensemble_leaves_at_the_start_with_the_member_that_comes_last() -> None:
     order = {"loading": 0, "sum": 1, "old": 2, "new": 3}
     residents = [NEW, OLD, resident("sum", 0, members=("new",)), resident("sent", 20)]
-    plan = plan_room(10, 100, 100, in_start_order(residents, order, "loading"), NOW_NS)
+    plan = plan_room({HOST: 10}, in_start_order(residents, order, "loading"), NOW_NS)
     assert plan == RoomPlan(evict=("sum", "new"))
-    assert plan_room(10, 100, 100, in_start_order(residents, order, "other"), NOW_NS).missing_bytes == 10
+    assert plan_room({HOST: 10}, in_start_order(residents, order, "other"), NOW_NS).missing == {HOST: 10}
