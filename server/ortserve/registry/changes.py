@@ -20,8 +20,15 @@ class _Change:
 class ModelLock(asyncio.Lock):
     """The lock that each change of a model holds."""
 
-    unloads = 0
-    """Number of unloads of the model since the first of the changes that hold or await the lock."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.unload: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the next unload of the model begins: what holds or awaits the lock is then not wanted any more."""
+
+    def note_unload(self) -> None:
+        """End ``unload``, and begin the next one."""
+        self.unload.set_result(None)
+        self.unload = asyncio.get_running_loop().create_future()
 
 
 class Changes:
@@ -72,7 +79,7 @@ class Changes:
 
     def withdraw(self, name: str) -> ModelSource | None:
         """Prevent a change that waits for the model's lock, because the model is unloaded. Returns its source."""
-        self.lock(name).unloads += 1
+        self.lock(name).note_unload()
         change = self._coming.pop(name, None)
         return None if change is None else change.source
 

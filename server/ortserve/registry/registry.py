@@ -286,21 +286,20 @@ class Registry:
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         lock = self._changes.lock(name)
-        unloads = lock.unloads
-        if self._versions.is_loading(name) and await self._is_newer(name, config) and lock.unloads == unloads:
+        unload = lock.unload
+        if self._versions.is_loading(name) and await self._is_newer(name, config) and not unload.done():
             self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
         closure: dict[str, ModelSource] = {}  # an ensemble and all its members, once these have been loaded for it
         with ExitStack() as together:
             while True:
                 async with lock, self._reader.open(name, config, files) as source:
-                    if lock.unloads != unloads:
+                    if unload.done():
                         raise load_failure(name, f"its load was cancelled: {_UNLOADED}")
                     if closure or not self._reconciler.missing_members(source):
                         (source,) = reject_cycles([source], self._sources | closure)
+                        self._without_files.discard(name)
                         if files:
                             self._without_files.add(name)
-                        else:
-                            self._without_files.discard(name)
                         failures = await self._reconciler.apply(source, is_forced=True)
                         if files:
                             self._versions.withdraw(name)
@@ -308,7 +307,9 @@ class Registry:
                 closure = await self._reader.read_members(source)
                 together.enter_context(self._room.loading_together(closure))
                 members = [one for one in closure.values() if one.name != name and not self._is_served(one)]
-                await self._reconciler.apply_all(members, forced=closure)
+                loading = self._start(self._reconciler.apply_all(members, forced=closure))
+                # They go on after an unload of the ensemble, which must not wait for models that stay.
+                await next(asyncio.as_completed((loading, unload)))
         if source.problem:
             event = NOT_POLLED if source.has_files else "no version is available"
             raise load_failure(name, f"{event}: {source.problem}")

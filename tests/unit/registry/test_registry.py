@@ -972,9 +972,10 @@ async def test_unload_ends_the_load_of_an_ensemble_that_waits_for_a_member(tmp_p
         loading = asyncio.create_task(registry.load("chain"))
         await file.wait()
         await asyncio.wait_for(registry.unload("chain"), LONG_S)
-    with pytest.raises(ServeError, match="failed to load 'chain', its load was cancelled: the model is unloaded"):
-        await asyncio.wait_for(loading, LONG_S)
-    assert state_of(registry, "m") == {1: (State.READY, "")}
+        with pytest.raises(ServeError, match="failed to load 'chain', its load was cancelled: the model is unloaded"):
+            await asyncio.wait_for(loading, LONG_S)
+        assert state_of(registry, "m")[1][0] is State.LOADING
+    await is_reached(lambda: state_of(registry, "m") == {1: (State.READY, "")})
     assert state_of(registry, "chain") == {}
     await registry.load("chain")
     assert state_of(registry, "chain") == {1: (State.READY, "")}
