@@ -1,12 +1,18 @@
 """The changes of models that wait or are under way: one after the other for each model; newer ones supersede them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 from weakref import WeakValueDictionary
 
 from ortserve.registry.repository.source import ModelSource
+
+MAX_AWAITED: Final = 3
+"""Number of changes of a model, each superseded by the next one, for which the start and ensembles wait. A model whose
+files are written again before each load has ended would keep the server from being ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +79,14 @@ class Changes:
         return change is not None and change.task is task
 
     async def wait(self, names: Collection[str]) -> None:
-        """Wait until no change of these models waits or is under way, nor one that has followed it meanwhile."""
-        while changing := [self._coming[name].task for name in names if name in self._coming]:
-            await asyncio.wait(changing)
+        """Wait until no change of these models waits or is under way, nor one that has followed it meanwhile.
+
+        A model of which ``MAX_AWAITED`` changes have ended is awaited no longer.
+        """
+        ended: Counter[str] = Counter()
+        while changing := [name for name in names if name in self._coming and ended[name] < MAX_AWAITED]:
+            await asyncio.wait([self._coming[name].task for name in changing])
+            ended.update(changing)
 
     def withdraw(self, name: str) -> ModelSource | None:
         """Prevent a change that waits for the model's lock, because the model is unloaded. Returns its source."""

@@ -11,7 +11,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from fakes.store import StoreInMemory
-from held_files import held_file
+from held_files import HeldFile, held_file
 from models import members
 from ortserve.config.model import LoadOptions
 from ortserve.engine.process_memory import HeldMemory
@@ -334,6 +334,28 @@ async def test_start_ends_after_the_load_that_supersedes_one_of_its_loads(local:
     await asyncio.wait_for(asyncio.gather(loading, change), LONG_S)
     assert local.registry.is_loaded
     assert local.states() == {"a": State.READY, "near": State.READY}
+
+
+async def test_start_ends_although_each_poll_finds_a_model_that_was_written_again(local: Start) -> None:
+    local.put("near")
+    add_chain(local, "near")
+    path = local.models / "near" / "1" / "model.onnx"
+    held = HeldFile(path)
+    loading = asyncio.create_task(local.registry.load_all())
+    await held.wait()
+    changes = []
+    while not loading.done():
+        assert len(changes) < 20
+        last, held = held, HeldFile(members.affine(local.models / ".new", len(changes), 0))
+        (local.models / ".new").rename(path)
+        changes.append(await local.registry.begin_poll())
+        last.release()
+        await held.wait()
+    assert local.registry.is_loaded
+    assert local.states()["near"] is State.LOADING
+    held.release()
+    await asyncio.wait_for(asyncio.gather(*changes), LONG_S)
+    assert local.states() == {"near": State.READY, "chain": State.READY}
 
 
 async def test_pinned_model_that_a_poll_finds_during_the_start_gets_memory_before_the_others(local: Start) -> None:
