@@ -75,7 +75,7 @@ class VersionRecord:
         self.cancelled_because = ""
         """Why the load was cancelled; empty if it was not."""
         self.is_superseded = False
-        """Whether the load was cancelled because a newer one of the model follows."""
+        """Whether the load was cancelled, or abandoned an instance, and a newer one of the model follows."""
         self.is_reconnection = False
         """Whether the load connects an ensemble to its present members. If it fails, the load before ends, too."""
         self.is_unwanted = False
@@ -143,7 +143,9 @@ class Catalog:
     While a version is reloaded, the catalog keeps the record that serves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_polled: bool = False) -> None:
+        """``is_polled`` tells whether failed loads are tried again without a call."""
+        self._is_polled: Final = is_polled
         self._records: dict[str, dict[int, VersionRecord]] = {}
         self._serving: dict[tuple[str, str], ServedVersion] = {}
         """Serving versions by model and by the version that a request names: a number, a label, or the empty string."""
@@ -291,4 +293,5 @@ class Catalog:
             for record in candidates
             if record.state is not State.READY  # a lower version than one that is loading
         )
-        return ServeError(ErrorKind.NOT_READY, f"{text}: {states}", retry_after_s=1)
+        may_pass = self._is_polled or any(record.is_loading or record.is_superseded for record in candidates)
+        return ServeError(ErrorKind.NOT_READY, f"{text}: {states}", retry_after_s=1 if may_pass else None)

@@ -183,7 +183,7 @@ class LoadsOnDemand:
                 if tries == _MAX_TRIES or not self._reconciler.missing_members(source):
                     raise no_room
         if failures:
-            raise _not_loaded(name, "; ".join(failures))
+            raise _not_loaded(name, "; ".join(failures), 1 if self._follows_changes else None)
 
     async def _wait_for_members(self, ensemble: ModelSource) -> None:
         """Load the members that are not in memory. Raises ServeError: not_ready, if another one does not serve."""
@@ -194,7 +194,7 @@ class LoadsOnDemand:
             try:
                 self._catalog.find(member, "")
             except ServeError as error:
-                raise _not_loaded(ensemble.name, error.message) from None
+                raise _not_loaded(ensemble.name, error.message, error.retry_after_s) from None
 
     async def _read_again(self, known: ModelSource | None) -> ModelSource | None:
         """The source of a model that is not in memory. Its files may have been replaced since the last poll.
@@ -210,9 +210,9 @@ class LoadsOnDemand:
         try:
             found = await self._reader.read(known.name)
         except ServeError as error:
-            raise _not_loaded(known.name, error.message) from None
+            raise _not_loaded(known.name, error.message, 1) from None
         return known if not self._follows_changes or found is None or members_of(found) else found
 
 
-def _not_loaded(name: str, reason: str) -> ServeError:
-    return ServeError(ErrorKind.NOT_READY, f"load failed for model '{name}': {reason}", retry_after_s=1)
+def _not_loaded(name: str, reason: str, retry_after_s: float | None) -> ServeError:
+    return ServeError(ErrorKind.NOT_READY, f"load failed for model '{name}': {reason}", retry_after_s=retry_after_s)

@@ -73,7 +73,7 @@ class Registry:
         for memory. If ``is_polled``, ``poll`` is called regularly, and loads on demand follow changes of files.
         """
         self._loop = asyncio.get_running_loop()
-        self._catalog = Catalog()
+        self._catalog = Catalog(is_polled=is_polled)
         ledger = HostLedger()
         self._draining = Draining(self._catalog, ledger, metrics)
         self._room = MemoryRoom(

@@ -343,7 +343,7 @@ async def test_start_ends_although_each_poll_finds_a_model_that_was_written_agai
     held = HeldFile(path)
     loading = asyncio.create_task(local.registry.load_all())
     await held.wait()
-    changes = []
+    changes: list[asyncio.Task[None]] = []
     while not loading.done():
         assert len(changes) < 20
         last, held = held, HeldFile(members.affine(local.models / ".new", len(changes), 0))

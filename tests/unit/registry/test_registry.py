@@ -57,9 +57,9 @@ async def load(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[L
     """Loads the models of ``tmp_path`` and closes them after the test."""
     registries: list[Registry] = []
 
-    async def load_all(cache: ResponseCache | None = None, **defaults: object) -> Registry:
-        options = LoadOptions.model_validate({"warmup_s": 0.05} | defaults)
-        registries.append(Registry([tmp_path], options, Metrics(prometheus), time.monotonic_ns, cache=cache))
+    async def load_all(cache: ResponseCache | None = None, *, is_polled: bool = False, **defaults: object) -> Registry:
+        options, metrics = LoadOptions.model_validate({"warmup_s": 0.05} | defaults), Metrics(prometheus)
+        registries.append(Registry([tmp_path], options, metrics, time.monotonic_ns, cache=cache, is_polled=is_polled))
         await registries[-1].load_all()
         return registries[-1]
 
@@ -194,7 +194,7 @@ async def test_unavailable_models_are_reported_in_tritons_words(tmp_path: Path, 
     for (name, version), (kind, text) in expected.items():
         error = refusal(registry, name, version)
         assert (error.kind, error.message) == (kind, text)
-        assert error.retry_after_s == (1 if kind is ErrorKind.NOT_READY else None)
+        assert error.retry_after_s is None, "nothing loads the model again"
     assert refusal(registry, "good", "9" * 5000).kind is ErrorKind.NOT_FOUND  # int() rejects so many digits
 
 
@@ -700,6 +700,21 @@ async def test_backup_that_links_the_files_of_a_model_reloads_nothing(tmp_path: 
     file.chmod(0o600)
     await registry.poll()
     assert registry.find("m", "1") is not serving
+
+
+@pytest.mark.parametrize("is_polled", [False, True])
+async def test_client_of_a_model_that_failed_is_to_retry_only_if_a_load_may_follow(
+    tmp_path: Path, load: Load, is_polled: bool
+) -> None:
+    builders.not_onnx(tmp_path / "m.onnx")
+    registry = await load(is_polled=is_polled)
+    assert refusal(registry, "m").retry_after_s == (1 if is_polled else None)
+    builders.identity(tmp_path / "m.onnx")
+    with held_file(tmp_path / "m.onnx") as file:
+        loading = asyncio.create_task(registry.load("m"))
+        await file.wait()
+        assert refusal(registry, "m").retry_after_s == 1
+    await loading
 
 
 async def test_poll_retries_failed_loads_after_a_change(tmp_path: Path, load: Load) -> None:
