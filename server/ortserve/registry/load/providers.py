@@ -24,12 +24,16 @@ _SMALL_MODEL_NBYTES: Final = 4 * 1024**2
 
 
 class ProviderSettings:
-    """Decides how sessions of one model are opened and run on each provider. Pure, except for reading the file size."""
+    """Decides how sessions of one model are opened and run on each provider.
+
+    It reads the processors once for each load: that takes 0.4 ms, and the files of their quota may change.
+    """
 
     def __init__(self, model: AnalysedModel, runtime: DeviceRuntime) -> None:
         self._model = model
         self._options = options = model.options
         self._runtime = runtime
+        self._cores: Final = core_budget()
         session = options.session
         self.branches: Final = session.inter_op_threads if session.execution_mode == "parallel" else 1
         """Maximum number of operators that run at the same time."""
@@ -68,10 +72,10 @@ class ProviderSettings:
     def usual_threads(self, choice: ProviderChoice) -> int:
         """The number of threads inside an operator for runs of unknown duration."""
         if self._runtime.has_global_threads:
-            return core_budget()
+            return self._cores
         if self._options.intra_op_threads is not None:
             return self._options.intra_op_threads
-        return intra_op_threads(core_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self.branches)
+        return intra_op_threads(self._cores, on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self.branches)
 
     def first_threads(self, choice: ProviderChoice) -> int:
         """The number of threads of the first session, which shows how short runs are.

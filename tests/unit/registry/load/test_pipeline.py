@@ -97,6 +97,14 @@ def test_short_runs_get_one_thread_unless_configured(tmp_path: Path) -> None:
     assert not workers()
 
 
+def test_load_reads_the_number_of_cores_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quota may change meanwhile, and each read takes 0.4 ms."""
+    reads = iter([2])
+    monkeypatch.setattr(providers_module, "core_budget", lambda: next(reads))
+    load(builders.mlp(tmp_path / "model.onnx"))
+    assert not list(reads)
+
+
 def test_long_runs_get_the_whole_budget(tmp_path: Path) -> None:
     assert load(builders.slow(tmp_path / "model.onnx", steps=2000)).intra_op_threads == core_budget()
 
