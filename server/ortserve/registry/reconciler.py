@@ -187,11 +187,11 @@ class Reconciler:
         failures = await self._load(source, changes.load, serving, is_awaited=is_awaited)
         self._labels.follow(name)
         self._on_versions(name)
-        if failures:
-            await self._reconnect(name)
-        else:
+        if not failures:
             self._retire(name, changes.retire)
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
+        # What serves of an ensemble may use earlier loads of its members: these did not reconnect one in ``applied``.
+        await self._reconnect(name)
         if ready := self._catalog.ready(name):
             self._served[name] = {record.version: record.source for record in ready if record.source}
         if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:

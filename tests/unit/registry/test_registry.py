@@ -660,6 +660,23 @@ async def test_ensemble_that_changes_with_the_member_of_its_member_uses_the_new_
     assert inner.members == (registry.find("m", ""),)
 
 
+async def test_ensemble_that_became_ready_before_its_member_changed_follows_the_member(
+    tmp_path: Path, load: Load
+) -> None:
+    """A change contains both, because the ensemble did not serve when a poll began it; a request loaded it since."""
+    put(tmp_path, members.affine, "m")
+    members.add_ensemble(tmp_path, "chain", ["x"], ["y"], [("m", {"a": "x"}, {"b": "y"})])
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    before = registry.find("m", "")
+    members.affine(tmp_path / "m" / "1" / "new", 2).replace(tmp_path / "m" / "1" / "model.onnx")
+    await registry._reconciler.apply_all(await registry._reader.poll(), forced=())
+    chain, member = registry.find("chain", ""), registry.find("m", "")
+    assert isinstance(chain, ServedEnsemble)
+    assert chain.members == (member,)
+    assert member is not before
+    await is_reached(lambda: not before.is_held)
+
+
 async def test_poll_during_a_load_supersedes_it_once(
     tmp_path: Path, slow_file: Callable[[str], HeldFile], load: Load
 ) -> None:
