@@ -49,6 +49,7 @@ COMPILED: Final = (
     "frontends/long_reads.py",
     "frontends/tls/record_budget.py",
     "frontends/tls/transport.py",
+    "frontends/unsent_answers.py",
     "registry/catalog.py",
     "registry/ensemble/limits.py",
     "registry/ensemble/route.py",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -28,6 +29,7 @@ from servers import (
     read_metrics,
     rest_url,
     serving,
+    wait_for_sample,
 )
 
 MAX_HEADERS: Final = 20
@@ -284,6 +286,34 @@ def test_client_that_reads_nothing_is_disconnected(server: ServerProcess) -> Non
             time.sleep(LOOK_S)
         assert read_to_the_end(connection).count(b"HTTP/1.1 200") < count
     assert is_well(server)
+
+
+def test_unread_answers_are_cut_and_read_ones_are_not(tmp_path: Path) -> None:
+    add_model(tmp_path, "widened", costly.widened)
+    count, size, limit = 8, 8_000_000, 30_000_000
+
+    def wanting(width: int) -> bytes:
+        output = {"name": "y", "parameters": {"binary_data": True}}
+        return json.dumps({"inputs": [json_input("n", np.array([width]))], "outputs": [output]}).encode()
+
+    body = wanting(size // 4)
+    request = INFER.replace(b"identity", b"widened") + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with serving(tmp_path, *SHORT_WARMUP, "--http-unsent-bytes", str(limit)) as server, contextlib.ExitStack() as stack:
+        unread = []
+        for _ in range(count):
+            connection = stack.enter_context(connected(server))
+            connection.sendall(request)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            unread.append(connection)
+        for _ in range(3):
+            answer = httpx.post(rest_url(server, "widened"), content=wanting(3 * size // 4), timeout=LONG_S)
+            assert len(answer.content) > 3 * size
+        cut = wait_for_sample(
+            server, "ortserve_http_cut_answers_total", lambda cut: cut >= count // 2, cause="overloaded"
+        )
+        for connection in unread:
+            connection.shutdown(socket.SHUT_WR)
+        assert sum([len(read_to_the_end(connection)) < size for connection in unread]) == cut < count
 
 
 def test_connections_past_the_limit_are_answered_and_closed(narrow_server: ServerProcess) -> None:

@@ -94,6 +94,7 @@ class Frontend:
                 self.streams,
                 chosen,
                 clock=monotonic_ns,
+                max_unsent_bytes=chosen.grpc_unsent_bytes or 2**30,
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
                 tls=TlsPort(

@@ -31,8 +31,8 @@ from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
-from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.quick_calls import OnAnswer, OnFailure, QuickCall, RequestHead
+from ortserve.frontends.unsent_answers import UnsentBudget
 from ortserve.service.gate import BodyGate
 
 ECHO: Final = "/test/Echo"
@@ -100,7 +100,7 @@ class Wire:
             max_message_bytes=lambda _: max_message_bytes,
             compression=compression,
         )
-        self.budget = budget or UnsentBudget(options.grpc_unsent_bytes)
+        self.budget = budget or UnsentBudget("grpc_unsent_bytes", options.grpc_unsent_bytes or 2**30, clock)
         self._ends = CallEnds(loop)
         self.errors = errors or ConnectionErrors(clock, self.connection_errors.append)
         self.connection = self.connect(options, max_age_s)

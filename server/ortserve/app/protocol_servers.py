@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
+from ortserve.engine.process_limits import memory_limit
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.infer_calls import InferCalls
@@ -32,6 +33,7 @@ from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.tls.transport import TlsPort
 from ortserve.frontends.trace_headers import HttpTraces
+from ortserve.frontends.unsent_answers import UnsentBudget
 from ortserve.service.access import Group, Guard
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyAdmission
@@ -47,6 +49,11 @@ from ortserve.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from ortserve.frontends.tls.certificate import ServerCertificate
+
+_UNSENT_SHARE: Final = 8
+"""One part in this many of the memory is for the unsent answers of a protocol."""
+
+_MOST_UNSENT_BYTES: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,8 @@ class ProtocolServers:
             http_limits(options),
             max_age_s=options.http_max_connection_age_s,
             on_rejected=partial(self.metrics.rejected, ""),
+            budget=UnsentBudget("http_unsent_bytes", _unsent_limit(options.http_unsent_bytes), monotonic_ns),
+            on_cut_answer=self.metrics.http_cut_answer,
             cross_origin=CrossOrigin(options.cors_origins) if options.cors_origins else None,
         )
         return HttpServer(
@@ -150,6 +159,7 @@ class ProtocolServers:
             streams,
             options,
             clock=monotonic_ns,
+            max_unsent_bytes=_unsent_limit(options.grpc_unsent_bytes),
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,
             tls=self._tls_port("grpc", options.grpc_max_connections, alpn="h2"),
@@ -190,3 +200,8 @@ class ProtocolServers:
         calls.append(HealthCalls(self.models, streams, services))
         calls.extend(ReflectionCalls(service, streams, services) for service in REFLECTION_SERVICES)
         return calls
+
+
+def _unsent_limit(chosen: int | None) -> int:
+    """The limit of the unsent answers of a protocol, ``chosen`` by its option or by the memory."""
+    return chosen or min(_MOST_UNSENT_BYTES, memory_limit() // _UNSENT_SHARE)

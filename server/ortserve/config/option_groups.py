@@ -127,6 +127,10 @@ class HttpOptions(BaseModel):
     Off: a FIN cancels the requests of its connection."""
     http_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """Time limit for a client that receives nothing of its answer; the connection is closed afterwards."""
+    http_unsent_bytes: int | None = Field(default=None, ge=1, le=2**44)
+    """Limit of unsent answers of all HTTP connections, in bytes. Beyond it, connections are reset: first those whose
+    unsent bytes, multiplied by the time for which they were not read, are the most. Unset: an eighth of the memory
+    available to the process, at most 1 GiB."""
     cors_origins: Annotated[tuple[str, ...], AfterValidator(_check_origins)] = Field(
         default=(), json_schema_extra={"expects": "* or list of origins"}
     )
@@ -165,10 +169,12 @@ class GrpcOptions(BaseModel):
     grpc_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """Time limit for a caller that receives nothing of an answer: the call then ends with CANCELLED. A connection that
     receives nothing at all for this time is closed. ``native`` transport only; grpcio has no such limit."""
-    grpc_unsent_bytes: int = Field(default=1024**3, ge=1, le=2**44)
-    """Limit of unsent answers of all gRPC connections, in bytes. Beyond it, the oldest calls of the connection with the
-    most unsent bytes fail as ``overloaded``. A connection that holds a quarter of the limit starts no further calls
-    while half of the limit is in use. ``native`` transport only; grpcio has no such limit."""
+    grpc_unsent_bytes: int | None = Field(default=None, ge=1, le=2**44)
+    """Limit of unsent answers of all gRPC connections, in bytes. Beyond it, the oldest calls of a connection fail as
+    ``overloaded``: of the one whose unsent bytes, multiplied by the time for which they were not read, are the most. A
+    connection that holds a quarter of the limit starts no further calls while half of the limit is in use. Unset: an
+    eighth of the memory available to the process, at most 1 GiB. ``native`` transport only; grpcio has no such
+    limit."""
     grpc_max_connection_calls: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Maximum number of concurrent calls of one gRPC connection, streams included; further calls wait at the client.
     Unset: 1000 more than ``grpc_max_streams`` on the ``native`` transport, unlimited on ``grpcio``."""

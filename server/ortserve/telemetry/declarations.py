@@ -366,6 +366,13 @@ BUSY_POLLS: Final = counter(
     "the process. miss: no request arrived in time.",
 )
 GRPC_STREAMS: Final = gauge("ortserve_grpc_streams", (), "Open gRPC streams: inference, health and reflection.")
+HTTP_CUT_ANSWERS: Final = counter(
+    "ortserve_http_cut_answers_total",
+    ("cause",),
+    "HTTP answers of more than 64 KiB that ended before the caller received all of them, by cause: disconnected, "
+    "too_slow (http_send_timeout_s) or overloaded (http_unsent_bytes). Most of these requests count as ok in "
+    "ortserve_request_duration_seconds, which ends when the answer is encoded.",
+)
 GRPC_CUT_ANSWERS: Final = counter(
     "ortserve_grpc_cut_answers_total",
     ("cause",),

@@ -76,6 +76,7 @@ class Metrics(Collector):
         self._unauthorized: Counter[Labels] = Counter()
         self._unauthorized_lock = threading.Lock()
         self._cut_answers: Counter[Labels] = Counter()
+        self._http_cut_answers: Counter[Labels] = Counter()
         self._connection_errors: Counter[Labels] = Counter()
         self.read_streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
@@ -149,6 +150,10 @@ class Metrics(Collector):
     def cut_answer(self, cause: str) -> None:
         """Count a gRPC answer that ended before the caller had received it completely."""
         self._cut_answers[cause,] += 1
+
+    def http_cut_answer(self, cause: str) -> None:
+        """Count an HTTP answer that ended before the caller had received it completely."""
+        self._http_cut_answers[cause,] += 1
 
     def connection_error(self, code: str) -> None:
         """Count a gRPC connection that the server closed with an error; ``code`` is the name of its code."""
@@ -239,6 +244,7 @@ class Metrics(Collector):
         if self.read_stores is not None:
             yield from _stores(self.read_stores())
         yield Family(declared.GRPC_STREAMS, {(): self.read_streams()})
+        yield Family(declared.HTTP_CUT_ANSWERS, self._http_cut_answers.copy())
         yield Family(declared.GRPC_CUT_ANSWERS, self._cut_answers.copy())
         yield Family(declared.GRPC_CONNECTION_ERRORS, self._connection_errors.copy())
         if self._certificate_expires_s is not None:

@@ -9,6 +9,7 @@ from uvicorn.server import ServerState
 
 from fakes.service import FakeInferenceService
 from fakes.socket import FakeSocket
+from ortserve.clock import Clock, monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.context import ConnectionContext
@@ -16,6 +17,7 @@ from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.limits import HttpLimits, http_limits
 from ortserve.frontends.http.protocol import HttpProtocol
 from ortserve.frontends.http.request_head import HeadCache
+from ortserve.frontends.unsent_answers import UnsentBudget
 from ortserve.service.access import Access, Group, Keyring, digest_of
 
 TURNS = 12
@@ -72,7 +74,15 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 class HttpSide:
     """A server that creates connections one after the other. With ``has_keys`` infer requires the key ``right``."""
 
-    def __init__(self, app: ASGIApp = echo, heads: HeadCache | None = None, *, has_keys: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp = echo,
+        heads: HeadCache | None = None,
+        *,
+        has_keys: bool = False,
+        max_unsent_bytes: int = 2**30,
+        clock: Clock = monotonic_ns,
+    ) -> None:
         self.service = Service()
         service: Any = self.service
         keyring = Keyring({Group.INFER: [digest_of(b"right")]})
@@ -92,7 +102,15 @@ class HttpSide:
         self.asgi = AsgiEndpoint(app, guards)
         self.rejected: list[object] = []
         limits = http_limits(ServerOptions(http_max_header_bytes=4096, max_body_bytes=1000))
-        self.context = ConnectionContext(limits, max_age_s=None, on_rejected=self.rejected.append)
+        self.budget = UnsentBudget("http_unsent_bytes", max_unsent_bytes, clock)
+        self.cut_answers: list[str] = []
+        self.context = ConnectionContext(
+            limits,
+            max_age_s=None,
+            on_rejected=self.rejected.append,
+            budget=self.budget,
+            on_cut_answer=self.cut_answers.append,
+        )
         self.state = ServerState()
 
     def connect(self, written: bytearray) -> tuple[HttpProtocol, FakeSocket]:

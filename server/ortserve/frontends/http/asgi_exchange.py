@@ -185,6 +185,9 @@ class AsgiExchange(Exchange):
         self._writable.set()
         super().on_writable()
 
+    def unwritten_bytes(self) -> int:
+        return self._missing_bytes or 0
+
     def reject_body(self, error: ServeError) -> None:
         self.connection.reject_in_turn(error, self.headers, in_body=True)
 

@@ -77,6 +77,10 @@ class Exchange:
         if self._is_written and not self.response_complete:
             self.complete()
 
+    def unwritten_bytes(self) -> int:
+        """Return the bytes of the response that wait in memory until the caller has read the earlier ones."""
+        return 0
+
     def reject_body(self, error: ServeError) -> None:
         """Answer with an error, in the order of requests, because the body is too large or too slow. Drop the body."""
         raise NotImplementedError
@@ -119,6 +123,8 @@ class Exchange:
         self._is_written = True
         if not self.connection.is_write_paused:
             self.complete()
+        else:
+            self.connection.count_unsent()
 
     def write_rejection(self, error: ServeError, path: str = "") -> None:
         """Answer a call of ``path`` before its body is complete.
@@ -145,6 +151,8 @@ class Exchange:
 class Connection:
     """Runs exchanges in the order of their requests, rejects invalid input, and closes. Loop thread only.
 
+    It is an ``AnswerHolder`` while the caller reads too slowly.
+
     Attributes:
         exchange: The exchange that is being answered.
         newest: The exchange that began last. Its body may still arrive.
@@ -157,6 +165,8 @@ class Connection:
         ignores_input: Whether received bytes are dropped, because an error was sent or waits for its turn.
         is_read_paused: Whether the transport does not read.
         is_write_paused: Whether the caller reads its responses too slowly.
+        unsent_bytes: Bytes of responses in memory while it does; otherwise 0.
+        unsent_since_ns: Time from which it does.
     """
 
     def __init__(
@@ -180,6 +190,9 @@ class Connection:
         self.ignores_input = False
         self.is_read_paused = False
         self.is_write_paused = False
+        self.unsent_bytes = 0
+        self.unsent_since_ns = 0
+        self._cut_cause = "disconnected"
         self._waiting: deque[Exchange] = deque()
         self._rejection: ServeError | None = None
         self._rejected_headers: list[Header] = []
@@ -316,6 +329,9 @@ class Connection:
     def on_lost(self) -> None:
         """Release all exchanges and timers: the connection was closed or reset."""
         self.has_left = True
+        if self.is_write_paused:
+            self.context.on_cut_answer(self._cut_cause)
+            self._forget_unsent()
         for timer in (self._ageing, self._linger_timer):
             if timer is not None:
                 timer.cancel()
@@ -350,8 +366,33 @@ class Connection:
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
+        self.count_unsent()
 
     def resume_writing(self) -> None:
         self.is_write_paused = False
+        self._forget_unsent()
         if self.exchange is not None:
             self.exchange.on_writable()
+
+    def count_unsent(self) -> None:
+        """Count the responses in memory towards the budget: the caller reads too slowly."""
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if self.exchange is not None:
+            unsent_bytes += self.exchange.unwritten_bytes()
+        self.context.budget.count(self, unsent_bytes - self.unsent_bytes)
+
+    def abort(self, cause: str) -> None:
+        """Reset the connection; ``cause`` is counted if the caller then lacks a part of a response."""
+        self._cut_cause = cause
+        self.transport.abort()
+
+    def end_oldest_unsent(self, _text: str, *, is_alone: bool) -> bool:
+        """Reset the connection, as ``AnswerHolder`` defines: its response has begun, so no error can be sent."""
+        if is_alone:
+            return False
+        self._forget_unsent()
+        self.abort("overloaded")
+        return True
+
+    def _forget_unsent(self) -> None:
+        self.context.budget.count(self, -self.unsent_bytes)

@@ -10,6 +10,7 @@ from ortserve.errors import ErrorKind
 from ortserve.frontends.http.cross_origin import CrossOrigin
 from ortserve.frontends.http.limits import HttpLimits
 from ortserve.frontends.http.request_head import Header
+from ortserve.frontends.unsent_answers import UnsentBudget
 
 
 class ConnectionContext:
@@ -19,6 +20,9 @@ class ConnectionContext:
         limits: Limits of connections and requests.
         max_age_s: Age from which a connection closes with its next response; None for no limit.
         on_rejected: Counts rejections of connections and of incomplete requests.
+        budget: Budget for the unsent answers of all connections.
+        on_cut_answer: Counts a response that ends before the transport has accepted all of it; its argument is the
+            cause.
         cross_origin: The origins whose pages may read responses; None if there are none.
         is_draining: Whether each response closes its connection, so that callers connect to another server.
     """
@@ -29,11 +33,15 @@ class ConnectionContext:
         *,
         max_age_s: float | None,
         on_rejected: Callable[[ErrorKind], None],
+        budget: UnsentBudget,
+        on_cut_answer: Callable[[str], None],
         cross_origin: CrossOrigin | None = None,
     ) -> None:
         self.limits: Final = limits
         self.max_age_s: Final = max_age_s
         self.on_rejected: Final = on_rejected
+        self.budget: Final = budget
+        self.on_cut_answer: Final = on_cut_answer
         self.cross_origin: Final = cross_origin
         self.is_draining = False
         self._default_headers: list[Header] = []

@@ -124,7 +124,7 @@ class Timeouts:
         subject = reader.headers if stage is Stage.HEADERS else exchange
         action = self._stages.check(time.monotonic_ns(), stage, subject, reader.received_bytes, unsent)
         if action is TimeoutAction.ABORT:
-            transport.abort()
+            connection.abort("too_slow")
         elif action is TimeoutAction.CLOSE:
             transport.close()
         elif action is TimeoutAction.REJECT and stage is Stage.HEADERS:

@@ -17,7 +17,7 @@ from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.control_frames import DRAIN_PING, ControlFrames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
-from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW, UnsentBudget
+from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW
 from ortserve.frontends.grpc.native.frame_reader import MAX_DATA_BYTES, FrameReader
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
@@ -28,6 +28,7 @@ from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
 from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long, resume_reads
+from ortserve.frontends.unsent_answers import UnsentBudget
 
 logger: Final = logging.getLogger(__name__)
 
@@ -116,7 +117,6 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         port.connections.add(self)
-        port.budget.add(sending)
         ours = {
             frames.MAX_CONCURRENT_STREAMS: max_calls(port.options),
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
@@ -309,7 +309,6 @@ class Connection(asyncio.Protocol):
     def _forget(self) -> Iterator[None]:
         """Report that the connection is closed, after the end of its calls."""
         self._timeouts.close()
-        self._port.budget.remove(self._sending)
         if not self.closed.done():
             self.closed.set_result(None)
         yield

@@ -16,7 +16,6 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import MetadataEntry, status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.flood_limits import PART_CREDIT
-from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, PeerSettings
 from ortserve.frontends.grpc.native.header_blocks import (
@@ -29,6 +28,7 @@ from ortserve.frontends.grpc.native.header_blocks import (
 )
 from ortserve.frontends.grpc.native.limits import Lifetime
 from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.frontends.unsent_answers import UnsentBudget
 
 _TURN_BYTES: Final = 256 * 1024
 """Bytes that one stream sends before other streams get their turn."""
@@ -52,6 +52,7 @@ class Sending:
         window: Bytes that the peer accepts on the whole connection.
         initial_window: Bytes that the peer accepts on a new stream.
         unsent_bytes: Bytes of messages that neither a window nor the transport has accepted.
+        unsent_since_ns: Time from which neither has accepted any of them.
         has_answered: Whether part of a call was sent since the attribute was last set to False.
         window_credit: Bytes of DATA sent, plus ``PART_CREDIT`` per whole part, since the last WINDOW_UPDATE.
     """
@@ -84,6 +85,7 @@ class Sending:
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.unsent_bytes = 0
+        self.unsent_since_ns = 0
         self.window_credit = 0
         self.has_answered = False
         self._sent_bytes = 0  # counted like ``Stream.sent_bytes``, but for all streams
@@ -169,10 +171,9 @@ class Sending:
         else:
             stream.unsent.append(prefix)
             stream.unsent.append(memoryview(message))
-        self._count_unsent(len(prefix) + len(message))
+        self._budget.count(self, len(prefix) + len(message))
         if stream.id not in self._waiting:
             self._send_data(stream)
-        self._budget.enforce_soon()
 
     def end(
         self,
@@ -329,7 +330,7 @@ class Sending:
             self.window_credit += size
             stream.added_window -= size
             self.window -= size
-            self._count_unsent(-size)
+            self._budget.count(self, -size)
             self._sent_bytes += size
             stream.sent_bytes += size
             budget -= size
@@ -390,9 +391,5 @@ class Sending:
             return
         self._on_cut_answer(cause)
         self._waiting.pop(stream.id, None)
-        self._count_unsent(-sum(len(part) for part in stream.unsent))
+        self._budget.count(self, -sum(len(part) for part in stream.unsent))
         stream.unsent.clear()
-
-    def _count_unsent(self, change: int) -> None:
-        self.unsent_bytes += change
-        self._budget.held_bytes += change

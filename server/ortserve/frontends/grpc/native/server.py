@@ -11,9 +11,9 @@ from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
-from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsPort
+from ortserve.frontends.unsent_answers import UnsentBudget
 from ortserve.listening import draw_age_s, open_listener
 from ortserve.telemetry.logs import log_event
 
@@ -33,6 +33,7 @@ class NativeGrpcServer:
         options: ServerOptions,
         *,
         clock: Clock,
+        max_unsent_bytes: int,
         on_cut_answer: Callable[[str], None],
         on_connection_error: Callable[[str], None],
         tls: TlsPort | None = None,
@@ -44,12 +45,13 @@ class NativeGrpcServer:
             streams: The open streams of the handlers; ``stop`` drains them.
             options: The address, and limits of the port and each connection.
             clock: Monotonic nanoseconds.
+            max_unsent_bytes: Limit of the unsent answers of all connections.
             on_cut_answer: As in ``Sending``.
             on_connection_error: As ``on_error`` in ``ConnectionErrors``.
             tls: Shared state of the TLS sessions; None for plain text.
         """
         errors = ConnectionErrors(clock, on_connection_error)
-        budget = UnsentBudget(options.grpc_unsent_bytes)
+        budget = UnsentBudget("grpc_unsent_bytes", max_unsent_bytes, clock)
         ends = CallEnds(asyncio.get_running_loop())
         self._shared = GrpcPort(dispatcher, options, budget, ends, errors, clock, on_cut_answer, connections=set())
         self._streams = streams
