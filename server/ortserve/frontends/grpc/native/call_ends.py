@@ -1,7 +1,7 @@
 """Ends calls that end together in several turns of the event loop.
 
 A client that exits may leave thousands of calls on any number of connections, and thousands of calls may have the same
-deadline. Each takes about 10 µs to end, and more if a task runs it.
+deadline or stall together. Each takes about 10 µs to end, and more if a task runs it.
 """
 
 import asyncio

@@ -86,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._life = Lifetime(port.options, port.clock(), max_age_s)
         self._is_failed = False
         self._is_turn_due = False
+        self._is_end_due = False
         self._is_half_closed = False
         self._tick: asyncio.TimerHandle | None = None
         self._drain_end: asyncio.TimerHandle | None = None
@@ -145,9 +146,12 @@ class Connection(asyncio.Protocol):
         A process that has exited sends the same FIN as a caller that still reads. A PING distinguishes them: the system
         of an exited process answers with a reset.
         """
-        while self._reader.has_more and not self._is_failed:
-            self.on_part(b"")
-        if self._is_failed or not self.has_calls:
+        if self._is_failed:
+            return False
+        if self._reader.has_more:
+            self._is_end_due = True  # after the rest of the read
+            return True
+        if not self.has_calls:
             return False
         if not self._is_half_closed:
             self._is_half_closed = True
@@ -213,7 +217,10 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self.on_part(b"")
-        if self.may_read() and not self._transport.is_closing():
+        if self._is_end_due and not self._reader.has_more:
+            if not self.eof_received():
+                self._transport.close()
+        elif self.may_read() and not self._transport.is_closing():
             resume_reads(self._transport)
 
     # Called by the receiver of large messages

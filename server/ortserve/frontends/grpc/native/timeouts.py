@@ -7,12 +7,14 @@ from typing import Final
 import grpc
 
 from ortserve.config.option_groups import GrpcOptions
-from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import status_of
+from ortserve.errors import ErrorKind
 from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.sending import Sending
+from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.frontends.status import STATUSES
 
 _NEVER_NS: Final = 2**63 - 1
+_TOO_SLOW: Final = STATUSES[ErrorKind.TOO_SLOW].grpc
 
 
 class CallTimeouts:
@@ -75,28 +77,41 @@ class CallTimeouts:
         Returns:
             Whether the peer reads nothing from the whole connection, so that the connection must be aborted.
         """
-        self._end_stalled_requests(now_ns)
-        stalled = self._progress.stalled(now_ns, self._sending.sent_by_stream())
-        if 0 in stalled:
+        options = self._options
+        requests = self._stalled_requests(now_ns)
+        if requests:
+            text = (
+                f"grpc_message_timeout_s: a message arrived at less than {options.grpc_min_message_bytes_per_s} bytes "
+                f"per second for {options.grpc_message_timeout_s:g} s"
+            )
+            self._ends.add(self._end_each(requests, _TOO_SLOW, text))
+        answers = self._progress.stalled(now_ns, self._sending.sent_by_stream())
+        if 0 in answers:
             return True
-        for stream_id in stalled:
-            timeout_s = self._options.grpc_send_timeout_s
-            text = f"grpc_send_timeout_s: the caller read nothing of the answer for {timeout_s:g} s"
-            error = ServeError(ErrorKind.TOO_SLOW, text)
-            self._sending.end(self._streams[stream_id], *status_of(error), is_prompt=True)
+        if answers:
+            text = f"grpc_send_timeout_s: the caller read nothing of the answer for {options.grpc_send_timeout_s:g} s"
+            self._ends.add(self._end_each([self._streams[stream_id] for stream_id in answers], _TOO_SLOW, text))
         return False
 
     def end_unsendable(self) -> None:
         """End the calls whose answers wait for window: the peer has closed its side, so no WINDOW_UPDATE can arrive."""
         text = "the caller closed its side of the connection, and its flow-control window is too small for the answer"
-        for stream in list(self._streams.values()):
-            if self._sending.waits_for_window(stream):
-                self._sending.end(stream, grpc.StatusCode.UNAVAILABLE, text, is_prompt=True)
+        unsendable = [stream for stream in self._streams.values() if self._sending.waits_for_window(stream)]
+        if unsendable:
+            self._ends.add(self._end_each(unsendable, grpc.StatusCode.UNAVAILABLE, text))
 
-    def _end_stalled_requests(self, now_ns: int) -> None:
-        """End the calls whose incomplete message arrives too slowly: its first part uses memory of other calls."""
+    def _end_each(self, streams: list[Stream], code: grpc.StatusCode, text: str) -> Iterator[None]:
+        """End a call with each step."""
+        for stream in streams:
+            if not stream.is_over:  # it may have ended between two steps
+                self._sending.end(stream, code, text, is_prompt=True)
+                yield
+
+    def _stalled_requests(self, now_ns: int) -> list[Stream]:
+        """Return the streams whose incomplete message arrives too slowly: its first part uses memory of other calls."""
         timeout_s, least_per_s = self._options.grpc_message_timeout_s, self._options.grpc_min_message_bytes_per_s
-        for stream in list(self._streams.values()):
+        stalled: list[Stream] = []
+        for stream in self._streams.values():
             if not stream.waits_for_caller:
                 continue
             kept = stream.reader.kept_bytes
@@ -106,13 +121,10 @@ class CallTimeouts:
             elif waited_s < timeout_s:
                 continue
             elif kept - stream.since_bytes < waited_s * least_per_s:
-                text = (
-                    f"grpc_message_timeout_s: a message arrived at less than {least_per_s} bytes per second for "
-                    f"{timeout_s:g} s"
-                )
-                self._sending.end(stream, *status_of(ServeError(ErrorKind.TOO_SLOW, text)), is_prompt=True)
+                stalled.append(stream)
             else:
                 stream.since_ns, stream.since_bytes = now_ns, kept
+        return stalled
 
 
 class SendProgress:

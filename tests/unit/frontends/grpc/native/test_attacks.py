@@ -731,6 +731,22 @@ def test_large_message_whose_second_frame_is_the_last_of_a_turn_is_received_whol
     on_wire(test)
 
 
+def test_calls_of_a_read_that_ends_with_a_fin_begin_in_several_turns() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        running = [0]
+        wire.feed(many_calls(HOLD, 250))
+        wire.transport.receive_eof()
+        while running[-1] < 250:
+            running.append(wire.running)
+            await asyncio.sleep(0)
+        assert max(after - before for before, after in pairwise(running)) <= 64
+        wire.release()
+        assert (await wire.turn()).count(b"grpc-status") == 250
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
 def test_calls_before_the_end_of_the_peer_are_answered() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(many_calls(ECHO, 250))
@@ -740,12 +756,16 @@ def test_calls_before_the_end_of_the_peer_are_answered() -> None:
     on_wire(test)
 
 
-async def most_ended_in_a_turn(wire: Wire) -> int:
+def open_streams(wire: Wire) -> int:
+    return len(wire.connection._sending.streams)
+
+
+async def most_ended_in_a_turn(wire: Wire, left: Callable[[Wire], int] = lambda wire: wire.running) -> int:
     """Run the loop until all calls have ended. Returns the largest number that ended in one turn."""
-    running = [wire.running]
+    running = [left(wire)]
     while running[-1]:
         await asyncio.sleep(0)
-        running.append(wire.running)
+        running.append(left(wire))
     return max(before - after for before, after in pairwise(running))
 
 
@@ -782,6 +802,51 @@ def test_streams_of_a_peer_that_closed_its_side_end_in_several_turns(is_complete
         wire.transport.receive_eof()
         assert await most_ended_in_a_turn(wire) <= 100
         assert wire.connection.closed.done() or wire.transport.is_closing()
+
+    on_wire(test)
+
+
+def test_stalled_messages_end_in_several_turns() -> None:
+    """2,000 equally stalled messages held the loop for 30 ms."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        for stream_id in range(1, 2_000, 2):
+            wire.feed(opening(stream_id, ECHO) + data(stream_id, framed(b"xy")[:-1]))
+        await wire.turn()
+        await asyncio.sleep(58)
+        assert open_streams(wire) == 1_000
+        wire.clock.advance(4 * 10**9)
+        assert await most_ended_in_a_turn(wire, open_streams) <= 100
+        assert (await wire.turn()).count(b"grpc_message_timeout_s") == 1_000
+
+    on_wire(test)
+
+
+def test_calls_whose_answers_stall_end_in_several_turns() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: 1}))
+        for stream_id in range(1, 2_000, 2):
+            wire.feed(opening(stream_id, ECHO) + data(stream_id, framed(b"xy"), is_end=True))
+        await wire.turn()
+        await asyncio.sleep(58)
+        assert open_streams(wire) == 1_000
+        wire.clock.advance(4 * 10**9)
+        assert await most_ended_in_a_turn(wire, open_streams) <= 100
+        assert (await wire.turn()).count(b"grpc_send_timeout_s") == 1_000
+
+    on_wire(test)
+
+
+def test_unsendable_answers_to_a_peer_that_closed_its_side_end_in_several_turns() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: 1}))
+        for stream_id in range(1, 2_000, 2):
+            wire.feed(opening(stream_id, ECHO) + data(stream_id, framed(b"xy"), is_end=True))
+        await wire.turn()
+        wire.transport.receive_eof()
+        wire.clock.advance(2 * 10**9)
+        assert open_streams(wire) == 1_000
+        assert await most_ended_in_a_turn(wire, open_streams) <= 100
 
     on_wire(test)
 
