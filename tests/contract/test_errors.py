@@ -464,7 +464,7 @@ UNKNOWN = "Not Found: no call has the path '{}'"
     ("method", "path", "status", "text"),
     [
         ("GET", "/v2/nothing", 404, UNKNOWN),
-        ("GET", "/v1/models/simple", 404, UNKNOWN),
+        ("GET", "/v1/models/simple/metadata", 404, UNKNOWN),
         ("POST", "/v2/models/simple/guess", 404, UNKNOWN),
         ("POST", "/v2/models/simple/versions/1st/infer", 404, UNKNOWN),
         ("GET", "/v2/" + 300 * "x", 404, f"Not Found: no call has the path '/v2/{196 * 'x'}…'"),

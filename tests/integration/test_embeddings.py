@@ -152,6 +152,63 @@ def test_client_shows_the_reason_of_an_error(client: openai.OpenAI) -> None:
     assert (raised.value.type, raised.value.code) == ("invalid_request_error", "not_found")
 
 
+def test_models_that_return_embeddings_are_listed(client: openai.OpenAI) -> None:
+    listed = list(client.models.list())
+    assert [model.id for model in listed] == [
+        "alone",
+        "limited",
+        "long_texts",
+        "sentences",
+        "short_queue",
+        "wide",
+        "words",
+    ]
+    assert {(model.object, model.owned_by) for model in listed} == {("model", "ortserve")}
+    assert all(0 <= time.time() - model.created < LONG_S for model in listed)
+    assert client.models.retrieve("words") == next(model for model in listed if model.id == "words")
+
+
+@pytest.mark.parametrize(("name", "text"), [("absent", "'absent'"), ("mlp", "model 'mlp' takes no texts")])
+def test_other_models_are_not_found(client: openai.OpenAI, name: str, text: str) -> None:
+    with pytest.raises(openai.NotFoundError, match=text) as raised:
+        client.models.retrieve(name)
+    assert raised.value.code == "not_found"
+
+
+def test_model_on_demand_is_listed_while_it_is_in_memory(tmp_path: Path) -> None:
+    add_model(tmp_path, "words", builders.word_counts)
+    with serving(tmp_path, "--load-policy", "on_demand") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LONG_S)
+        assert list(client.models.list()) == []
+        assert client.models.retrieve("words").id == "words"
+        assert [model.id for model in client.models.list()] == ["words"]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "rest", "status"),
+    [
+        (b"GET /v1/embeddings", b"\r\n", 405),
+        (b"DELETE /v1/models/words", b"\r\n", 405),
+        (b"POST /v1/embeddings", b"Transfer-Encoding: chunked\r\n\r\nz\r\n", 400),
+        (b"POST /v1/embeddings", b"Transfer-Encoding: gzip\r\n\r\n", 501),
+        (b"POST /v1/embeddings", b"A: b\r\n" * 101, 431),
+        (b"GET /v1/models", b"Host: y\r\n\r\n", 400),
+    ],
+)
+def test_malformed_request_gets_an_error_in_the_form_of_its_api(
+    server: ServerProcess, request_line: bytes, rest: bytes, status: int
+) -> None:
+    host, port = server.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+        connection.sendall(request_line + b" HTTP/1.1\r\nHost: x\r\n" + rest)
+        connection.shutdown(socket.SHUT_WR)
+        head, _, body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("server_error" if status == 501 else "invalid_request_error")
+
+
 def test_client_shows_why_its_key_is_refused(tmp_path: Path) -> None:
     add_model(tmp_path, "words", builders.word_counts)
     keys = tmp_path / "keys.txt"

@@ -164,11 +164,13 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     )
     files = TraceFiles(options.trace_file, max_bytes=options.trace_max_bytes) if options.trace_file else None
     traces = TraceSettings(registry, options, files)
+    turns = LoopTurns()
     models = ModelService(
         registry,
         server_name=options.server_name,
         strict_readiness=options.strict_readiness,
         extensions=_extensions(options),
+        turns=turns,
     )
     recorder = (SamplingRecorder if recordings else Recorder)(
         metrics,
@@ -191,7 +193,6 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         polling=polling,
         memory=memory,
     )
-    turns = LoopTurns()
     repository = RepositoryService(
         registry, mode=options.model_control_mode, load_models=options.load_model, turns=turns
     )

@@ -1,18 +1,21 @@
 """Health and metadata of the server and its models."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ortserve import __version__
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.batching.statistics import Learned
+from ortserve.clock import monotonic_ns
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import NotInMemoryError, ServeError
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.effective_config import describe_config
 from ortserve.registry.registry import Registry
+from ortserve.service.loop_turns import LoopTurns
 
 EXTENSIONS: Final = (
     "classification",
@@ -27,6 +30,9 @@ EXTENSIONS: Final = (
     "logging",
 )
 """The protocol's extensions that are always served, in Triton's order."""
+
+_PER_TURN: Final = 50
+"""Number of models that are described in one turn of the event loop, in about 2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +73,15 @@ class ModelService:
         server_name: str,
         strict_readiness: bool,
         extensions: tuple[str, ...] = EXTENSIONS,
+        turns: LoopTurns | None = None,
     ) -> None:
+        """``turns`` is as in ``StatisticsService``."""
         self._registry = registry
         self._extensions = extensions
         self._server_name = server_name
         self._strict_readiness = strict_readiness
+        self._turns = turns or LoopTurns()
+        self._epoch_ns = time.time_ns() - monotonic_ns()
         self.is_exiting = False
         """Whether the server is stopping. It still answers requests for a while."""
         self._change = asyncio.Event()
@@ -166,6 +176,27 @@ class ModelService:
 
     def server_metadata(self) -> ServerMetadata:
         return ServerMetadata(self._server_name, __version__, self._extensions)
+
+    async def serving(self) -> AsyncIterator[ModelMetadata]:
+        """Describe the models in memory that answer requests, sorted by name, some in each turn of the event loop."""
+        for number, name in enumerate(sorted(self._registry.names())):
+            if number % _PER_TURN == 0:
+                await self._turns.next()
+            try:
+                metadata = self.model_metadata(name, "")
+            except ServeError:
+                continue
+            yield metadata
+
+    def ready_since_s(self, name: str) -> int:
+        """When the version that answers requests without a version became ready, in seconds since 1970.
+
+        Raises:
+            ServeError: not_found or not_ready.
+        """
+        served = self._registry.find(name, "")
+        ready_ns = [record.ready_ns for record in self._registry.records_of(name) if record.served is served]
+        return (self._epoch_ns + max(ready_ns)) // 10**9
 
     def batching(self, name: str, version: str) -> Learned:
         """The measurements and decisions of a version's batcher.

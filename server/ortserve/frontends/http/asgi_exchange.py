@@ -189,7 +189,7 @@ class AsgiExchange(Exchange):
         return self._missing_bytes or 0
 
     def reject_body(self, error: ServeError) -> None:
-        self.connection.reject_in_turn(error, self.headers, in_body=True)
+        self.connection.reject_in_turn(error, self._raw_path.decode("ascii"), self.headers, in_body=True)
 
     def abandon(self) -> None:
         self._is_disconnected = True
@@ -248,7 +248,7 @@ class AsgiExchange(Exchange):
             self.connection.transport.close()
         else:
             self.keep_alive = False
-            self.respond(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
+            self.respond(failure(ServeError(ErrorKind.INTERNAL, "internal error"), scope["path"]))
 
     def _end_without_body(self) -> None:
         """Close the connection with this response if the caller waits with its body: it may never send it, and the

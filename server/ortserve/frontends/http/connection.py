@@ -6,6 +6,8 @@
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from uvicorn.server import ServerState
@@ -194,8 +196,8 @@ class Connection:
         self.unsent_since_ns = 0
         self._cut_cause = "disconnected"
         self._waiting: deque[Exchange] = deque()
-        self._rejection: ServeError | None = None
-        self._rejected_headers: list[Header] = []
+        self._rejection: Callable[[], None] | None = None
+        """Sends the error that waits for its turn; None without one."""
         self._dropped_bytes = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._ageing: asyncio.TimerHandle | None = None
@@ -225,14 +227,14 @@ class Connection:
             # A direct call would recurse once for each request of a pipeline of rejected requests.
             self.loop.call_soon(self.exchange.start)
         elif self._rejection is not None:
-            self.reject(self._rejection, self._rejected_headers)
+            self._rejection()
         if self.is_read_paused and not self._waiting:  # otherwise a caller that sends too fast would fill the memory
             self.resume_reading()
 
-    def reject_in_turn(self, error: ServeError, headers: list[Header], *, in_body: bool) -> None:
+    def reject_in_turn(self, error: ServeError, path: str, headers: list[Header], *, in_body: bool) -> None:
         """Answer the request that is being read with an error, after the responses before it, and read no more.
 
-        ``headers`` are its headers received so far. ``in_body`` says whether its head is complete, so that it is the
+        ``path`` and ``headers`` are received so far. ``in_body`` says whether its head is complete, so that it is the
         newest exchange.
         """
         newest = self.newest
@@ -243,18 +245,18 @@ class Connection:
             self.linger()  # the response was sent before the body was complete
         elif newest is not None and newest.more_body and self._waiting:
             self._waiting.pop()
-            self._rejection, self._rejected_headers = error, headers
+            self._rejection = partial(self.reject, error, path, headers)
         elif newest is None or newest.response_complete or newest.more_body:
-            self.reject(error, headers)
+            self.reject(error, path, headers)
         else:
-            self._rejection, self._rejected_headers = error, headers
+            self._rejection = partial(self.reject, error, path, headers)
 
-    def reject(self, error: ServeError, received: list[Header]) -> None:
-        """Answer an incomplete request, of which these headers were received, or a connection. Then linger."""
+    def reject(self, error: ServeError, path: str, received: list[Header]) -> None:
+        """Answer an incomplete request, of which these parts were received, or a connection. Then linger."""
         self.context.on_rejected(error.kind)
         if self.newest is not None:
             self.newest.abandon()
-        status, body, headers = failure(error)
+        status, body, headers = failure(error, path)
         cross_origin = self.context.cross_origin
         head = [STATUS_LINES[status], b"" if cross_origin is None else cross_origin.lines(received)]
         head += [b"%s: %s\r\n" % header for header in headers]
@@ -268,7 +270,7 @@ class Connection:
             self.context.on_rejected(ErrorKind.OVERLOADED)
             self.transport.abort()
         else:
-            self.reject(too_many_connections(self.context.limits), [])
+            self.reject(too_many_connections(self.context.limits), "", [])
 
     def close(self) -> None:
         """Close after the last response; linger if the caller has sent more than this response answers.

@@ -174,7 +174,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         matching = [route for route in iter_route_contexts(request.app.routes) if _matches(path, route.path or "")]
         allowed = {method for route in matching for method in route.methods or ()}
         allowed |= {"HEAD"} if "GET" in allowed else set()
-        return as_response(wrong_method(request.method, ", ".join(sorted(allowed))))
+        return as_response(wrong_method(request.method, ", ".join(sorted(allowed)), path))
     if error.status_code == HTTPStatus.NOT_FOUND:
         return as_response(failure(unknown_path(request.scope["path"]), request.scope["path"]))
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)

@@ -31,11 +31,23 @@ class OpenAiError(BaseModel):
     message: str
     type: Literal["invalid_request_error", "server_error"]
     param: None
-    code: str = Field(description="The kind of the error, as in the metrics")
+    code: str = Field(description="The kind of the error, as in the metrics, or method_not_allowed")
 
 
 class OpenAiErrorDocument(BaseModel):
     error: OpenAiError
+
+
+class OpenAiModelDocument(BaseModel):
+    id: str = Field(description="Name of the model")
+    object: Literal["model"]
+    created: int = Field(description="When the serving version became ready, in seconds since 1970")
+    owned_by: str = Field(description="Name of the server")
+
+
+class OpenAiModelsDocument(BaseModel):
+    object: Literal["list"]
+    data: list[OpenAiModelDocument]
 
 
 class TensorMetadataDocument(BaseModel):

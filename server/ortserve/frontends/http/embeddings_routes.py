@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``, the call of OpenAI's API, through FastAPI.
+"""``/v1/embeddings`` and ``/v1/models``, the calls of OpenAI's API, through FastAPI.
 
 The texts of a call are the rows of one or more requests, which run as others do and share batches with them. A model
 without a batch axis gets a request for each text.
@@ -6,12 +6,13 @@ without a batch axis gets a request for each text.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from ortserve.codecs.embeddings import (
@@ -27,13 +28,19 @@ from ortserve.core.encoded import JsonRequest
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
-from ortserve.errors import ServeError
-from ortserve.frontends.http.documents import OpenAiErrorDocument
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.documents import (
+    ModelName,
+    OpenAiErrorDocument,
+    OpenAiModelDocument,
+    OpenAiModelsDocument,
+)
 from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import decoded_in, hold_until_decoded
 from ortserve.service.gate import json_too_large, memory_bytes
 from ortserve.service.inference import InferenceService
+from ortserve.service.models import ModelMetadata
 
 _JSON: Final = "application/json"
 _ERRORS: Final[dict[str, Any]] = {"model": OpenAiErrorDocument}
@@ -75,13 +82,23 @@ _REQUEST: Final[dict[str, Any]] = {
 
 
 def embeddings_routes(embeddings: "Embeddings") -> APIRouter:
-    """Create the route. It reads the body as bytes and ignores its Content-Type."""
-    router = APIRouter(prefix="/v1", tags=["inference"], responses=dict.fromkeys(("4XX", "5XX"), _ERRORS))
+    """Create the routes. They read the body as bytes and ignore its Content-Type."""
+    router = APIRouter(prefix="/v1", responses=dict.fromkeys(("4XX", "5XX"), _ERRORS))
 
-    @router.post("/embeddings", openapi_extra=_REQUEST)
+    @router.post("/embeddings", tags=["inference"], openapi_extra=_REQUEST)
     async def create_embeddings(request: Request) -> Response:
         """Return the vectors of texts, as OpenAI's API does; the model or ensemble takes texts."""
         return await embeddings.answer(request)
+
+    @router.get("/models", tags=["models"], response_model=OpenAiModelsDocument)
+    async def embeddings_models() -> JSONResponse:
+        """List the models in memory that return embeddings, as OpenAI's API does."""
+        return JSONResponse({"object": "list", "data": [model async for model in embeddings.list_models()]})
+
+    @router.get("/models/{model}", tags=["models"], response_model=OpenAiModelDocument)
+    async def embeddings_model(model: ModelName) -> JSONResponse:
+        """Describe a model that returns embeddings, as OpenAI's API does."""
+        return JSONResponse(await embeddings.describe_model(model))
 
     return router
 
@@ -117,6 +134,27 @@ class Embeddings:
             entries = await running.run()
         return LongResponse(embeddings_answer(name, entries), received.headers(running.timing))
 
+    async def list_models(self) -> AsyncIterator[dict[str, str | int]]:
+        """Describe the models in memory that return embeddings, sorted by name."""
+        async for metadata in self._calls.models.serving():
+            if _why_not(metadata) is None:
+                yield self._describe(metadata)
+
+    async def describe_model(self, name: str) -> dict[str, str | int]:
+        """Describe a model. Raises ServeError: not_found, also if it returns no embeddings; not_ready."""
+        models = self._calls.models
+        await models.prepare(name, "")
+        metadata = models.model_metadata(name, "")
+        error = _why_not(metadata)
+        if error is not None:
+            raise ServeError(ErrorKind.NOT_FOUND, error.message)
+        return self._describe(metadata)
+
+    def _describe(self, metadata: ModelMetadata) -> dict[str, str | int]:
+        models, name = self._calls.models, metadata.name
+        owner = models.server_metadata().name
+        return {"id": name, "object": "model", "created": models.ready_since_s(name), "owned_by": owner}
+
     async def _decode(self, received: JsonCall) -> InferRequest:
         """Decode a call, a long one in another process. Raises ServeError: invalid_input, too_large, overloaded."""
         body, hold, inference = EmbeddingsRequest(received.body), received.hold, self._calls.inference
@@ -135,6 +173,16 @@ class Embeddings:
         hold.set_unchecked(memory_bytes(decoded.inputs))
         received.body = b""
         return decoded
+
+
+def _why_not(metadata: ModelMetadata) -> ServeError | None:
+    """Return why a model returns no embeddings; None if it does."""
+    try:
+        find_text_input(metadata.name, metadata.inputs)
+        find_vector_output(metadata.name, metadata.outputs)
+    except ServeError as error:
+        return error
+    return None
 
 
 class _Running:

@@ -101,6 +101,11 @@ class HttpProtocol(asyncio.Protocol):
         return self._unfinished.received_bytes
 
     @property
+    def shown_url(self) -> str:
+        """As ``timeouts.Reader.shown_url``."""
+        return self._url.decode("latin-1")
+
+    @property
     def has_unanswered(self) -> bool:
         """Whether a request with a complete head has no complete response."""
         newest = self.connection.newest
@@ -391,4 +396,4 @@ class HttpProtocol(asyncio.Protocol):
             self._reject_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
 
     def _reject_in_turn(self, error: ServeError) -> None:
-        self.connection.reject_in_turn(error, self.headers, in_body=self.stage is _BODY)
+        self.connection.reject_in_turn(error, self.shown_url, self.headers, in_body=self.stage is _BODY)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
@@ -25,8 +26,8 @@ STATUS_LINES: Final = {code: b"HTTP/1.1 %d \r\n" % code for code in range(100, 6
 JSON_TYPE: Final = (b"content-type", b"application/json")
 _BINARY: Final = (b"content-type", b"application/octet-stream")
 
-_OPENAI_PATH: Final = "/v1/embeddings"
-"""The path of the one call of OpenAI's API."""
+_OPENAI_PATH: Final = re.compile(r"/v1/(embeddings|models)(/[^/:?]*)?/?([?]|$)")
+"""Paths of OpenAI's API. Paths of TensorFlow Serving also begin with ``/v1/models/``, and have more parts."""
 
 _MAX_SHOWN: Final = 200
 """Maximum number of characters of an unknown path in its error."""
@@ -46,10 +47,13 @@ class HttpResponse(NamedTuple):
         return HttpResponse(self.status, self.body, (*self.headers, header))
 
 
-def wrong_method(method: str, allowed: str) -> HttpResponse:
-    """Return the response to a method other than the ``allowed`` ones, which are separated by commas."""
-    error = f"Method Not Allowed: expected {allowed}, got {method}"
-    return HttpResponse(405, orjson.dumps({"error": error}), (JSON_TYPE, (b"allow", allowed.encode())))
+def wrong_method(method: str, allowed: str, path: str = "") -> HttpResponse:
+    """Return the response to a method other than the ``allowed`` ones, which are separated by commas.
+
+    ``path`` is as for ``failure``.
+    """
+    document = _error_document(f"Method Not Allowed: expected {allowed}, got {method}", path, 405, "method_not_allowed")
+    return HttpResponse(405, document, (JSON_TYPE, (b"allow", allowed.encode())))
 
 
 def unknown_path(path: str) -> ServeError:
@@ -70,7 +74,7 @@ def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
 def failure(error: ServeError, path: str = "") -> HttpResponse:
     """Return the JSON document of an error, with the status and headers of its kind.
 
-    Clients of OpenAI's API read an object instead of a text: if ``path`` is that of its call.
+    Clients of OpenAI's API read an object instead of a text: if ``path`` is one of its calls.
     """
     headers: tuple[Header, ...] = (JSON_TYPE,)
     if error.retry_after_s is not None:
@@ -80,11 +84,7 @@ def failure(error: ServeError, path: str = "") -> HttpResponse:
     elif isinstance(error, RefusedKeyError):
         headers = (JSON_TYPE, (b"www-authenticate", _challenge(error).encode()))
     status = HTTP_VERSION_STATUS if isinstance(error, HttpVersionError) else STATUSES[error.kind].http
-    content: object = error.message
-    if path.startswith(_OPENAI_PATH):
-        cause = "server_error" if status >= 500 else "invalid_request_error"
-        content = {"message": error.message, "type": cause, "param": None, "code": error.kind.value}
-    return HttpResponse(status, _document(content), headers)
+    return HttpResponse(status, _error_document(error.message, path, status, error.kind.value), headers)
 
 
 def key_rejection(guard: Guard | None, authorizations: Sequence[str | bytes]) -> HttpResponse | None:
@@ -101,7 +101,11 @@ def _challenge(error: RefusedKeyError) -> str:
     return f'{challenge}, error="invalid_token"' if error.has_key else challenge
 
 
-def _document(content: object) -> bytes:
+def _error_document(text: str, path: str, status: int, code: str) -> bytes:
+    content: object = text
+    if _OPENAI_PATH.match(path):
+        cause = "server_error" if status >= 500 else "invalid_request_error"
+        content = {"message": text, "type": cause, "param": None, "code": code}
     try:
         return orjson.dumps({"error": content})
     except TypeError:  # a lone surrogate from the caller's JSON: it is not UTF-8, but JSON can escape it

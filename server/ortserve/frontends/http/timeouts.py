@@ -88,6 +88,11 @@ class Reader(Protocol):
         """Received bytes of the stage, as ``UnfinishedInput`` counts them."""
         ...
 
+    @property
+    def shown_url(self) -> str:
+        """The received part of the URL of the newest request."""
+        ...
+
 
 class Timeouts:
     """Ends a connection whose caller is too slow, or has gone while the connection is not read. Loop thread only."""
@@ -128,6 +133,6 @@ class Timeouts:
         elif action is TimeoutAction.CLOSE:
             transport.close()
         elif action is TimeoutAction.REJECT and stage is Stage.HEADERS:
-            connection.reject(too_slow_headers(self._limits), reader.headers)
+            connection.reject(too_slow_headers(self._limits), reader.shown_url, reader.headers)
         elif action is TimeoutAction.REJECT and exchange is not None:
             exchange.reject_body(too_slow_body(self._limits))
