@@ -53,6 +53,9 @@ TEXT_BYTES: Final = 40
 """Bytes of memory of an element of a BYTES tensor besides its ``str`` and the pointer to it: its copy in ONNX Runtime,
 without the content, which is as long as in the body."""
 
+CHARACTER_BYTES: Final = 4
+"""Maximum bytes of memory per byte of a text: one emoji makes each character of its ``str`` take four."""
+
 
 def too_many(what: str, most: int, got: int | str = "more") -> ServeError:
     """Return the error for a request with too many parts of one kind."""

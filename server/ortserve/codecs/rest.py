@@ -13,6 +13,7 @@ import numpy as np
 
 from ortserve.codecs.binary_tensor import REGION, decode_binary_tensor, encode_binary_tensor, read_span
 from ortserve.codecs.bounds import (
+    CHARACTER_BYTES,
     INLINE_BINARY_BYTES,
     INLINE_BYTES,
     INLINE_ELEMENTS,
@@ -84,7 +85,8 @@ class RestRequest:
 
     @property
     def growth_bytes(self) -> int:
-        return JSON_GROWTH * self.json_bytes + len(self._body)
+        binary_bytes = len(self._body) - self.json_bytes
+        return JSON_GROWTH * self.json_bytes + CHARACTER_BYTES * binary_bytes + len(self._body)
 
     @property
     def json_bytes(self) -> int:

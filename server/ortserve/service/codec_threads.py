@@ -9,9 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from ortserve.codecs.bounds import INLINE_BYTES
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS
 from ortserve.codecs.json_process import unpack_load, unpack_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
+from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import JsonRequest
 from ortserve.core.helper_process import HelperProcess
 from ortserve.core.inflight import InflightRequest
@@ -20,7 +21,7 @@ from ortserve.core.request import InferRequest
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyGate, Hold, memory_bytes
 
 T = TypeVar("T")
 
@@ -71,9 +72,83 @@ class CodecThreads:
         return process
 
 
+class Decodings:
+    """Reserves the memory of requests while threads decode them. Loop thread only."""
+
+    def __init__(self, gate: BodyGate, codecs: CodecThreads) -> None:
+        self._gate = gate
+        self._codecs = codecs
+        self._most_text_bytes = gate.max_bytes // 2
+        self._running: set[asyncio.Task[InferRequest]] = set()
+
+    def begin(
+        self,
+        decode: Callable[[], asyncio.Future[InferRequest]],
+        call: InflightRequest,
+        growth_bytes: int,
+        *,
+        is_json: bool = False,
+    ) -> tuple[asyncio.Task[InferRequest], Hold]:
+        """Decode the request of a call once its memory is reserved.
+
+        While other requests are decoded, it waits for memory: most need much less for their tensors than for decoding.
+        A reservation for texts is at most half of the limit, so that a body of any size is admitted alone.
+
+        Args:
+            decode: Begins to decode on a thread.
+            call: The call; not decoded if it is settled before.
+            growth_bytes: Memory that decoding may take.
+            is_json: Whether ``growth_bytes`` is for JSON, whose size is limited otherwise.
+
+        Returns:
+            The decoded request, which fails as ``decode`` does, or with the error overloaded; and its reservation,
+            which then is that of the tensors.
+        """
+        hold = self._gate.hold(0)
+        nbytes = growth_bytes if is_json else min(growth_bytes, self._most_text_bytes)
+        return asyncio.get_running_loop().create_task(self._decode(decode, call, hold, nbytes)), hold
+
+    async def _decode(
+        self, decode: Callable[[], asyncio.Future[InferRequest]], call: InflightRequest, hold: Hold, nbytes: int
+    ) -> InferRequest:
+        await self._reserve(call, hold, nbytes)
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            request = await decode()
+            measure = partial(memory_bytes, request.inputs)
+            has_many = (
+                sum([each.array.size for each in request.inputs if each.datatype is DataType.BYTES]) > INLINE_TEXTS
+            )
+            hold.set_unchecked(await self._codecs.run(measure, call) if has_many else measure())
+        except BaseException:
+            hold.release()  # before the next one tries to reserve
+            raise
+        finally:
+            self._running.discard(task)
+        return request
+
+    async def _reserve(self, call: InflightRequest, hold: Hold, nbytes: int) -> None:
+        while not call.is_settled:
+            try:
+                hold.grow(nbytes)
+            except ServeError:
+                if not self._running:
+                    raise
+            else:
+                return
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        raise _no_longer_waits()
+
+
+def _no_longer_waits() -> ServeError:
+    return ServeError(ErrorKind.CANCELLED, "the caller no longer waits")
+
+
 def _run_unless_settled(work: Callable[[], T], call: InflightRequest | None) -> T:
     if call is not None and call.is_settled:
-        raise ServeError(ErrorKind.CANCELLED, "the caller no longer waits")
+        raise _no_longer_waits()
     return work()
 
 

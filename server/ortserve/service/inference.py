@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from ortserve.clock import Clock
-from ortserve.codecs.bounds import INLINE_ELEMENTS, INLINE_OUTPUTS, INLINE_TEXTS, JSON_GROWTH
+from ortserve.codecs.bounds import CHARACTER_BYTES, INLINE_ELEMENTS, INLINE_OUTPUTS, JSON_GROWTH
 from ortserve.core.batch import Arrays
-from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, DecodingPlace, EncodedRequest, JsonRequest
 from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED
 from ortserve.core.large_memory import LargeMemory
@@ -19,6 +18,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, NotInMemoryError, ServeError, out_of_memory
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers
+from ortserve.registry.served_version import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import (
     Call,
@@ -30,8 +30,8 @@ from ortserve.service.call import (
     submit,
     try_candidate,
 )
-from ortserve.service.codec_threads import CodecThreads, decoded_in, hold_until_decoded, release_when_decoded
-from ortserve.service.gate import BodyGate, Hold, json_too_large, memory_bytes
+from ortserve.service.codec_threads import CodecThreads, Decodings, decoded_in, release_when_decoded
+from ortserve.service.gate import BodyGate, json_too_large
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
@@ -88,6 +88,7 @@ class InferenceService:
         self.max_json_bytes: Final = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
         """Maximum JSON of one request."""
         self._codecs = codec_threads or CodecThreads(2)
+        self._decodings = Decodings(self.gate, self._codecs)
         self._recorder = recorder
         self._clock = clock
         self._settled = self._on_settled  # bound once, not for each call
@@ -192,25 +193,18 @@ class InferenceService:
         """
         if body.json_bytes > self.max_json_bytes:
             raise json_too_large(body.json_bytes, self.max_json_bytes)
-        hold, is_json = self.gate.hold(body.growth_bytes), place is DecodingPlace.PROCESS
-        try:
-            codecs = self._codecs
-            decoding = codecs.read_json(cast("JsonRequest", body), call) if is_json else codecs.run(body.read, call)
-        except Exception:  # such as a MemoryError
-            hold.release()
-            raise
-        task = call.settle_by(self._run_after_decoding(call, decoding, hold))
+        decode: Callable[[], asyncio.Future[InferRequest]]
+        if place is DecodingPlace.PROCESS:
+            decode = partial(self._codecs.read_json, cast("JsonRequest", body), call)
+        else:
+            decode = partial(self._codecs.run, body.read, call)
+        decoding, hold = self._decodings.begin(decode, call, body.growth_bytes, is_json=place is DecodingPlace.PROCESS)
+        task = call.settle_by(self._run_after_decoding(call, decoding))
         task.add_done_callback(partial(release_when_decoded, decoding, hold))
 
-    async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]", hold: Hold) -> Arrays:
-        """Run a request that is being decoded. ``hold`` reserves the memory of decoding, then that of the tensors."""
-        request = await decoded_in(decoding, self._left_ns(call))
-        measure = partial(memory_bytes, request.inputs)
-        if sum([tensor.array.size for tensor in request.inputs if tensor.datatype is DataType.BYTES]) <= INLINE_TEXTS:
-            hold.set_unchecked(measure())
-        else:
-            hold.set_unchecked(await decoded_in(self._codecs.run(measure, call), self._left_ns(call)))
-        call.request = request
+    async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]") -> Arrays:
+        """Run a request that is being decoded."""
+        request = call.request = await decoded_in(decoding, self._left_ns(call))
         run = self._run_in_task
         try:
             call.served = self._registry.find(request.model_name, request.model_version)
@@ -247,13 +241,13 @@ class InferenceService:
             await call.place.wait()
             served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
-            read = partial(read_raw_input, request.raw_input, served.signature, served.name)
-            decoding = self._codecs.run(read, call)
-            try:
-                tensor = await decoded_in(decoding, self._left_ns(call))
-            finally:
-                hold_until_decoded(decoding, self.gate, len(request.raw_input))
-            request = call.request = replace(request, inputs=[tensor], raw_input=None)  # also for a copy of a rollout
+            decode = partial(self._codecs.run, partial(_with_raw_input, request, served), call)
+            growth_bytes = (1 + CHARACTER_BYTES) * len(request.raw_input)
+            decoding, hold = self._decodings.begin(decode, call, growth_bytes)
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(partial(release_when_decoded, decoding, hold))
+            request = call.request = await decoded_in(decoding, self._left_ns(call))  # also for a copy of a rollout
             served = call.served = self._registry.find(request.model_name, request.model_version)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
@@ -384,6 +378,13 @@ class InferenceService:
             call.served.rejections.note(error, self._clock())
         self._recorder.failed(call, error.kind)
         call.report_error(error)
+
+
+def _with_raw_input(request: InferRequest, served: ServedVersion) -> InferRequest:
+    """Decode the only input of a raw request."""
+    assert request.raw_input is not None
+    tensor = read_raw_input(request.raw_input, served.signature, served.name)
+    return replace(request, inputs=[tensor], raw_input=None)
 
 
 def _set_result(answered: "asyncio.Future[Answer]", answer: Answer) -> None:

@@ -15,19 +15,21 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import orjson
 import pytest
 import pytest_asyncio
 from onnx import TensorProto, helper
 from prometheus_client import CollectorRegistry
 
 from fakes.encoded import AS_IS, EncodedBy, Given
+from http_wire import wait_until
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.bounds import INLINE_BYTES, INLINE_CHARACTERS, INLINE_ELEMENTS, INLINE_OUTPUTS, INLINE_TEXTS
 from ortserve.codecs.generate import GenerateEncoder
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
-from ortserve.codecs.rest import RestEncoder
+from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
@@ -360,10 +362,10 @@ async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage
         ),
         (Given(request, DecodingPlace.THREAD, growth_bytes=901), ErrorKind.OVERLOADED, "max_inflight_bytes"),
     ):
-        with stage.service.gate.hold(100), pytest.raises(ServeError, match=word) as caught:
+        with stage.service.gate.hold(501), pytest.raises(ServeError, match=word) as caught:
             await stage.service.serve(stage.service.receive("http"), encoded, AS_IS)
         assert caught.value.kind is kind
-    with stage.service.gate.hold(100):
+    with stage.service.gate.hold(500):  # texts reserve at most the other half
         await stage.service.serve(stage.service.receive("http"), Given(request, DecodingPlace.THREAD, 29, 900), AS_IS)
 
 
@@ -383,13 +385,61 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
     with stage.service.gate.hold(0) as hold:
         try:
             with pytest.raises(ServeError, match="max_inflight_bytes"):
-                hold.grow(200)
+                hold.grow(501)
         finally:
             release.set()
         while hold.size == 0:
             await asyncio.sleep(0)
             with suppress(ServeError):
-                hold.grow(200)
+                hold.grow(501)
+
+
+async def test_texts_of_a_call_past_its_deadline_are_reserved_until_they_are_measured(stage: Stage) -> None:
+    service, release = service_with(stage, CodecThreads(1)), threading.Event()
+    texts = np.array([["x"]] * (INLINE_TEXTS + 1), object)
+    decoded = Given(lambda: request("text", texts, datatype=DataType.BYTES), DecodingPlace.THREAD, growth_bytes=400)
+
+    def wait() -> InferRequest:
+        release.wait(60)
+        return request()
+
+    timed = asyncio.create_task(service.serve(service.receive("http", 500_000_000), decoded, AS_IS))
+    blocking = asyncio.create_task(service.serve(service.receive("http"), Given(wait, DecodingPlace.THREAD), AS_IS))
+    try:
+        with pytest.raises(ServeError, match="deadline"):
+            await timed
+        held_bytes = service.gate.held_bytes
+    finally:
+        release.set()
+    await blocking
+    await asyncio.to_thread(wait_until, lambda: service.gate.held_bytes == 0)
+    assert held_bytes == 400
+
+
+@pytest.mark.parametrize(("character", "served"), [("x", 6), ("😀", 2)])
+async def test_texts_that_are_decoded_together_stay_within_the_limit(stage: Stage, character: str, served: int) -> None:
+    """Each text of an emoji takes four times its bytes, which was known only after it was decoded."""
+    size = 200_000
+    text = (character + size * "x").encode()
+    tensor = {"name": "x", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(text) + 4}}
+    head = orjson.dumps({"inputs": [tensor]})
+    body = head + len(text).to_bytes(4, "little") + text
+    service = service_with(stage, CodecThreads(4), max_inflight_bytes=13 * size)
+    calls = [
+        asyncio.create_task(
+            service.serve(service.receive("http"), RestRequest(body, len(head), "text", ""), RestEncoder())
+        )
+        for _ in range(6)
+    ]
+    most = 0
+    while not all(call.done() for call in calls):
+        most = max(most, service.gate.held_bytes)
+        await asyncio.sleep(0)
+    errors = [error.kind for call in calls if isinstance(error := call.exception(), ServeError)]
+    assert size < most <= 13 * size
+    assert len(calls) - len(errors) >= served
+    assert set(errors) <= {ErrorKind.OVERLOADED}
+    assert service.gate.held_bytes == 0
 
 
 @pytest.mark.parametrize("count", [4, INLINE_TEXTS + 1])
@@ -407,9 +457,15 @@ async def test_texts_are_reserved_with_the_size_of_their_characters(stage: Stage
     assert stage.service.gate.held_bytes == 0
 
 
-def service_with(stage: Stage, threads: CodecThreads) -> InferenceService:
+def service_with(stage: Stage, threads: CodecThreads, *, max_inflight_bytes: int = 1000) -> InferenceService:
     recorder = Recorder(Metrics(CollectorRegistry()), time.monotonic_ns)
-    return InferenceService(stage.registry, recorder, time.monotonic_ns, max_inflight_bytes=1000, codec_threads=threads)
+    return InferenceService(
+        stage.registry,
+        recorder,
+        time.monotonic_ns,
+        max_inflight_bytes=max_inflight_bytes,
+        codec_threads=threads,
+    )
 
 
 async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and_never_decoded(stage: Stage) -> None:
@@ -441,7 +497,7 @@ async def test_request_past_its_deadline_is_answered_before_a_thread_is_free_and
         release.set()
     await first
     await serve("last")
-    assert (held_bytes, service.gate.held_bytes) == (INLINE_BYTES + 1, 0)  # the work of a thread refers to the texts
+    assert (held_bytes, service.gate.held_bytes) == (500, 0)  # the work of a thread refers to the texts
     assert decoded == ["first", "last"]
 
 
