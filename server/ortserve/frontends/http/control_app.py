@@ -103,9 +103,12 @@ def make_control_app(
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend the document
 
+    building = asyncio.Lock()
+
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi_document() -> Response:
-        return JSONResponse(await asyncio.to_thread(openapi))
+        async with building:  # otherwise each of the first callers would build the document
+            return JSONResponse(await asyncio.to_thread(openapi))
 
     return app
 

@@ -77,10 +77,11 @@ async def test_internal_error_is_logged_and_answered_without_its_text(caplog: py
     assert isinstance(record.exc_info[1], ZeroDivisionError)
 
 
-async def test_other_callers_are_answered_while_the_openapi_document_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_end = threading.Event()
+async def test_openapi_document_is_built_once_while_other_callers_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, builds = threading.Event(), list[int]()
 
     def build(**_: object) -> dict[str, Any]:
+        builds.append(1)
         assert may_end.wait(60)
         return {"paths": {}, "components": {"schemas": {}}}
 
@@ -88,15 +89,18 @@ async def test_other_callers_are_answered_while_the_openapi_document_is_built(mo
     nothing: Any = Faulty()
     app = make_control_app(nothing, nothing, nothing, nothing, nothing, title="t")
     side, written = HttpSide(app), bytearray()
-    protocol, _ = side.connect(written)
-    protocol.data_received(get("/openapi.json"))
+    protocols = [side.connect(written)[0] for _ in range(3)]
+    for protocol in protocols:
+        protocol.data_received(get("/openapi.json"))
     await turns()
     assert (await answer(app, get("/nowhere")))[0] == 404
     assert not written
     may_end.set()
     await asyncio.wait(side.state.tasks)
-    assert written.startswith(b"HTTP/1.1 200 ")
-    protocol.connection_lost(None)
+    assert written.count(b"HTTP/1.1 200 ") == 3
+    assert len(builds) == 1
+    for protocol in protocols:
+        protocol.connection_lost(None)
 
 
 @pytest.mark.parametrize(("query", "passed"), [(b"model=a%20b", b"model=a%20b"), (b"a=b&" * 700, b"")])
