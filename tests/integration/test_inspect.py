@@ -34,6 +34,8 @@ from ortserve.model_file.reading import read_model
 from pages import DOCS, Command, commands
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 EXAMPLE = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -56,6 +58,12 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
         return subprocess.CompletedProcess(words, status, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture
+def plain_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the processes whose memory is measured by the interpreter: forked ones share memory with the template."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # read by the interpreter
 
 
 @pytest.fixture
@@ -148,6 +156,7 @@ def within(share: float, predicted: int, measured: int) -> bool:
     return abs(predicted - measured) <= share * measured
 
 
+@pytest.mark.usefixtures("plain_children")
 @pytest.mark.parametrize("kind", ["encoder", "convolutions"])
 def test_memory_is_predicted_within_a_tenth(inspected: Inspected, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
@@ -165,10 +174,11 @@ def test_memory_is_predicted_within_a_tenth(inspected: Inspected, kind: str, tmp
             assert within(0.1, one[f"{figure}_nbytes"], one[f"{figure}_measured_nbytes"]), (figure, one)
 
 
+@pytest.mark.usefixtures("plain_children")
 def test_blocks_of_almost_twice_the_size_of_tensors_do_not_count_as_activations(
     inspected: Inspected, tmp_path: Path
 ) -> None:
-    path = builders.chain(tmp_path / "m.onnx", nodes=4, width=9_000_000)
+    path = builders.chain(tmp_path / "m.onnx", nodes=4, width=2_250_000)
 
     one = inspected(path, "--batch", "1", "--seconds", "100")["memory"]["batches"][0]
 
@@ -176,6 +186,7 @@ def test_blocks_of_almost_twice_the_size_of_tensors_do_not_count_as_activations(
     assert within(0.01, one["arena_nbytes"], one["arena_measured_nbytes"])
 
 
+@pytest.mark.usefixtures("plain_children")
 def test_memory_of_the_process_does_not_include_the_events_of_a_profile(inspected: Inspected, tmp_path: Path) -> None:
     path = builders.chain(tmp_path / "m.onnx", nodes=1000, width=4)
 
