@@ -32,6 +32,8 @@ from pages import DOCS, Command, commands
 from servers import LOOK_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving
 from small_server import small_server
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 EXAMPLE: Final = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 SEQUENCES: Final = """\
 sequences:
