@@ -1,4 +1,7 @@
-"""``ortserve tune`` in a process, with a known correct result: six instances take more memory than one."""
+"""``ortserve tune`` with a known correct result: six instances take more memory than one.
+
+A process of its own is killed. The search resumes in the test's process, whose children are preloaded.
+"""
 
 import json
 import signal
@@ -11,6 +14,7 @@ import psutil
 import pytest
 
 from models import builders
+from ortserve.cli.main import main
 from ortserve.tools.tune.arguments import JOURNAL
 from servers import LOOK_S
 
@@ -30,13 +34,12 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def command(model: Path, *more: str) -> list[str]:
-    goal = ["--objective", "memory", "--slo", "5s", "--rate", "500", "--max-minutes", "3"]
-    return [sys.executable, "-m", "ortserve", "tune", str(model), *goal, "--json", *more]
-
-
-def test_mends_a_bad_setting_even_after_a_kill(model: Path) -> None:
-    killed = subprocess.Popen(command(model), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_mends_a_bad_setting_even_after_a_kill(
+    model: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    goal = ["--objective", "memory", "--slo", "5s", "--rate", "500", "--max-minutes", "3", "--json"]
+    command = [sys.executable, "-m", "ortserve", "tune", str(model), *goal]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     journal = model / JOURNAL
     deadline = time.monotonic() + 110
     while not (journal.exists() and journal.read_bytes().count(b'"trial"') > 1):
@@ -52,9 +55,11 @@ def test_mends_a_bad_setting_even_after_a_kill(model: Path) -> None:
     with journal.open("ab") as half:
         half.write(b'{"op_code": 4, "wor')
 
-    ran = subprocess.run(command(model, "--resume", "--max-trials", "1"), capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    result = json.loads(ran.stdout)
+    request.getfixturevalue("preloaded_commands")
+    status = main(["tune", str(model), *goal, "--resume", "--max-trials", "1"])
+    printed = capfd.readouterr()
+    assert (status, printed.err) == (0, "")
+    result = json.loads(printed.out)
     assert result["has_gain"], result
     assert result["trials"][1]["changes"] == {"instances": 1}
     assert result["confirmation"]["ratio"]["low"] > 1.3
