@@ -25,7 +25,8 @@ from ortserve.rows.verdict import (
     sum_terms,
     why_not_analysed,
 )
-from ortserve.rows.walk import TooMuchWorkError, constant_value
+from ortserve.rows.walk import constant_value
+from ortserve.rows.work_budget import TooMuchWorkError
 
 __all__ = [
     "DEPENDENT",

@@ -27,9 +27,10 @@ class Atom:
         is_whole: Whether the number is certainly an integer.
         key: The expression that the atom represents; empty for a fresh atom.
         is_free: Whether the number follows from free sizes of inputs, so that ONNX Runtime cannot know it at the load.
+        is_inferred: Whether ONNX Runtime may infer another number for this size of a tensor when it loads the model.
     """
 
-    __slots__ = ("is_free", "is_whole", "key", "lowest", "serial", "terms")
+    __slots__ = ("is_free", "is_inferred", "is_whole", "key", "lowest", "serial", "terms")
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Atom:
         self.terms = terms
         self.is_whole = is_whole
         self.is_free = is_free
+        self.is_inferred = key[:1] == (WINDOWS,) or any(map(is_inferred, key))
 
     def __repr__(self) -> str:
         return f"a{self.serial}"
@@ -100,6 +102,20 @@ def is_free(operand: object) -> bool:
     )
 
 
+WINDOWS: Final = "windows"
+"""The expression of a size for which ONNX Runtime may infer another one when it loads the model."""
+
+
+def is_inferred(operand: object) -> bool:
+    """Whether ONNX Runtime may infer another number, or another one of several, when it loads the model.
+
+    The result of Shape is then the inferred size.
+    """
+    if isinstance(operand, (frozenset, tuple)):
+        return any(map(is_inferred, operand))
+    return isinstance(operand, Product) and any(atom.is_inferred for atom, _ in operand.atoms)
+
+
 def is_whole(number: Number) -> bool:
     """Whether a number is certainly an integer."""
     if isinstance(number, int):
@@ -109,25 +125,21 @@ def is_whole(number: Number) -> bool:
     return False
 
 
-WINDOWS: Final = "windows"
-"""The expression of a size for which ONNX Runtime may infer another one when it loads the model."""
-
-
-def is_inferred(number: object) -> bool:
-    """Whether ONNX Runtime may infer another number than this size of a tensor when it loads the model.
-
-    The result of Shape is then the inferred size.
-    """
-    return has_atom(number, lambda atom: atom.key[:1] == (WINDOWS,))
-
-
-def has_atom(number: object, is_wanted: Callable[[Atom], bool]) -> bool:
-    """Whether a number, or one of several in a collection, is computed from such an atom."""
-    if isinstance(number, (frozenset, tuple)):
-        return any(has_atom(each, is_wanted) for each in number)
-    return isinstance(number, Product) and any(
-        is_wanted(atom) or has_atom(atom.key, is_wanted) for atom, _ in number.atoms
-    )
+def has_atom(number: Number, is_wanted: Callable[[Atom], bool]) -> bool:
+    """Whether a number is computed from such an atom."""
+    found: set[Atom] = set()
+    pending: list[object] = [number]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, (frozenset, tuple)):
+            pending.extend(each)
+        elif isinstance(each, Product):
+            new = [atom for atom, _ in each.atoms if atom not in found]
+            if any(map(is_wanted, new)):
+                return True
+            found.update(new)
+            pending.extend(atom.key for atom in new)
+    return False
 
 
 def atoms_of(number: Number) -> Iterable[Atom]:

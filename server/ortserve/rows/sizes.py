@@ -13,7 +13,8 @@ from ortserve.rows.number import Number, is_positive
 from ortserve.rows.rules import RULES
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Value, free
-from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
+from ortserve.rows.walk import Walk
+from ortserve.rows.work_budget import TooMuchWorkError, WorkBudget
 
 _DOMAINS: Final = frozenset({"", "com.microsoft", "ai.onnx.ml"})
 """The operators of other domains make outputs of any size."""
@@ -49,7 +50,7 @@ class _Sizes(Walk):
     """The analysis without rows."""
 
     def __init__(self, model: Model, *, keeps_targets: bool) -> None:
-        super().__init__(model, Symbols(), Budget())
+        super().__init__(model, Symbols(), WorkBudget())
         self._main = model.graph
         self._keeps_targets = keeps_targets
         self.found: dict[int, Mapping[str, Value]] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from fractions import Fraction
-from functools import partial, reduce
+from functools import reduce
 from math import ceil, floor, lcm
 from typing import Final
 
@@ -84,8 +84,12 @@ class Symbols:
         ONNX Runtime carries names on to tensors without a declaration, where sizes must be equal. Rules require that of
         sizes with N, so that such a size has a name only if it is declared.
         """
+        partners: dict[Number, set[Number]] = {}
+        for pair in self.replaced:
+            with_rows = [size for size in pair if contains_rows(size)] or [1]
+            partners.setdefault(with_rows[0], set()).add(with_rows[-1])
         for name, sizes in self.declared.items():
-            if len(sizes) > 1 and any(all(map(partial(_may_have_name, sizes), pair)) for pair in self.replaced):
+            if len(sizes) > 1 and (1 in partners or any(sizes & partners.get(size, set()) for size in sizes)):
                 return name
         return ""
 
@@ -338,7 +342,3 @@ def _is_broadcast_of(length: Number, other: Number) -> bool:
 def _key_of(number: Number) -> tuple[Hashable, ...]:
     """The expression of a number that is a single atom; empty for others."""
     return next((atom.key for atom in atoms_of(number) if number == single_atom(atom, 1)), ())
-
-
-def _may_have_name(sizes: set[Number], size: Number) -> bool:
-    return size in sizes or not contains_rows(size)

@@ -12,10 +12,11 @@ from itertools import product
 from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Declared, Model, constant
-from ortserve.rows.number import N, Number
+from ortserve.rows.number import MAX_TERMS, N, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
-from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
+from ortserve.rows.walk import Walk
+from ortserve.rows.work_budget import TooMuchWorkError, WorkBudget
 
 MAX_HYPOTHESES: Final = 48
 """Maximum number of hypotheses that are tried for a model."""
@@ -53,8 +54,8 @@ _SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d{1,1
 
 
 def sum_terms(name: str) -> tuple[str | int, ...]:
-    """The dimensions and numbers in a name such as ``past + current``; empty for a name that is not a sum."""
-    if not _SUM.fullmatch(name):
+    """The dimensions and numbers in a name such as ``past + current``; empty for any other name or a long sum."""
+    if not 0 < name.count("+") < MAX_TERMS or not _SUM.fullmatch(name):
         return ()
     return tuple(int(part) if part.isdigit() else part for part in (part.strip() for part in name.split("+")))
 
@@ -267,7 +268,7 @@ def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None 
         if unclear:
             return _unknown(f"input '{unclear[0].name}' is declared without a shape")
         return RowVerdict(Outcome.FIXED, reason="no input has an axis of free size")
-    budget = Budget()
+    budget = WorkBudget()
     first: RowVerdict | None = None
     for axes in hypotheses(model, sizes):
         try:
@@ -286,7 +287,7 @@ def prove_axes(
     axes: Axes,
     sizes: Sizes | None = None,
     values: Values | None = None,
-    budget: Budget | None = None,
+    budget: WorkBudget | None = None,
 ) -> RowVerdict:
     """The verdict for one hypothesis: ``axes`` holds the axis of each input that carries rows.
 
@@ -295,7 +296,7 @@ def prove_axes(
     Raises:
         TooMuchWorkError: The analysis needs more than ``budget``.
     """
-    budget = budget or Budget()
+    budget = budget or WorkBudget()
     request = Request(sizes or {}, values or {})
     verdict = _judge(model, axes, request, budget, believe_names=True)
     if verdict.outcome is Outcome.PROVEN and verdict.equal_sizes:
@@ -320,11 +321,12 @@ def claims(
     initial = InitialClaims(model, symbols, axes, Request(sizes or {}, values or {}), believe_names=believe_names)
     if initial.problem:
         return {}
-    return Walk(model, symbols, Budget()).run(initial.claims)
+    return Walk(model, symbols, WorkBudget()).run(initial.claims)
 
 
-def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believe_names: bool) -> RowVerdict:
+def _judge(model: Model, axes: Axes, request: Request, budget: WorkBudget, *, believe_names: bool) -> RowVerdict:
     symbols = Symbols()
+    budget.take_graph(model.graph)
     initial = InitialClaims(model, symbols, axes, request, believe_names=believe_names)
     if initial.problem:
         return _unknown(initial.problem)

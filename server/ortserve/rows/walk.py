@@ -1,6 +1,6 @@
 """The analysis of a graph under one hypothesis, node by node: from claims about inputs to claims about outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Final
 
@@ -10,6 +10,7 @@ from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import NO_FACTS, Cause, Kind, Value, free
+from ortserve.rows.work_budget import TooMuchWorkError, WorkBudget
 
 DOMAINS: Final = frozenset({"", "ai.onnx.ml"})
 """Domains in which all operators compute free results from free operands, even operators without a rule."""
@@ -33,37 +34,17 @@ _BUILT_IN: Final = DOMAINS | {"ai.onnx.contrib"}
 of the model with the same name."""
 _NEWEST: Final = 1 << 16
 """The version of ONNX's own operators for a model that imports none: ONNX Runtime takes the newest that it knows."""
-MAX_VISITS: Final = 40_000
-"""Maximum of visits of nodes for one model, over all hypotheses and rounds of loops. A visit takes some 50 µs."""
-_STEPS_A_VISIT: Final = 2
-"""Number of symbolic steps that take as long as a visit."""
 _DEEPEST: Final = 16
 """Maximum depth of graphs and functions inside each other."""
-
-
-class TooMuchWorkError(Exception):
-    """The analysis has visited the maximum number of nodes. The text continues "the model is not analysed: "."""
-
-
-class Budget:
-    """Limits the number of visits of nodes."""
-
-    def __init__(self, visits: int = MAX_VISITS) -> None:
-        self._visits = self._left = visits
-
-    def take(self, visits: int) -> None:
-        self._left -= visits
-        if self._left < 0:
-            raise TooMuchWorkError(f"it needs more than {self._visits} visits of nodes")
 
 
 class Walk:
     """The analysis under one hypothesis. Each tensor of the graph gets a claim."""
 
-    def __init__(self, model: Model, symbols: Symbols, budget: Budget) -> None:
+    def __init__(self, model: Model, symbols: Symbols, budget: WorkBudget) -> None:
         self._model = model
         self._symbols = symbols
-        self._budget = budget
+        self.budget = budget
         self._order = 0
 
     def run(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
@@ -71,15 +52,18 @@ class Walk:
         scope = _Scope(self, {"": _NEWEST, **self._model.opsets}, {}, {}, 0)
         graph = self._model.graph
         read = {name for node in graph.nodes for name in names_read(node)}
-        declared = {output.name: output.dims or () for output in graph.outputs if output.name in read}
-        names = scope.walk(graph.nodes, graph.constants, dict(inputs), {**graph.inner_dims, **declared})
+        outputs = {output.name: output.dims or () for output in graph.outputs}
+        names = _constants(graph, read | outputs.keys())
+        names.update(inputs)
+        declared = _inner_dims(graph) | {name: dims for name, dims in outputs.items() if name in read}
+        scope.walk(graph.nodes, names, declared)
         self.finished(graph, names)
         return names
 
-    def next_order(self) -> int:
+    def next_order(self, node: Node) -> int:
+        """The next number in the order of visits, for a visit of a node."""
         self._order += 1
-        visits, self._symbols.steps = divmod(self._symbols.steps, _STEPS_A_VISIT)
-        self._budget.take(1 + visits)
+        self._symbols.steps = self.budget.take_node(node, self._symbols.steps)
         return self._order
 
     @property
@@ -135,20 +119,16 @@ class _Scope:
     def walk(
         self,
         nodes: Sequence[Node],
-        constants: Mapping[str, Tensor],
         names: dict[str, Value],
         declared: Mapping[str, Dims],
-    ) -> dict[str, Value]:
+    ) -> None:
         """Analyse nodes, given the claims in ``names``. Adds the claims about their outputs to ``names``.
 
         A result with a fixed size in ``declared`` that does not follow from the graph is unknown.
         """
-        for name, tensor in constants.items():
-            if name not in names:
-                names[name] = constant_value(tensor)
         self._names = names
         for index, node in enumerate(nodes):
-            order = self._walk.next_order()
+            order = self._walk.next_order(node)
             operands = [names.get(name) if name else None for name in node.inputs]
             missing = [name for name, value in zip(node.inputs, operands, strict=True) if name and value is None]
             if missing:
@@ -163,25 +143,27 @@ class _Scope:
                         break
             results = self._walk.concluded(node, operands, results)
             names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
-        return names
 
     def run_graph(self, graph: Graph, arguments: Sequence[Value], *, hide_rows: bool = False) -> list[Value]:
         if self._depth >= _DEEPEST:
             raise NotKnownError(f"nests graphs more than {_DEEPEST} deep")
         if len(arguments) != len(graph.inputs):
             raise NotKnownError(f"passes {len(arguments)} values to a graph with {len(graph.inputs)} inputs")
-        names = dict(self._names)
+        self._walk.budget.take_graph(graph)
+        read = {name for node in graph.nodes for name in names_read(node)}
+        read.update(output.name for output in graph.outputs)
+        names = {name: self._names[name] for name in read & self._names.keys()}
         if hide_rows:
             names = {name: _hidden(value) for name, value in names.items()}
-        for name in graph.constants:
-            names.pop(name, None)
+        names.update(_constants(graph, read))
         for given, value in zip(graph.inputs, arguments, strict=True):
             if wrong := self._walk.wrong_size(given.name, given.dims or (), value):
                 raise NotKnownError(f"passes {wrong}")
             names[given.name] = value
         inner = _Scope(self._walk, self._opsets, self._attributes, names, self._depth + 1)
-        declared = {output.name: output.dims or () for output in graph.outputs}
-        inner.walk(graph.nodes, graph.constants, names, {**graph.inner_dims, **declared})
+        inner.walk(
+            graph.nodes, names, _inner_dims(graph) | {output.name: output.dims or () for output in graph.outputs}
+        )
         self._walk.finished(graph, names)
         return [_given(names, output.name) for output in graph.outputs]
 
@@ -300,7 +282,7 @@ class _Scope:
             else function.nodes
         )
         inner = _Scope(self._walk, self._opsets, attributes, names, self._depth + 1)
-        inner.walk(nodes, {}, names, {})  # ONNX Runtime does not read the sizes that a function declares
+        inner.walk(nodes, names, {})  # ONNX Runtime does not read the sizes that a function declares
         return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
 
     def _substituted(self, attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
@@ -363,6 +345,17 @@ def _has_graphs(node: Node) -> bool:
 
 def _all_free(operands: Sequence[Value | None]) -> bool:
     return all(value is None or value.kind is Kind.FREE for value in operands)
+
+
+def _inner_dims(graph: Graph) -> dict[str, Dims]:
+    """The declared shapes of the results of a graph's nodes."""
+    made = {name for node in graph.nodes for name in node.outputs}
+    return {name: graph.inner_dims[name] for name in made & graph.inner_dims.keys()}
+
+
+def _constants(graph: Graph, read: Set[str]) -> dict[str, Value]:
+    """The claims about the constants of a graph, as far as they are read. A file may hold many others."""
+    return {name: constant_value(graph.constants[name]) for name in read & graph.constants.keys()}
 
 
 def constant_value(tensor: Tensor) -> Value:

@@ -7,11 +7,12 @@ import onnx.parser
 import pytest
 
 from ortserve.model_file import reading
+from ortserve.model_file.graph import Tensor
 from ortserve.model_file.reading import parse_model, read_model
-from ortserve.rows import Outcome, TooMuchWorkError, prove_axes, prove_model
+from ortserve.rows import Outcome, TooMuchWorkError, Value, constant_value, prove_axes, prove_model, walk
 from ortserve.rows.number import MAX_TERMS, Number, Product
 from ortserve.rows.symbols import Symbols
-from ortserve.rows.walk import Budget
+from ortserve.rows.work_budget import WorkBudget
 
 
 def test_sums_of_products_stay_small() -> None:
@@ -62,7 +63,7 @@ def test_rounds_of_loops_in_loops_are_counted() -> None:
     model = parse_model(memoryview(loops(6).SerializeToString()))
     assert prove_axes(model, {"x": 0}).outcome is Outcome.PROVEN
     with pytest.raises(TooMuchWorkError, match="it needs more than 100 visits of nodes"):
-        prove_axes(model, {"x": 0}, budget=Budget(100))
+        prove_axes(model, {"x": 0}, budget=WorkBudget(100))
 
 
 def test_a_name_with_a_number_that_is_too_long_is_no_sum(tmp_path: Path) -> None:
@@ -72,6 +73,53 @@ def test_a_name_with_a_number_that_is_too_long_is_no_sum(tmp_path: Path) -> None
     file = tmp_path / "model.onnx"
     file.write_bytes(model.SerializeToString())
     assert prove_model(read_model(file)).outcome is Outcome.PROVEN
+
+
+def test_operands_and_long_lists_are_counted() -> None:
+    wide = model_of(f"t = Concat<axis=1>({', '.join(['x'] * 3000)}) y = Relu(t)")
+    long = model_of(f"t = Pad<pads={[0] * 60_000}>(x) y = Relu(x)")
+    for model in (wide, long):
+        with pytest.raises(TooMuchWorkError, match="it needs more than 200 visits of nodes"):
+            prove_axes(parse_model(memoryview(model.SerializeToString())), {"x": 0}, budget=WorkBudget(200))
+
+
+def test_a_size_that_is_computed_from_shared_sizes_takes_linear_time() -> None:
+    steps = "".join(f" e{i} = Add(d{i}, one) f{i} = Div(e{i}, d{i}) d{i + 1} = Max(f{i}, e{i})" for i in range(60))
+    model = model_of(
+        f"d0 = Shape<start=1>(x) one = Constant<value_ints=[1]>() {steps} k = ConstantOfShape(d60) s = Shape(k)"
+        " g = Cast<to=1>(s) y = Add(x, g)"
+    )
+    assert prove_model(parse_model(memoryview(model.SerializeToString()))).outcome is Outcome.PROVEN
+
+
+def test_constants_that_no_node_reads_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop may otherwise look at them in each round, and a branch of each If may copy them."""
+    seen: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Value:
+        seen.append(tensor)
+        return constant_value(tensor)
+
+    monkeypatch.setattr(walk, "constant_value", look)
+    model = loops(4)
+    inner = model.graph.node[0].attribute[0].g
+    for graph in (model.graph, inner):
+        for index in range(50):
+            graph.initializer.append(onnx.helper.make_tensor(f"{graph.name}_{index}", 1, [], [1.0]))
+    assert prove_axes(parse_model(memoryview(model.SerializeToString())), {"x": 0}).outcome is Outcome.PROVEN
+    assert len(seen) == 1, "the number of rounds is the only constant that a node reads"
+
+
+def test_a_split_into_more_parts_than_outputs_is_unknown() -> None:
+    model = model_of("a, y = Split<axis=1, num_outputs=1000000000>(x)")
+    assert prove_model(parse_model(memoryview(model.SerializeToString()))).outcome is Outcome.UNKNOWN
+
+
+def test_a_name_of_very_many_terms_is_no_sum() -> None:
+    model = chain(1)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[1].dim_param = "+".join("a" * 100_000)
+    assert prove_model(parse_model(memoryview(model.SerializeToString()))).outcome is Outcome.PROVEN
 
 
 def chain(length: int) -> onnx.ModelProto:

@@ -94,7 +94,9 @@ def _part_sizes(call: Call, length: Number) -> list[Number]:
         given = call.numbers(1, "sizes")
     if given is not None:
         return list(given)
-    count = call.integer("num_outputs", len(call.node.outputs))
+    count = len(call.node.outputs)
+    if call.integer("num_outputs", count) != count:
+        raise NotKnownError("has another number of outputs than its attribute")
     exact = call.symbols.divide_exactly(length, count)
     if exact is not None:
         return [exact] * count
