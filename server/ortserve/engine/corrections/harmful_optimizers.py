@@ -1,10 +1,10 @@
 """Finds optimizers of ONNX Runtime that would change the results of a model or make it crash."""
 
 from collections.abc import Mapping, Sequence
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Final
 
-from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
+from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes, names_read
 
 _AVERAGES: Final = frozenset({"AveragePool", "QLinearAveragePool"})
 _QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinearConv"})
@@ -36,6 +36,9 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
 
     MaxPool takes over the padding of a Pad before it (``Pad_Fusion``), but ignores padding, instead of comparing the
     entries with 0.
+
+    Behind a DequantizeLinear, operators that move elements are quantized too (``QDQPropagationTransformer``). That ends
+    the process if a graph of an If, Loop or Scan reads their result from outside, also after other optimizers.
     """
     nodes = list(all_nodes(model))
     found = []
@@ -50,6 +53,8 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
         found.append("GatherToSliceFusion")
     if _compares_with_padding(nodes):
         found.append("Pad_Fusion")
+    if "DequantizeLinear" in operators and _has_graph_that_reads_results(model, nodes):
+        found.append("QDQPropagationTransformer")
     return tuple(found)
 
 
@@ -96,6 +101,13 @@ def _compares_with_padding(nodes: Sequence[Node]) -> bool:
             if padded is None or padded.op not in _NEVER_NEGATIVE:
                 return True
     return False
+
+
+def _has_graph_that_reads_results(model: Model, nodes: Sequence[Node]) -> bool:
+    """Whether a graph of a node reads from outside what another node makes, or what a call passes to a function."""
+    made = {name for node in nodes for name in node.outputs}
+    made.update(name for function in model.functions.values() for name in function.inputs)
+    return any(not made.isdisjoint(islice(names_read(node), len(node.inputs), None)) for node in nodes)
 
 
 def _has_wide_scales(model: Model, nodes: Sequence[Node]) -> bool:
