@@ -89,6 +89,8 @@ def elementwise(call: Call) -> Output:
         for name, kind in (("strings", STRING), ("int64s", INT64), ("floats", FLOAT)):
             if f"values_{name}" in call.attributes:
                 dtype = kind
+    if call.op == "CategoryMapper":
+        dtype = INT64 if call.operand(0).dtype == STRING else STRING
     return call.same_shape(call.operand(0), call.operand(0).dtype if call.op == "Binarizer" else dtype)
 
 

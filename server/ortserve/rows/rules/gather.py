@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from ortserve.model_file.graph import INT64
+from ortserve.model_file.graph import INT64, STRING
 from ortserve.rows.number import Number
 from ortserve.rows.rules.call import (
     Call,
@@ -31,6 +31,8 @@ def gathered(call: Call, name: str) -> Value:
     dims, picked = call.dims(value), call.dims(indices)
     axis = call.axis(name, 0, len(dims))
     lengths = (*dims[:axis], *picked, *dims[axis + 1 :])
+    if value.dtype == STRING and any(length != 1 for length in dims[axis + 1 :]):
+        raise NotKnownError("selects slices of texts, of which ONNX Runtime may copy only the first text")
     if indices.is_rows:
         if value.is_rows:
             _check_own_rows(call, value, indices, axis)
