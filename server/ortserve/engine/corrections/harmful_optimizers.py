@@ -10,6 +10,13 @@ _AVERAGES: Final = frozenset({"AveragePool", "QLinearAveragePool"})
 _QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinearConv"})
 _NEVER_NEGATIVE: Final = frozenset({"Abs", "Exp", "Relu", "Sigmoid", "Softmax", "Softplus"})
 _PRODUCTS: Final = frozenset({"FusedMatMul", "MatMul"})
+_KNOWN: Final = frozenset({"", "ai.onnx.ml", "com.microsoft"})
+"""The domains of operators that ONNX Runtime does not replace by the nodes of a function of the model."""
+_REMOVABLE: Final = frozenset(
+    {"Add", "Concat", "Div", "Dropout", "Expand", "Identity", "Mul", "Pad", "Pow", "Reshape", "Slice", "Squeeze", "Sub"}
+    | {"Sum", "Tile", "Unsqueeze", "Where"}
+)
+"""Operators whose result may be one of their operands."""
 _KEEPS_AXES: Final = frozenset(
     {"Abs", "Add", "Cast", "Clip", "Concat", "DequantizeLinear", "Div", "Dropout", "Erf", "Exp", "Expand", "Gelu"}
     | {"Identity", "LayerNormalization", "Max", "Min", "Mul", "Neg", "Pad", "Pow", "QuantizeLinear", "Relu", "Sigmoid"}
@@ -24,6 +31,8 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
     From the level "extended" on, ONNX Runtime 1.31.1 fuses Transpose and MatMul, also where other optimizers have moved
     the Transpose. If the second operand is a vector, as in the attention pooling of texts, the product is wrong,
     because it reads the matrix in its old order (``MatmulTransposeFusion``). Without the fusion, a Transpose copies.
+    If a Cast is between the two, ONNX Runtime 1.32.0 moves it in front of the Transpose, and ends the process if that
+    was in vain, because the Transpose exchanges other axes than the last two.
 
     It also moves the channels of quantized images to the last axis (``NhwcTransformer``). In this layout, average
     pooling ends the process if an image is smaller than the kernel.
@@ -42,9 +51,9 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
     """
     nodes = list(all_nodes(model))
     found = []
-    if any(node.op == "Transpose" for node in nodes) and _may_multiply_by_vector(model, nodes):
-        found.append("MatmulTransposeFusion")
     operators = {node.op for node in nodes}
+    if "Transpose" in operators and (_multiplies_cast(model, nodes) or _may_multiply_by_vector(model, nodes)):
+        found.append("MatmulTransposeFusion")
     if not operators.isdisjoint(_AVERAGES) and not operators.isdisjoint(_QUANTIZED) and _takes_any_image(model):
         found.append("NhwcTransformer")
     if "MatMulInteger" in operators and _has_wide_scales(model, nodes):
@@ -88,6 +97,25 @@ def _may_multiply_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
             or (node.op in ("Expand", "Reshape") and not shapes.isdisjoint(node.inputs[1:]))
         ):
             matrices.update(node.outputs)
+    return False
+
+
+def _multiplies_cast(model: Model, nodes: Sequence[Node]) -> bool:
+    """Whether an operand of a product may be the result of a Cast after other optimizers removed nodes between."""
+    makers = _makers(nodes)
+    passed = {name for function in model.functions.values() for name in function.inputs}
+    pending = [name for node in nodes if node.op in _PRODUCTS for name in node.inputs]
+    seen: set[str] = set()
+    while pending:
+        name = pending.pop()
+        maker = makers.get(name)
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in passed or (maker is not None and (maker.op in ("Cast", "If") or maker.domain not in _KNOWN)):
+            return True
+        if maker is not None and maker.op in _REMOVABLE:
+            pending += maker.inputs
     return False
 
 

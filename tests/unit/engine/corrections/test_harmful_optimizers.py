@@ -16,6 +16,7 @@ from ortserve.engine.session import SessionOptions, open_session
 from ortserve.model_file.reading import read_model
 
 _TURN = "t = Transpose <perm = [0, 2, 1]> (x)"
+_NEGATED = "else_branch = h () => (f) { f = Neg (d) }"
 
 
 def write(folder: Path, inputs: str, nodes: str, constants: str = "") -> Path:
@@ -185,3 +186,29 @@ def test_a_branch_that_reads_a_moved_dequantized_tensor(tmp_path: Path, nodes: s
     session = open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1), read_model(path))
     (result,) = session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
     np.testing.assert_array_equal(result, np.abs(moved))
+
+
+@pytest.mark.parametrize(
+    "turned",
+    [
+        "t = Transpose <perm = [1, 0, 2]> (x) c = Cast <to = 1> (t)",
+        "t = Transpose <perm = [1, 0, 2]> (x) d = Cast <to = 1> (t) c = Identity (d)",
+        "t = Transpose <perm = [1, 2, 0, 3]> (x1) a = ArgMax <axis = 0, keepdims = 0> (t) c = Cast <to = 1> (a)",
+        f"{_TURN.replace('0, 2, 1', '1, 0, 2')} d = Cast <to = 1> (t) c = If (k) <then_branch = g () => (e) {{ e = Abs (d) }}, {_NEGATED}>",
+    ],
+    ids=["a Cast", "a copy", "behind a moved Transpose", "a branch"],
+)
+def test_a_product_of_a_matrix_that_is_transposed_and_cast(tmp_path: Path, turned: str) -> None:
+    """ONNX Runtime 1.32.0 ends the process when it loads some of these models."""
+    inputs = "float16[3,n,2] x" if "x1" not in turned else "float16[n,2,3,2] x1"
+    path = write(tmp_path, inputs, f"{turned} y = MatMul (c, w)", "float[2,1] w = {1, 2}, bool k = {1}")
+    assert harmful_optimizers(read_model(path)) == ("MatmulTransposeFusion",)
+    session = open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1), read_model(path))
+    (given,) = session.get_inputs()
+    x = np.arange(12, dtype=np.float16).reshape((1, 2, 3, 2) if given.name == "x1" else (3, 2, 2))
+    (result,) = session.run(None, {given.name: x})
+    moved = x.argmax(1) if given.name == "x1" else x.transpose(1, 0, 2)
+    assert result.shape[-1] == 1
+    np.testing.assert_array_equal(
+        np.sort(result.ravel()), np.sort((moved.astype(np.float32) @ np.array([[1], [2]], np.float32)).ravel())
+    )
