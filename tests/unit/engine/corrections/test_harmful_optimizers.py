@@ -16,7 +16,7 @@ from ortserve.engine.session import SessionOptions, open_session
 from ortserve.model_file.reading import read_model
 
 _TURN = "t = Transpose <perm = [0, 2, 1]> (x)"
-_NEGATED = "else_branch = h () => (f) { f = Neg (d) }"
+_BRANCHES = "If (k) <then_branch = g () => (e) { e = Abs (d) }, else_branch = h () => (f) { f = Neg (d) }>"
 
 
 def write(folder: Path, inputs: str, nodes: str, constants: str = "") -> Path:
@@ -194,7 +194,7 @@ def test_a_branch_that_reads_a_moved_dequantized_tensor(tmp_path: Path, nodes: s
         "t = Transpose <perm = [1, 0, 2]> (x) c = Cast <to = 1> (t)",
         "t = Transpose <perm = [1, 0, 2]> (x) d = Cast <to = 1> (t) c = Identity (d)",
         "t = Transpose <perm = [1, 2, 0, 3]> (x1) a = ArgMax <axis = 0, keepdims = 0> (t) c = Cast <to = 1> (a)",
-        f"{_TURN.replace('0, 2, 1', '1, 0, 2')} d = Cast <to = 1> (t) c = If (k) <then_branch = g () => (e) {{ e = Abs (d) }}, {_NEGATED}>",
+        f"t = Transpose <perm = [1, 0, 2]> (x) d = Cast <to = 1> (t) c = {_BRANCHES}",
     ],
     ids=["a Cast", "a copy", "behind a moved Transpose", "a branch"],
 )
