@@ -48,6 +48,7 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
 
     Behind a DequantizeLinear, operators that move elements are quantized too (``QDQPropagationTransformer``). That ends
     the process if a graph of an If, Loop or Scan reads their result from outside, also after other optimizers.
+    ``QDQFinalCleanupTransformer`` ends it if the graph reads what a QuantizeLinear makes of a dequantized tensor.
     """
     nodes = list(all_nodes(model))
     found = []
@@ -63,7 +64,7 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
     if _compares_with_padding(nodes):
         found.append("Pad_Fusion")
     if "DequantizeLinear" in operators and _has_graph_that_reads_results(model, nodes):
-        found.append("QDQPropagationTransformer")
+        found += ["QDQPropagationTransformer", "QDQFinalCleanupTransformer"]
     return tuple(found)
 
 
