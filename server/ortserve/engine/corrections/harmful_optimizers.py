@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, permutations
 from typing import Final
 
-from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes, names_read
+from ortserve.model_file.graph import BFLOAT16, FLOAT16, Model, Node, Tensor, all_graphs, all_nodes, names_read
 
 _AVERAGES: Final = frozenset({"AveragePool", "QLinearAveragePool"})
 _QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinearConv"})
@@ -12,6 +12,7 @@ _NEVER_NEGATIVE: Final = frozenset({"Abs", "Exp", "Relu", "Sigmoid", "Softmax", 
 _PRODUCTS: Final = frozenset({"FusedMatMul", "MatMul"})
 _KNOWN: Final = frozenset({"", "ai.onnx.ml", "com.microsoft"})
 """The domains of operators that ONNX Runtime does not replace by the nodes of a function of the model."""
+_HALF: Final = frozenset({FLOAT16, BFLOAT16})
 _REMOVABLE: Final = frozenset(
     {"Add", "Concat", "Div", "Dropout", "Expand", "Identity", "Mul", "Pad", "Pow", "Reshape", "Slice", "Squeeze", "Sub"}
     | {"Sum", "Tile", "Unsqueeze", "Where"}
@@ -102,7 +103,12 @@ def _may_multiply_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
 
 
 def _multiplies_cast(model: Model, nodes: Sequence[Node]) -> bool:
-    """Whether an operand of a product may be the result of a Cast after other optimizers removed nodes between."""
+    """Whether an operand of a product may be the result of a Cast after other optimizers.
+
+    ONNX Runtime adds a Cast in front of each product of half precision on the CPU.
+    """
+    if any(given.dtype in _HALF for graph in all_graphs(model) for given in graph.inputs):
+        return True
     makers = _makers(nodes)
     passed = {name for function in model.functions.values() for name in function.inputs}
     pending = [name for node in nodes if node.op in _PRODUCTS for name in node.inputs]
