@@ -304,12 +304,16 @@ def test_string_that_is_not_utf8_is_rejected(server: ServerProcess, send: Send) 
     assert "'text' is not valid UTF-8" in came.text
 
 
-def test_unready_model_is_rejected_with_the_time_to_retry(server: ServerProcess) -> None:
+def test_failed_model_is_rejected_without_a_time_to_retry(server: ServerProcess) -> None:
+    """In the mode ``none``, nothing loads it again."""
     request = replace(GOOD, model="broken")
-    assert refusal(send_rest_json(server, request)).headers["retry-after"] == "1"
-    assert refusal(send_grpc_raw(server, request)).headers["grpc-retry-pushback-ms"] == "1000"
-    metadata = httpx.get(f"http://{server.http}/v2/models/broken")
-    assert (metadata.status_code, metadata.headers["retry-after"]) == (503, "1")
+    rest, raw = refusal(send_rest_json(server, request)), refusal(send_grpc_raw(server, request))
+    assert (rest.status, raw.status) == (503, StatusCode.UNAVAILABLE)
+    assert "retry-after" not in rest.headers
+    assert "grpc-retry-pushback-ms" not in raw.headers
+    metadata = httpx.get(f"http://{server.http}/v2/models/broken", timeout=LONG_S)
+    assert metadata.status_code == 503
+    assert "retry-after" not in metadata.headers
 
 
 _ENTRY: Final = '{"name":"INPUT0","datatype":"INT32","shape":[1,16],"data":%s}'
