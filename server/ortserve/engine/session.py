@@ -112,7 +112,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         images = find_images(model)
         edits = {**score_edits(model), **image_edits(images.values()), **replacement_edits(model)}
         checks = check_edits(model) if options.provider.name == CPU else {}
-        harmful = harmful_optimizers(model)
+        harmful = harmful_optimizers(model, on_gpu=options.provider.name in GPU_PROVIDERS)
     except ServeError:
         raise
     except Exception:  # a node of an invalid model may lack inputs, for example: ONNX Runtime gives the reason

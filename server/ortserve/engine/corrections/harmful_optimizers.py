@@ -26,14 +26,15 @@ _KEEPS_AXES: Final = frozenset(
 """Operators whose results have at least as many axes as each of their operands."""
 
 
-def harmful_optimizers(model: Model) -> tuple[str, ...]:
+def harmful_optimizers(model: Model, *, on_gpu: bool = False) -> tuple[str, ...]:
     """The names of the optimizers that must not run for this model.
 
     From the level "extended" on, ONNX Runtime 1.31.1 fuses Transpose and MatMul, also where other optimizers have moved
     the Transpose. If the second operand is a vector, as in the attention pooling of texts, the product is wrong,
     because it reads the matrix in its old order (``MatmulTransposeFusion``). Without the fusion, a Transpose copies.
     If a Cast is between the two, ONNX Runtime 1.32.0 moves it in front of the Transpose, and ends the process if that
-    was in vain, because the Transpose exchanges other axes than the last two.
+    was in vain, because the Transpose exchanges other axes than the last two. On the CPU it adds such a Cast in front
+    of each product of half precision.
 
     It also moves the channels of quantized images to the last axis (``NhwcTransformer``). In this layout, average
     pooling ends the process if an image is smaller than the kernel.
@@ -54,7 +55,11 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
     nodes = list(all_nodes(model))
     found = []
     operators = {node.op for node in nodes}
-    if "Transpose" in operators and (_multiplies_cast(model, nodes) or _may_multiply_by_vector(model, nodes)):
+    if "Transpose" in operators and (
+        (_has_half_precision(model, nodes) and not on_gpu)
+        or _multiplies_cast(model, nodes)
+        or _may_multiply_by_vector(model, nodes)
+    ):
         found.append("MatmulTransposeFusion")
     if not operators.isdisjoint(_AVERAGES) and not operators.isdisjoint(_QUANTIZED) and _takes_any_image(model):
         found.append("NhwcTransformer")
@@ -102,13 +107,18 @@ def _may_multiply_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
     return False
 
 
-def _multiplies_cast(model: Model, nodes: Sequence[Node]) -> bool:
-    """Whether an operand of a product may be the result of a Cast after other optimizers.
+def _has_half_precision(model: Model, nodes: Sequence[Node]) -> bool:
+    """Whether an input, a constant or the result of a Cast has half precision."""
+    graphs = list(all_graphs(model))
+    return (
+        any(given.dtype in _HALF for graph in graphs for given in graph.inputs)
+        or any(constant.dtype in _HALF for graph in graphs for constant in graph.constants.values())
+        or any(node.op == "Cast" and node.attributes.get("to") in _HALF for node in nodes)
+    )
 
-    ONNX Runtime adds a Cast in front of each product of half precision on the CPU.
-    """
-    if any(given.dtype in _HALF for graph in all_graphs(model) for given in graph.inputs):
-        return True
+
+def _multiplies_cast(model: Model, nodes: Sequence[Node]) -> bool:
+    """Whether an operand of a product may be the result of a Cast after other optimizers removed nodes between."""
     makers = _makers(nodes)
     passed = {name for function in model.functions.values() for name in function.inputs}
     pending = [name for node in nodes if node.op in _PRODUCTS for name in node.inputs]
