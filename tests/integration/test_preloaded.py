@@ -53,6 +53,22 @@ def test_variables_that_libraries_read_early_start_the_interpreter(name: str) ->
     assert run(IS_PRELOADED, env={**os.environ, name: ""}) == "alone\n"
 
 
+def test_folders_of_pythonpath_come_first_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "added").mkdir()
+    (tmp_path / "added" / "of_this_test.py").write_text("number = 3")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "added"), *filter(None, sys.path)]))
+    program = f"{IS_PRELOADED}; import of_this_test; print(of_this_test.number, sys.path[:2])"
+    assert run(program) == f"forked\n3 ['', '{tmp_path / 'added'}']\n"
+
+
+def test_folder_of_pythonpath_with_sitecustomize_starts_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*filter(None, sys.path), str(tmp_path)]))
+    assert run(IS_PRELOADED) == "alone\n"
+
+
 def test_processes_do_not_share_random_numbers() -> None:
     program = "import numpy; print(numpy.random.random())"
     assert run(program) != run(program)

@@ -156,14 +156,26 @@ class PreloadedPopen(subprocess.Popen[Any]):
 
 def _order_of(command: Any, env: Mapping[str, str]) -> dict[str, Any] | None:
     """The module or program that a command of this interpreter runs; None for other commands and environments."""
-    if isinstance(command, str | bytes | Path) or _is_read_early(env):
+    # Of PYTHONPATH only ``sitecustomize`` is read at the start; a forked process adds the folders itself.
+    folders = env.get("PYTHONPATH", "").split(os.pathsep)
+    if any((Path(folder) / "sitecustomize.py").exists() for folder in folders):
+        return None
+    if isinstance(command, str | bytes | Path) or _is_read_early(_with_own_path(env)):
         return None
     match list(map(str, command)):
-        case [sys.executable, "-m", str(module), *arguments] if module.partition(".")[0] == "ortserve":
+        case [executable, *_] if executable != _EXECUTABLE:
+            return None
+        case [_, "-m", str(module), *arguments] if module.partition(".")[0] == "ortserve":
             return {"module": module, "arguments": arguments}
-        case [sys.executable, "-c", str(program), *arguments] if program.startswith("from ortserve."):
+        case [_, "-c", str(program), *arguments] if program.startswith("from ortserve."):
             return {"program": program, "arguments": arguments}
     return None
+
+
+def _with_own_path(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with the template's PYTHONPATH."""
+    own = {name: value for name, value in _ENVIRONMENT.items() if name == "PYTHONPATH"}
+    return {name: value for name, value in env.items() if name != "PYTHONPATH"} | own
 
 
 def _is_read_early(env: Mapping[str, str]) -> bool:
@@ -222,6 +234,7 @@ class _FailedStartError(Exception):
 
 _ENVIRONMENT: Final = dict(os.environ)
 """The environment of the templates: that of the test run, without the changes of tests."""
+_EXECUTABLE: Final = sys.executable
 _Popen: Final = subprocess.Popen
 """The class itself: tests replace the name by ``PreloadedPopen``."""
 _TEMPLATES: Final[dict[Kind, _Template]] = {}
@@ -324,8 +337,11 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.chdir(order["cwd"])
+    replaced = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(order["env"])
+    if folders := [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]:
+        sys.path[1:] = [*folders, *(folder for folder in sys.path[1:] if folder not in {*replaced, *folders})]
     tempfile.tempdir = None  # read from the environment again
     if order.get("session"):
         os.setsid()

@@ -12,7 +12,7 @@ from ortserve.tools.speed import Timed, _Block, _speed, _Trial, compare_speed
 from ortserve.tools.statistics import Estimate
 from ortserve.tools.subject import Subject
 
-pytestmark = pytest.mark.usefixtures("importable")
+pytestmark = pytest.mark.usefixtures("importable", "preloaded_commands")
 
 
 def trial(seconds: np.ndarray) -> _Trial:

@@ -23,7 +23,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.registry.load.capture_trial import CaptureTrial, CaptureTrials, TrialRequest
 from ortserve.registry.load.coordination import LoadCancelledError, Progress
 
-pytestmark = pytest.mark.usefixtures("importable")
+pytestmark = pytest.mark.usefixtures("importable", "preloaded_commands")
 
 
 def order(path: Path) -> TrialRequest:

@@ -124,7 +124,7 @@ def tell_processes(_: str) -> list[int]:
     return [os.getpid(), subprocess.Popen(["sleep", "600"]).pid]
 
 
-@pytest.mark.usefixtures("importable")
+@pytest.mark.usefixtures("importable", "preloaded_commands")
 @pytest.mark.parametrize(
     ("work", "failure", "limit_s"),
     [
@@ -137,14 +137,14 @@ def test_process_that_crashes_or_hangs_is_a_failure(work: Callable[[str], str], 
     assert list(run_in_child(work, ["bad"], limit_s)) == [failure]
 
 
-@pytest.mark.usefixtures("importable")
+@pytest.mark.usefixtures("importable", "preloaded_commands")
 def test_item_on_which_the_process_crashes_does_not_stop_others() -> None:
     results = list(run_in_child(end_by_signal, ["a", "b", "bad", "c"], 60))
 
     assert results == ["A", "B", Failure("ended with signal 11: no output"), "C"]
 
 
-@pytest.mark.usefixtures("importable")
+@pytest.mark.usefixtures("importable", "preloaded_commands")
 def test_processes_of_interrupted_work_are_ended() -> None:
     results = run_in_child(tell_processes, ["a", "b"], 60)
     processes = [psutil.Process(pid) for pid in next(results)]
@@ -155,7 +155,7 @@ def test_processes_of_interrupted_work_are_ended() -> None:
     assert len(gone) == 2
 
 
-@pytest.mark.usefixtures("importable")
+@pytest.mark.usefixtures("importable", "preloaded_commands")
 def test_items_side_by_side_each_get_their_result_or_failure() -> None:
     items = ["a", "b", "bad", "c", "d"]
 
@@ -164,7 +164,7 @@ def test_items_side_by_side_each_get_their_result_or_failure() -> None:
     assert results == {one: one.upper() for one in items} | {"bad": Failure("ended with signal 11: no output")}
 
 
-@pytest.mark.usefixtures("importable")
+@pytest.mark.usefixtures("importable", "preloaded_commands")
 def test_processes_side_by_side_are_ended_although_others_still_hang() -> None:
     before = psutil.Process().children()
     results = run_in_children(hang, ["a", "bad"], 600, 2)

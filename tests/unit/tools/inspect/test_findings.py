@@ -39,6 +39,7 @@ def test_attention_in_pieces_is_found(tmp_path: Path) -> None:
     assert found.where == ("Softmax 'shares'",)
 
 
+@pytest.mark.usefixtures("preloaded_commands")
 def test_command_for_attentions_fuses_those_of_an_export(tmp_path: Path) -> None:
     corpus = Path(__file__).parents[3] / "rows" / "corpus"
     source = Path(shutil.copy(corpus / "dynamo_encoder.onnx", tmp_path / "an encoder.onnx"))

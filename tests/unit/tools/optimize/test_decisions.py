@@ -166,7 +166,7 @@ def try_to_fill(folder: Path) -> Work:
     return run_steps(work, [Step("fill", {"": fill}, ErrorBound("relative", 1))], folder, lambda done, now: None)
 
 
-@pytest.mark.usefixtures("importable")
+@pytest.mark.usefixtures("importable", "preloaded_commands")
 def test_a_step_that_meets_a_full_disk_is_dropped_and_its_error_kept(tmp_path: Path) -> None:
     done = try_to_fill(tmp_path)
     assert done.full_disk is not None
