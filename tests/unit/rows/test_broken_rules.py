@@ -171,13 +171,12 @@ def _graphs() -> list[GrowingGraph]:
 
 def _found_by_cases() -> Iterator[str]:
     apart = {case.name for case in APART}
+    for tried in _cases():  # all proofs first, which take less time than all claims
+        outcome = prove_axes(parse_model(memoryview(tried.case.model.SerializeToString())), tried.case.axes).outcome
+        if outcome is Outcome.PROVEN and tried.case.name not in apart:
+            yield f"{tried.case.name} is proven"
     for tried in _cases():
         case = tried.case
-        proven = (
-            prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes).outcome is Outcome.PROVEN
-        )
-        if proven and case.name not in apart:
-            yield f"{case.name} is proven"
         if tried.seen is not None and (findings := check_model(case.model, case.axes, tried.seen).findings):
             yield f"{case.name}: {findings}"
 
@@ -196,7 +195,7 @@ def test_unbroken_rules_have_no_findings() -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_rule_is_found(name: str, monkeypatch: Patch) -> None:
-    _cases(), _graphs()
+    _cases()  # the graphs grow without the rules, and only if no case finds the fault
     BROKEN[name](monkeypatch)
     found = next(_found_by_cases(), None) or next(_found_by_graphs(), None)
     assert found is not None
