@@ -25,6 +25,7 @@ Key: TypeAlias = frozenset[tuple[str, int]]
 _BEGINNING: Final = b'{"op_code":'
 _SUBJECT: Final = "subject"
 _TRIAL: Final = "trial"
+_FORM_OF_TRIALS: Final = TypeAdapter(Trial)
 _SEED: Final = 1
 _RANDOM_TRIALS: Final = 6
 """Trials before the sampler learns from earlier ones. Trials of enqueued points count, too."""
@@ -45,7 +46,7 @@ class Journal:
                 study.tell(one.number, state=TrialState.FAIL)
                 study.enqueue_trial(one.params, skip_if_exists=False)
             elif text := one.user_attrs.get(_TRIAL):
-                self.trials[key_of(self._point(one.params))] = TypeAdapter(Trial).validate_json(text)
+                self.trials[key_of(self._point(one.params))] = _FORM_OF_TRIALS.validate_json(text)
 
     def enqueue(self, point: Point) -> None:
         """Enqueue a point for ``ask``, behind those that are enqueued already."""
@@ -62,7 +63,7 @@ class Journal:
         """Record the result of the point that ``ask`` returned. A larger ``value`` is better; None is a failure."""
         assert self._asked is not None
         self.trials[key_of(point)] = trial
-        self._asked.set_user_attr(_TRIAL, TypeAdapter(Trial).dump_json(trial).decode())
+        self._asked.set_user_attr(_TRIAL, _FORM_OF_TRIALS.dump_json(trial).decode())
         if value is None:
             self._study.tell(self._asked, state=TrialState.FAIL)
         else:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -22,6 +23,7 @@ def runs() -> Runs:
     return Runs("m", "p", 1, {}, "", 1, times, times, read_trace(trace_file(*lines)))
 
 
+@cache
 def profile() -> Profile:
     return profile_of(runs())
 
