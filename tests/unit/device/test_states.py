@@ -20,6 +20,8 @@ from ortserve.engine.output_buffers import address_of
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.device_batches import keep_states
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")  # for trials of capture
+
 PACES = [(Pace.AT_ONCE, 0), (Pace.LATE, 0), *[(Pace.ANY, seed) for seed in range(4)]]
 
 
