@@ -422,7 +422,7 @@ def test_models_with_short_and_long_batches_get_the_same_time(is_known: bool) ->
 
 def test_model_whose_runs_are_on_the_loop_gets_no_more_of_the_device() -> None:
     async def main(backlogged: Backlogged) -> None:
-        backlogged.add(MS // 10)
+        backlogged.add(MS // 5)  # the longest run that the loop does
         backlogged.add(20 * MS)
         await asyncio.sleep(4)
         assert all(run.is_inline for run in backlogged.runners[0][0].runs[:100])
