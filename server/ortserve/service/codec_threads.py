@@ -5,7 +5,9 @@ Each thread starts a process for JSON (``codecs/json_process``) when it first ne
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -79,7 +81,9 @@ class Decodings:
         self._gate = gate
         self._codecs = codecs
         self._most_text_bytes = gate.max_bytes // 2
-        self._running: set[asyncio.Task[InferRequest]] = set()
+        self._running = 0
+        """Number of requests whose memory is reserved and that are not decoded yet."""
+        self._waiting: deque[_Waiting] = deque()
 
     def begin(
         self,
@@ -111,10 +115,10 @@ class Decodings:
     async def _decode(
         self, decode: Callable[[], asyncio.Future[InferRequest]], call: InflightRequest, hold: Hold, nbytes: int
     ) -> InferRequest:
-        await self._reserve(call, hold, nbytes)
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
+        waiting = _Waiting(call, hold, nbytes, asyncio.get_running_loop().create_future())
+        if not self._reserve(waiting):
+            self._waiting.append(waiting)
+        await waiting.reserved
         try:
             request = await decode()
             measure = partial(memory_bytes, request.inputs)
@@ -126,20 +130,48 @@ class Decodings:
             hold.release()  # before the next one tries to reserve
             raise
         finally:
-            self._running.discard(task)
+            self._running -= 1
+            self._continue_waiting()
         return request
 
-    async def _reserve(self, call: InflightRequest, hold: Hold, nbytes: int) -> None:
-        while not call.is_settled:
-            try:
-                hold.grow(nbytes)
-            except ServeError:
-                if not self._running:
-                    raise
-            else:
-                return
-            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-        raise _no_longer_waits()
+    def _reserve(self, waiting: "_Waiting") -> bool:
+        """Settle a request that waits for memory, if possible. Returns False if it has to wait for others."""
+        if waiting.reserved.done():  # cancelled with its task
+            return True
+        if waiting.call.is_settled:
+            waiting.reserved.set_exception(_no_longer_waits())
+            return True
+        try:
+            waiting.hold.grow(waiting.nbytes)
+        except ServeError as error:
+            if self._running:
+                return False
+            waiting.reserved.set_exception(error)
+        else:
+            self._running += 1
+            waiting.reserved.set_result(None)
+        return True
+
+    def _continue_waiting(self) -> None:
+        """Reserve memory for the requests that wait, in order, until one does not fit.
+
+        If all tried again after each end, and waited for all that run, hundreds of them would block the event loop.
+        """
+        for waiting in self._waiting:
+            if waiting.call.is_settled:
+                self._reserve(waiting)  # frees its body, although it is not the first
+        while self._waiting and self._reserve(self._waiting[0]):
+            self._waiting.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that is decoded once ``nbytes`` are added to ``hold``; ``reserved`` then has a result, or an error."""
+
+    call: InflightRequest
+    hold: Hold
+    nbytes: int
+    reserved: asyncio.Future[None]
 
 
 def _no_longer_waits() -> ServeError:
