@@ -25,6 +25,10 @@ class AnswerHolder(Protocol):
     unsent_bytes: int
     unsent_since_ns: int
 
+    def count_unsent(self) -> None:
+        """Count the bytes that the caller has read since the last count, unless each read is counted at once."""
+        ...
+
     def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
         """End the oldest call with unsent bytes, and count them. With ``is_alone``, the only such call is not ended.
 
@@ -88,7 +92,9 @@ class UnsentBudget:
             asyncio.get_running_loop().call_soon(self._enforce)
 
     def _enforce(self) -> None:
-        self._is_due = False
+        for holder in tuple(self._holders):
+            holder.count_unsent()
+        self._is_due = False  # only now, because the counts may grow
         if self.held_bytes <= self.max_bytes:
             return
         now_ns = self._clock()

@@ -79,6 +79,11 @@ class FakeTransport(asyncio.Transport):
             self._lose()
         return data
 
+    def take_some(self, size: int) -> bytes:
+        """The first ``size`` written bytes, of which the protocol learns nothing: the buffer is still almost full."""
+        data, self._buffer = bytes(self._buffer[:size]), self._buffer[size:]
+        return data
+
     def receive_eof(self) -> None:
         """Report the FIN of the peer."""
         assert isinstance(self._protocol, asyncio.Protocol | asyncio.BufferedProtocol)

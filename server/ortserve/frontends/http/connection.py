@@ -167,8 +167,8 @@ class Connection:
         ignores_input: Whether received bytes are dropped, because an error was sent or waits for its turn.
         is_read_paused: Whether the transport does not read.
         is_write_paused: Whether the caller reads its responses too slowly.
-        unsent_bytes: Bytes of responses in memory while it does; otherwise 0.
-        unsent_since_ns: Time from which it does.
+        unsent_bytes: Bytes of responses in memory while it does, as of the last count; otherwise 0.
+        unsent_since_ns: Time from which it has read nothing, as counts have shown.
     """
 
     def __init__(
@@ -377,7 +377,11 @@ class Connection:
             self.exchange.on_writable()
 
     def count_unsent(self) -> None:
-        """Count the responses in memory towards the budget: the caller reads too slowly."""
+        """Count the responses in memory towards the budget: the caller reads too slowly.
+
+        Each tick counts again, and so does the budget before it ends calls: the transport does not report reads before
+        almost all is read.
+        """
         unsent_bytes = self.transport.get_write_buffer_size()
         if self.exchange is not None:
             unsent_bytes += self.exchange.unwritten_bytes()

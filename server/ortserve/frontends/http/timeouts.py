@@ -122,6 +122,8 @@ class Timeouts:
             return
         self._handle = self._loop.call_later(self._limits.tick_s, self._check)
         unsent = transport.get_write_buffer_size()
+        if connection.is_write_paused:
+            connection.count_unsent()
         stage, exchange = reader.stage, connection.newest
         is_answered = exchange is None or exchange.response_complete
         if unsent or connection.is_read_paused or connection.ignores_input or not (is_answered or stage is Stage.BODY):

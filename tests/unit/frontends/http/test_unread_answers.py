@@ -61,6 +61,33 @@ async def test_oldest_unread_answer_is_cut_beyond_the_limit() -> None:
         assert side.budget.held_bytes == 0
 
 
+async def test_slowly_read_answer_is_counted_as_far_as_it_is_unread() -> None:
+    """A transport reports reads only when its buffer is almost empty: an answer that was written once counted whole."""
+    side = HttpSide(whole, max_unsent_bytes=LIMIT, clock=FakeClock())
+    connections = [await ask(side)]
+    connections[0][1].take_some(ANSWER - 70_000)
+    connections += [await ask(side) for _ in range(2)]
+    assert side.cut_answers == []
+    assert 2 * ANSWER + 70_000 <= side.budget.held_bytes < LIMIT
+    for protocol, _ in connections:
+        protocol.connection_lost(None)
+    assert side.budget.held_bytes == 0
+
+
+async def test_slowly_read_answer_outlasts_an_unread_one() -> None:
+    clock = FakeClock()
+    side = HttpSide(whole, max_unsent_bytes=LIMIT, clock=clock)
+    slow_protocol, slow = await ask(side)
+    clock.advance(1_000)
+    _, unread = await ask(side)
+    clock.advance(1_000)
+    slow.take_some(1_000)
+    last_protocol, last = await ask(side)
+    assert [transport.is_lost for transport in (slow, unread, last)] == [False, True, False]
+    for protocol in (slow_protocol, last_protocol):
+        protocol.connection_lost(None)
+
+
 async def test_sole_unread_answer_may_exceed_the_limit() -> None:
     side = HttpSide(whole, max_unsent_bytes=1)
     protocol, transport = await ask(side)

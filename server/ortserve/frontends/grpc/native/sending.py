@@ -202,6 +202,9 @@ class Sending:
         self._forget_unsent(stream, cause)
         self._end_stream(stream)
 
+    def count_unsent(self) -> None:
+        """Do nothing: all changes are counted at once."""
+
     def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
         """End the oldest call with unsent bytes, as ``AnswerHolder`` defines."""
         unsent = (stream for stream in self.streams.values() if stream.unsent)
