@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS, JSON_GROWTH
 from ortserve.codecs.json_process import unpack_load, unpack_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.core.dtypes import DataType
@@ -91,7 +91,7 @@ class Decodings:
         call: InflightRequest,
         growth_bytes: int,
         *,
-        is_json: bool = False,
+        json_bytes: int = 0,
     ) -> tuple[asyncio.Task[InferRequest], Hold]:
         """Decode the request of a call once its memory is reserved.
 
@@ -102,14 +102,15 @@ class Decodings:
             decode: Begins to decode on a thread.
             call: The call; not decoded if it is settled before.
             growth_bytes: Memory that decoding may take.
-            is_json: Whether ``growth_bytes`` is for JSON, whose size is limited otherwise.
+            json_bytes: JSON in the body, if another process decodes it. Its size is limited otherwise, so its memory is
+                reserved whole.
 
         Returns:
             The decoded request, which fails as ``decode`` does, or with the error overloaded; and its reservation,
             which then is that of the tensors.
         """
         hold = self._gate.hold(0)
-        nbytes = growth_bytes if is_json else min(growth_bytes, self._most_text_bytes)
+        nbytes = min(growth_bytes, max(self._most_text_bytes, (JSON_GROWTH + 1) * json_bytes))
         return asyncio.get_running_loop().create_task(self._decode(decode, call, hold, nbytes)), hold
 
     async def _decode(

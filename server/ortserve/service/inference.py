@@ -193,12 +193,14 @@ class InferenceService:
         """
         if body.json_bytes > self.max_json_bytes:
             raise json_too_large(body.json_bytes, self.max_json_bytes)
+        json_bytes = 0
         decode: Callable[[], asyncio.Future[InferRequest]]
         if place is DecodingPlace.PROCESS:
+            json_bytes = body.json_bytes
             decode = partial(self._codecs.read_json, cast("JsonRequest", body), call)
         else:
             decode = partial(self._codecs.run, body.read, call)
-        decoding, hold = self._decodings.begin(decode, call, body.growth_bytes, is_json=place is DecodingPlace.PROCESS)
+        decoding, hold = self._decodings.begin(decode, call, body.growth_bytes, json_bytes=json_bytes)
         task = call.settle_by(self._run_after_decoding(call, decoding))
         task.add_done_callback(partial(release_when_decoded, decoding, hold))
 

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+from ortserve.codecs.rest import RestRequest
+from ortserve.core.encoded import DecodingPlace
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
@@ -51,7 +53,7 @@ class Stage:
         tasks = []
         for _ in range(count):
             self.calls.append(InflightRequest(Timing(0)))
-            tasks.append(self._decodings.begin(self._decode, self.calls[-1], nbytes, is_json=True)[0])
+            tasks.append(self._decodings.begin(self._decode, self.calls[-1], nbytes, json_bytes=nbytes)[0])
         return tasks
 
     def _decode(self) -> asyncio.Future[InferRequest]:
@@ -114,3 +116,20 @@ async def test_request_that_does_not_fit_is_rejected_after_the_last_decoding_end
     assert isinstance(error, ServeError)
     assert error.kind is ErrorKind.OVERLOADED
     await running
+
+
+async def test_large_tensors_behind_json_are_admitted_alone() -> None:
+    """Behind JSON of more than 64 KiB, five times their size was reserved, as for texts."""
+    head, tensors, limit = 70_000, 4_000_000, 10_000_000
+    body = RestRequest(bytes(head + tensors), head, "m", "")
+    assert body.decoding_place() is DecodingPlace.PROCESS
+    gate = BodyGate(limit)
+    decodings = Decodings(gate, CodecThreads(1))
+    begun: asyncio.Future[InferRequest] = asyncio.get_running_loop().create_future()
+    begun.set_result(DECODED)
+    with gate.hold(head + tensors):
+        call = InflightRequest(Timing(0))
+        decoding, hold = decodings.begin(lambda: begun, call, body.growth_bytes, json_bytes=body.json_bytes)
+        assert await decoding is DECODED
+        hold.release()
+    assert gate.held_bytes == 0
