@@ -83,6 +83,8 @@ class Decodings:
         self._most_text_bytes = gate.max_bytes // 2
         self._running = 0
         """Number of requests whose memory is reserved and that are not decoded yet."""
+        self._ended = 0
+        """Number of decodings that have ended."""
         self._waiting: deque[_Waiting] = deque()
 
     def begin(
@@ -95,8 +97,9 @@ class Decodings:
     ) -> tuple[asyncio.Task[InferRequest], Hold]:
         """Decode the request of a call once its memory is reserved.
 
-        While other requests are decoded, it waits for memory: most need much less for their tensors than for decoding.
-        A reservation for texts is at most half of the limit, so that a body of any size is admitted alone.
+        It waits for memory, for as many decodings as were ahead of it: most requests need much less for their tensors
+        than for decoding. Later requests that fit do not wait for it. A reservation for texts is at most half of the
+        limit, so that a body of any size is admitted alone.
 
         Args:
             decode: Begins to decode on a thread.
@@ -116,7 +119,8 @@ class Decodings:
     async def _decode(
         self, decode: Callable[[], asyncio.Future[InferRequest]], call: InflightRequest, hold: Hold, nbytes: int
     ) -> InferRequest:
-        waiting = _Waiting(call, hold, nbytes, asyncio.get_running_loop().create_future())
+        last = self._ended + self._running + len(self._waiting)
+        waiting = _Waiting(call, hold, nbytes, asyncio.get_running_loop().create_future(), last)
         if not self._reserve(waiting):
             self._waiting.append(waiting)
         await waiting.reserved
@@ -132,6 +136,7 @@ class Decodings:
             raise
         finally:
             self._running -= 1
+            self._ended += 1
             self._continue_waiting()
         return request
 
@@ -145,7 +150,7 @@ class Decodings:
         try:
             waiting.hold.grow(waiting.nbytes)
         except ServeError as error:
-            if self._running:
+            if self._running and self._ended < waiting.last:
                 return False
             waiting.reserved.set_exception(error)
         else:
@@ -167,12 +172,16 @@ class Decodings:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that is decoded once ``nbytes`` are added to ``hold``; ``reserved`` then has a result, or an error."""
+    """A request that is decoded once ``nbytes`` are added to ``hold``; ``reserved`` then has a result, or an error.
+
+    If they are still missing when ``last`` decodings have ended, it is rejected.
+    """
 
     call: InflightRequest
     hold: Hold
     nbytes: int
     reserved: asyncio.Future[None]
+    last: int
 
 
 def _no_longer_waits() -> ServeError:

@@ -118,6 +118,28 @@ async def test_request_that_does_not_fit_is_rejected_after_the_last_decoding_end
     await running
 
 
+async def test_request_that_others_overtake_is_rejected_after_as_many_as_were_ahead() -> None:
+    """Otherwise it would wait, with its body, for as long as smaller requests keep coming."""
+    stage = Stage(3)
+    small = stage.begin(2)
+    await turns()
+    (large,) = stage.begin(1, 3 * SIZE)
+    await turns()
+    for ended in range(2):
+        assert not large.done()
+        small += stage.begin(1)
+        await turns()
+        stage.begun[ended].set_result(DECODED)
+        await turns()
+    error = large.exception()
+    assert isinstance(error, ServeError)
+    assert error.kind is ErrorKind.OVERLOADED
+    for decoding in stage.begun[2:]:
+        decoding.set_result(DECODED)
+    await asyncio.gather(*small)
+    assert stage.gate.gate.held_bytes == 0
+
+
 async def test_large_tensors_behind_json_are_admitted_alone() -> None:
     """Behind JSON of more than 64 KiB, five times their size was reserved, as for texts."""
     head, tensors, limit = 70_000, 4_000_000, 10_000_000
