@@ -64,6 +64,8 @@ class World:
         self._store = StoreInMemory()
         self.scales: dict[tuple[str, int], int] = {}
         """By model and version: the factor by which it multiplies."""
+        self.serves_all = False
+        """Whether all versions of each model should serve, not only the highest one."""
         self._written = 0
         policy = choices.choice(["start", "on_demand"])
         options = LoadOptions.model_validate({"warmup_s": 0, "intra_op_threads": 1, "load_policy": policy})
@@ -151,6 +153,7 @@ class World:
         name, version, ensemble = choose(MODELS), choose([1, 2, 3]), choose(list(ENSEMBLES))
         either = choose([name, ensemble])
         labels = choose([{}, {"stable": version}])
+        is_up = choose([True, False])  # always drawn, or the choices that follow would depend on the speed of the load
         follow = [partial(self._call, registry.poll)] * 5
         if not self.is_polled:
             follow = [partial(self._call, partial(registry.load, either))] * 4
@@ -165,7 +168,7 @@ class World:
             *[partial(self._call, partial(self.ask, either, choose(["", "1", "stable"])))] * 4,
             partial(self._call, partial(registry.change_state, name, ModelState(labels))),
             partial(choose(self._calls).cancel if self._calls else int),
-            partial(setattr, self._store, "is_up", not is_loaded or choose([True, False])),
+            partial(setattr, self._store, "is_up", not is_loaded or is_up),
             *follow,
         ]
         choose(actions)()
@@ -193,15 +196,26 @@ class World:
     async def repair(self) -> None:
         """Make all files good, and load them."""
         self._store.is_up = True
-        options = "" if self.budget_bytes else "version_policy: {all: true}"
-        for name, version in {*self.scales, *((name, 1) for name in MODELS)}:
+        self.serves_all = not self.budget_bytes
+        for name, version in sorted({*self.scales, *((name, 1) for name in MODELS)}):
             self.write(name, version)
         for name in MODELS:
-            self.configure(name, options)
+            self.configure(name, "version_policy: {all: true}" if self.serves_all else "")
             await self.registry.change_state(name, ModelState())
         for name in ENSEMBLES:
             self.put_ensemble(name)
-        for name in (*MODELS, *ENSEMBLES):
+        await self._load(*MODELS, *ENSEMBLES)
+
+    async def replace(self) -> None:
+        """Replace the models, each by its highest version alone. The ensembles must follow: no call loads them."""
+        self.serves_all = False
+        for name in MODELS:
+            self.write(name, self._versions(name)[-1])
+            self.configure(name, "")
+        await self._load(*MODELS)
+
+    async def _load(self, *names: str) -> None:
+        for name in names:
             if self.is_polled:
                 await self.registry.poll()
                 await asyncio.sleep(0.1)  # for the files of the store
@@ -209,14 +223,19 @@ class World:
                 await self.registry.load(name)
         await self.settle()
 
+    def _versions(self, name: str) -> list[int]:
+        """The versions of a model that should serve, ascending."""
+        versions = sorted(version for model, version in self.scales if model == name)
+        return versions if self.serves_all else versions[-1:]
+
     async def check(self) -> None:
         """Ask each version that should serve, and no other one."""
         for name in MODELS:
-            versions = sorted(version for model, version in self.scales if model == name)
-            for version in versions[-1:] if self.budget_bytes else versions:
+            versions = self._versions(name)
+            for version in versions:
                 assert await asyncio.wait_for(self.ask(name, str(version)), LONG_S) == self.scales[name, version]
             assert {*self.registry.ready_versions(name)}.issubset(versions)
-        a, b = (self.scales[name, max(number for model, number in self.scales if model == name)] for name in "ab")
+        a, b = (self.scales[name, self._versions(name)[-1]] for name in "ab")
         for name, factor in {"one": a, "both": a * b, "deep": a * b * a}.items():
             assert await asyncio.wait_for(self.ask(name), LONG_S) == factor
         await self.settle()
@@ -236,6 +255,8 @@ async def test_registry_is_whole_after_random_changes(
         await asyncio.wait_for(loading, LONG_S)
         await world.settle()
         await world.repair()
+        await world.check()
+        await world.replace()
         await world.check()
         for name in (*ENSEMBLES, *MODELS):
             await asyncio.wait_for(registry.unload(name), LONG_S)
