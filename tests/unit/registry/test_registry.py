@@ -913,6 +913,20 @@ async def test_version_replacements_are_limited(load: Load, tmp_path: Path) -> N
     assert "4 runs of the model did not end; restart the server" in refusal(registry, "long").message
 
 
+async def test_client_is_not_to_retry_after_a_lost_device_because_an_earlier_replacement_failed(
+    load: Load, tmp_path: Path
+) -> None:
+    put(tmp_path, builders.identity, "m")
+    registry = await load(warmup_s=0)
+    (record,) = registry.records()
+    builders.not_onnx(tmp_path / "broken").replace(tmp_path / "m" / "1" / "model.onnx")
+    registry._versions._on_abandoned(record, _Stuck(), "its run did not end", False)
+    await is_reached(lambda: not registry.is_changing)
+    assert state_of(registry, "m")[1][0] is State.READY
+    registry._versions._on_lost(record, "the device is lost")
+    assert refusal(registry, "m").retry_after_s is None
+
+
 async def test_version_that_fails_while_its_successor_loads_is_not_loaded_again(load: Load, tmp_path: Path) -> None:
     """The labels of the next version are held, so that its load lasts until the test ends it."""
     put(tmp_path, builders.identity, "m")
