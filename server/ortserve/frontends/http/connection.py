@@ -377,11 +377,7 @@ class Connection:
             self.exchange.on_writable()
 
     def count_unsent(self) -> None:
-        """Count the responses in memory towards the budget: the caller reads too slowly.
-
-        Each tick counts again, and so does the budget before it ends calls: the transport does not report reads before
-        almost all is read.
-        """
+        """Count the responses in memory towards the budget. Also called regularly: transports report reads late."""
         unsent_bytes = self.transport.get_write_buffer_size()
         if self.exchange is not None:
             unsent_bytes += self.exchange.unwritten_bytes()
