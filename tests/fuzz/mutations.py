@@ -31,6 +31,8 @@ MODELS: Final = ("digits", "simple", "text_stats", "nowhere")
 ROUTES: Final = (
     ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"), ("GET", "/v2/models/stats"),
     ("POST", "/v1/embeddings"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
     *(
         (method, f"/v2/models/{model}{page}")
         for model in ("{model}", "{model}/versions/{version}")
