@@ -5,6 +5,7 @@ __all__ = [
     "busy_polling",
     "call",
     "codec_threads",
+    "decodings",
     "followed_files",
     "gate",
     "inference",

@@ -30,7 +30,8 @@ from ortserve.service.call import (
     submit,
     try_candidate,
 )
-from ortserve.service.codec_threads import CodecThreads, Decodings, decoded_in, release_when_decoded
+from ortserve.service.codec_threads import CodecThreads
+from ortserve.service.decodings import Decodings, decoded_in, release_when_decoded
 from ortserve.service.gate import BodyGate, json_too_large
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer

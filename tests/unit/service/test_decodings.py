@@ -9,7 +9,8 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.codec_threads import CodecThreads, Decodings
+from ortserve.service.codec_threads import CodecThreads
+from ortserve.service.decodings import Decodings
 from ortserve.service.gate import BodyGate, Hold
 
 SIZE = 100

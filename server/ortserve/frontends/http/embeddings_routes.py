@@ -37,7 +37,7 @@ from ortserve.frontends.http.documents import (
 )
 from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
 from ortserve.service.call import Call
-from ortserve.service.codec_threads import decoded_in, hold_until_decoded
+from ortserve.service.decodings import decoded_in, hold_until_decoded
 from ortserve.service.gate import json_too_large, memory_bytes
 from ortserve.service.inference import InferenceService
 from ortserve.service.models import ModelMetadata

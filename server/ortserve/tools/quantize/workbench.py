@@ -1,4 +1,4 @@
-"""Makes quantized models and compares them with their source, in a separate process (``apart.ObjectInChild``)."""
+"""Makes quantized models and compares them with their source, in a child process (``ObjectInChild``)."""
 
 import tempfile
 import time
