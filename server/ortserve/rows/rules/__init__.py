@@ -8,6 +8,7 @@ from typing import Final
 
 from ortserve.rows.rules import (
     classical,
+    constants,
     control_flow,
     elementwise,
     fused,
@@ -23,6 +24,7 @@ from ortserve.rows.rules.call import Rule
 
 RULES: Final[dict[tuple[str, str], Rule]] = {
     **classical.RULES,
+    **constants.RULES,
     **control_flow.RULES,
     **elementwise.RULES,
     **fused.RULES,
