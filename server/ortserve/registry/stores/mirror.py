@@ -111,6 +111,8 @@ class Mirror:
         self._placer = Placer(*placing, checks_etags=checks_etags, on_digest=self._note_digest)
         self._log = ListingLog(url)
         self._listed_ns = self._written_ns = 0
+        self._writing = threading.Lock()
+        """Held while the listing is written, so that an earlier one never replaces a later one with more digests."""
         self._is_unwritten = False
         """Whether the listing has changed since it was last written to the cache."""
         self.named_versions: Callable[[str], Collection[int]] = lambda _: ()
@@ -372,19 +374,20 @@ class Mirror:
 
     def _write_listing(self) -> None:
         """Write the listing and its digests for the next start: now and then, and after the last placement."""
-        with self._lock:
-            is_due = not self._placing or self._clock() >= self._written_ns + _LISTING_NS
-            if not self._is_unwritten or not is_due:
-                return
-            self._is_unwritten = False
-            self._written_ns = self._clock()
-            objects = list(self._state.objects.values())
-        others = self._cache.read_listing(self.url)  # has digests of files that other processes fetched
-        try:
-            self._cache.write_listing(self.url, with_known_digests(objects, others).values())
-        except StoreError as error:
-            message = "the listing of the store cannot be written; the next start fetches more than it needs"
-            log_event(logger, logging.WARNING, message, repository=self.url, reason=error.message)
+        with self._writing:
+            with self._lock:
+                is_due = not self._placing or self._clock() >= self._written_ns + _LISTING_NS
+                if not self._is_unwritten or not is_due:
+                    return
+                self._is_unwritten = False
+                self._written_ns = self._clock()
+                objects = list(self._state.objects.values())
+            others = self._cache.read_listing(self.url)  # has digests of files that other processes fetched
+            try:
+                self._cache.write_listing(self.url, with_known_digests(objects, others).values())
+            except StoreError as error:
+                message = "the listing of the store cannot be written; the next start fetches more than it needs"
+                log_event(logger, logging.WARNING, message, repository=self.url, reason=error.message)
 
     def _remove(self, entries: Iterable[str]) -> None:
         for entry in entries:

@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from ortserve.config.model import LoadOptions
 from ortserve.registry.stores import mirrors
 from ortserve.registry.stores.cache import StoreCache
 from ortserve.registry.stores.mirror import Mirror
-from ortserve.registry.stores.objects import StoreError
+from ortserve.registry.stores.objects import StoredObject, StoreError
+
+SHORT_S = 0.3
 
 
 class Lab:
@@ -276,6 +279,30 @@ def test_digests_survive_a_process_that_is_killed_during_a_fetch(tmp_path: Path)
     assert lab.store.reads == []
     is_over.set()
     wait([slow])
+
+
+def test_listing_that_is_written_slowly_replaces_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is slow for the listing after the first model, so that the second model arrives meanwhile."""
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"other"))
+    lab.now_ns = 10**10
+    lab.store.slow["b/1/model.onnx"] = is_first_here = threading.Event()
+    is_second_written = threading.Event()
+    write = StoreCache.write_listing
+
+    def write_slowly(cache: StoreCache, url: str, objects: Iterable[StoredObject]) -> None:
+        is_later = is_first_here.is_set()
+        is_first_here.set()
+        if not is_later:
+            is_second_written.wait(SHORT_S)
+        write(cache, url, objects)
+        if is_later:
+            is_second_written.set()
+
+    monkeypatch.setattr(StoreCache, "write_listing", write_slowly)
+    lab.mirror.sync()
+    lab.store.reads.clear()
+    Lab(tmp_path, lab.store).mirror.sync()
+    assert lab.store.reads == []
 
 
 def test_files_with_listed_digests_are_taken_from_the_cache(tmp_path: Path) -> None:
