@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -45,6 +45,8 @@ class HubStore:
         self._timeout_s = timeout_s
         self._listing_thread = ThreadPool(1, "hub listing")
         self._opening_threads = ThreadPool(FILES_SIDE_BY_SIDE, "hub answers")
+        self._idle_clients: list[Any] = []
+        """Clients whose last answer was read whole. Their connections serve further answers."""
         self._listing: Future[Any] | None = None
         self._commit = ""
         self._paths: dict[str, str] = {}
@@ -92,7 +94,7 @@ class HubStore:
         token = get_token()  # the client removes it when the hub redirects to another host
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            with closing(self._open_answer(url, headers)) as answer:
+            with self._answer(url, headers) as answer:
                 answer.raise_for_status()
                 for piece in unless_slow(answer.iter_bytes(), self._timeout_s):
                     digest.update(piece)
@@ -105,30 +107,40 @@ class HubStore:
         if not found.sha256 and _GIT_DIGEST.fullmatch(found.tag) and digest.hexdigest() != found.tag:
             raise StoreError(f"expected the git digest {found.tag}, got {digest.hexdigest()}")
 
-    def _open_answer(self, url: str, headers: Mapping[str, str]) -> Any:
-        """Ask the hub for a content. Returns when the headers of the answer are there, which may trickle, too.
+    @contextmanager
+    def _answer(self, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
+        """Ask the hub for a content. The context begins when the headers of the answer are there, which may trickle.
 
-        An answer that takes too long keeps one of the threads, so that few of them wait for the hub at a time.
+        Each answer has a client of its own meanwhile. After an error the client is closed, which ends the thread that
+        still waits for headers, and would end the other answers of a shared client.
         """
+        try:
+            client = self._idle_clients.pop()
+        except IndexError:
+            client = self._new_client()
+        try:
+            request = client.build_request("GET", url, headers=headers)
+            opening = self._opening_threads.submit(client.send, request, stream=True)
+            if wait([opening], self._timeout_s).not_done:
+                opening.cancel()
+                raise StoreError(f"expected an answer within {self._timeout_s:g} s (store_timeout_s)")
+            with closing(opening.result()) as answer:
+                yield answer
+        except BaseException:
+            client.close()
+            raise
+        self._idle_clients.append(client)
+
+    def _new_client(self) -> Any:
         from huggingface_hub import get_session
 
-        client = get_session()
-        request = client.build_request("GET", url, headers=headers, timeout=self._timeout_s)
-        opening = self._opening_threads.submit(client.send, request, stream=True, follow_redirects=True)
-        if wait([opening], self._timeout_s).not_done:
-            opening.cancel()
-            opening.add_done_callback(_close_late)
-            raise StoreError(f"expected an answer within {self._timeout_s:g} s (store_timeout_s)")
-        return opening.result()
+        session = get_session()
+        return type(session)(event_hooks=session.event_hooks, timeout=self._timeout_s, follow_redirects=True)
 
     def settle(self) -> None:
-        pass
-
-
-def _close_late(opening: Future[Any]) -> None:
-    """Close an answer for which nothing waits any more."""
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+        with suppress(IndexError):
+            while True:
+                self._idle_clients.pop().close()
 
 
 def plan_paths(model: str, names: list[str]) -> dict[str, str]:

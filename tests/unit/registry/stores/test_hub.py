@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,7 +12,7 @@ import pytest
 
 from ortserve.config.repository_url import RepositoryUrl, parse_repository
 from ortserve.registry.stores.hub import HubStore, plan_paths
-from ortserve.registry.stores.objects import StoreError
+from ortserve.registry.stores.objects import FILES_SIDE_BY_SIDE, StoreError
 
 COMMIT = "c" * 40
 FILES = {
@@ -124,15 +125,21 @@ def test_file_that_trickles_is_an_error(endpoint: str, monkeypatch: pytest.Monke
         list(store.read(options))
 
 
-def test_file_whose_headers_trickle_is_an_error_and_delays_no_other(
+def test_files_whose_headers_trickle_are_errors_and_delay_no_other(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FILES, "model.yaml", TRICKLING_HEADERS)
     store = store_of("hf://org/digits@v1", timeout_s=0.5)
     found = {known.path: known for known in store.list({})}
-    with pytest.raises(StoreError, match=r"expected an answer within 0.5 s \(store_timeout_s\)"):
-        list(store.read(found["digits/model.yaml"]))
-    assert b"".join(store.read(found["digits/1/model.onnx"])) == b"model"
+
+    def read(path: str) -> bytes:
+        return b"".join(store.read(found[path]))
+
+    with ThreadPoolExecutor(FILES_SIDE_BY_SIDE) as threads:
+        for reading in [threads.submit(read, "digits/model.yaml") for _ in range(FILES_SIDE_BY_SIDE)]:
+            with pytest.raises(StoreError, match=r"expected an answer within 0.5 s \(store_timeout_s\)"):
+                reading.result()
+    assert read("digits/1/model.onnx") == b"model"
 
 
 def test_listing_that_trickles_is_an_error_and_not_begun_again(endpoint: str) -> None:
