@@ -191,7 +191,7 @@ class Reconciler:
             self._retire(name, changes.retire)
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         # What serves of an ensemble may use earlier loads of its members: these did not reconnect one in ``applied``.
-        await self._reconnect(name)
+        failures += await self._reconnect(name)
         if ready := self._catalog.ready(name):
             self._served[name] = {record.version: record.source for record in ready if record.source}
         if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:
@@ -215,8 +215,8 @@ class Reconciler:
         self._on_versions(name)  # A rollout that the source lacks must not last until the loads have ended.
         for record in incoming[1:]:
             record.continues = True
-        failures = [f"version {version} is at UNAVAILABLE state: {reason}" for version, reason in failed.items()] + [
-            f"version {record.version} is at UNAVAILABLE state: {reason}"
+        failures = [_failure(version, reason) for version, reason in failed.items()] + [
+            _failure(record.version, reason)
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
         ]
@@ -358,20 +358,26 @@ class Reconciler:
                 await self._reconnect(ensemble)
                 await self._follow(ensemble, applied, loads=loads)
 
-    async def _reconnect(self, name: str) -> None:
+    async def _reconnect(self, name: str) -> list[str]:
         """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.
 
-        A version that these do not fit goes out of service with the reason. A version that a later load should have
-        replaced, and did not, serves on. So does one whose members are not all reconnected yet.
+        A version that these do not fit goes out of service with the reason, until a retry or a change of a member. A
+        version that a later load should have replaced, and did not, serves on. So does one whose members are not all
+        reconnected yet. Returns as ``apply``.
         """
+        failures = []
         for record in self._catalog.ready(name):
             if not isinstance(record.served, ServedEnsemble) or self._is_connected(record.served):
                 continue
             why_not_replaced = record.reason
             if reason := await self._versions.replace(record):
                 self._draining.drain(record, reason)
+                failures.append(_failure(record.version, reason))
             else:
                 self._catalog.of(name)[record.version].reason = why_not_replaced
+        if failures:
+            self._retries.note_failure(name, self._clock())
+        return failures
 
     def _is_connected(self, ensemble: ServedEnsemble) -> bool:
         """Whether the steps of an ensemble use the versions that answer requests, as far as these agree."""
@@ -386,3 +392,8 @@ class Reconciler:
         """What leads from the versions of a model that serve to those of a source."""
         serving = self._catalog.ready(source.name)
         return plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
+
+
+def _failure(version: int, reason: str) -> str:
+    """Describe a failed load for the caller of a load, in Triton's words."""
+    return f"version {version} is at UNAVAILABLE state: {reason}"

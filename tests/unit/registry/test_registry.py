@@ -677,6 +677,40 @@ async def test_ensemble_that_became_ready_before_its_member_changed_follows_the_
     await is_reached(lambda: not before.is_held)
 
 
+@pytest.mark.parametrize("is_called", [False, True])
+async def test_ensemble_that_ends_because_a_member_changed_fails_its_load_and_is_tried_again(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, prometheus: CollectorRegistry, is_called: bool
+) -> None:
+    """The change of the ensemble loads nothing, because its earlier options are restored; nor does a load by a call."""
+    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0.0)
+    put(tmp_path, members.affine, "m")
+    options = members.add_ensemble(tmp_path, "chain", ["x"], ["y"], [("m", {"a": "x"}, {"b": "y"})]) / "model.yaml"
+    registry = await load(is_polled=True)
+    good = options.read_text()
+    options.write_text("max_rows: lots")
+    await registry.poll()
+    options.write_text(good)
+    members.sums(tmp_path / "m" / "1" / "model.onnx")
+    loads: list[asyncio.Task[None]] = []
+
+    def load_chain(name: str) -> None:
+        if name == "m":  # the last call comes when the new member serves, and before the poll reaches the ensemble
+            loads.append(asyncio.ensure_future(registry.load("chain")))
+
+    if is_called:
+        registry.on_versions = load_chain
+    await registry.poll()
+    if is_called:
+        await asyncio.wait(loads)
+        with pytest.raises(ServeError, match="version 1 is at UNAVAILABLE state: .* non-existing output b in model m"):
+            loads[-1].result()
+        return
+    counted = "ortserve_model_loads_total", {"model": "chain", "outcome": "failed"}
+    before = prometheus.get_sample_value(*counted) or 0
+    await registry.poll()
+    assert prometheus.get_sample_value(*counted) == before + 1
+
+
 async def test_poll_during_a_load_supersedes_it_once(
     tmp_path: Path, slow_file: Callable[[str], HeldFile], load: Load
 ) -> None:
