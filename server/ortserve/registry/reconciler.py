@@ -211,10 +211,8 @@ class Reconciler:
             log_without_effect(name, source.without_effect)
         failed = self._known_failures(source) if is_awaited else {}
         due = [version for version in versions if version not in failed]
-        incoming = [self._versions.announce(name, version, source, is_awaited=is_awaited) for version in due]
+        incoming = self._versions.announce(source, due, is_awaited=is_awaited)
         self._on_versions(name)  # A rollout that the source lacks must not last until the loads have ended.
-        for record in incoming[1:]:
-            record.continues = True
         failures = [_failure(version, reason) for version, reason in failed.items()] + [
             _failure(record.version, reason)
             for record in incoming
@@ -255,8 +253,9 @@ class Reconciler:
         name = source.name
         left = self._left.pop(name, {})
         earlier = replace(source, versions=left if self._catalog.ready(name) else self._served.get(name, {}) | left)
-        for version in earlier.versions.keys() - source.versions.keys():
-            record = self._versions.announce(name, version, earlier, is_awaited=is_awaited)
+        due = sorted(earlier.versions.keys() - source.versions.keys())
+        for record in self._versions.announce(earlier, due, is_awaited=is_awaited):
+            version = record.version
             await self._versions.load(record, earlier.versions[version])
             if record.is_superseded and record.state is not State.READY:
                 self._left.setdefault(name, {})[version] = earlier.versions[version]
@@ -352,9 +351,8 @@ class Reconciler:
                     if self.waits_for_request(source):
                         self._versions.offer(source)
                     else:
-                        for number in self._plan(source).load:
-                            record = self._versions.announce(ensemble, number, source)
-                            await self._versions.load(record, source.versions[number])
+                        for record in self._versions.announce(source, self._plan(source).load):
+                            await self._versions.load(record, source.versions[record.version])
                 await self._reconnect(ensemble)
                 await self._follow(ensemble, applied, loads=loads)
 

@@ -60,14 +60,18 @@ class Versions:
         self.lost = ""
         """The lost device and the reason; empty if no device is lost. Only a new process can use the device again."""
 
-    def announce(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
-        """Create the record of a load that waits. The catalog shows it, unless the previous load still serves.
+    def announce(
+        self, source: ModelSource, versions: Iterable[int], *, is_awaited: bool = False
+    ) -> list[VersionRecord]:
+        """Create the records of loads that wait, which follow each other. The catalog shows those of no ready version.
 
-        If ``is_awaited``, requests may wait for the load.
+        If ``is_awaited``, requests may wait for the loads.
         """
-        record = self._make_record(name, version, source, is_awaited=is_awaited)
-        self._loading.setdefault(name, set()).add(record)
-        return record
+        records = [self._make_record(source.name, version, source, is_awaited=is_awaited) for version in versions]
+        for record in records:
+            record.continues = record is not records[0]
+            self._loading.setdefault(source.name, set()).add(record)
+        return records
 
     def _make_record(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
         before = self._catalog.of(name).get(version)

@@ -203,12 +203,12 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
     reason = ""
     try:
         for source in (*item.members, item.source):
-            for number, version in source.versions.items():
+            for record in versions.announce(source, source.versions):
+                version = source.versions[record.version]
                 configuration = replace(version.configuration, options=trial_options(version.configuration.options))
-                record = versions.announce(source.name, number, source)
                 reason = await versions.load(record, replace(version, configuration=configuration))
                 if reason and source is not item.source:
-                    reason = f"its member {source.name}/{number} cannot be served: {reason}"
+                    reason = f"its member {source.name}/{record.version} cannot be served: {reason}"
                 if reason:
                     raise invalid_input(reason)
         served = catalog.find(item.check.name, str(item.check.version))

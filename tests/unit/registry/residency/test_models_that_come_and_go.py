@@ -603,6 +603,24 @@ async def test_version_that_served_before_an_eviction_serves_on_if_the_next_one_
     assert [version for version, (state, _) in states(registry, "m").items() if state is State.READY] == [2]
 
 
+async def test_request_waits_for_each_version_that_comes_back_if_the_next_one_fails(tmp_path: Path, make: Make) -> None:
+    policy = "load_policy: on_demand\nversion_policy: {{{}}}"
+    put(tmp_path, "m", 2)
+    put(tmp_path, "m", options=policy.format("all: true"))
+    registry = make()
+    await registry.load_all()
+    assert await ask(registry, "m") == "2"
+    registry._draining.evict("m")
+    put(tmp_path, "m", 3, policy.format("specific: [3]"), builders.not_onnx)
+    await registry.poll()
+    with held_file(tmp_path / "m" / "1" / "model.onnx") as file:
+        first = asyncio.ensure_future(ask(registry, "m"))
+        await asyncio.wait_for(file.wait(), 30)
+        second = asyncio.ensure_future(ask(registry, "m", "2"))
+        await asyncio.sleep(0)
+    assert list(await asyncio.gather(first, second)) == ["2", "2"]
+
+
 async def test_evicted_model_serves_on_while_its_configuration_is_broken(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "m", options="load_policy: on_demand")
     put(tmp_path, "never_loaded", options="load_policy: on_demand")
