@@ -75,7 +75,9 @@ class VersionRecord:
         self.cancelled_because = ""
         """Why the load was cancelled; empty if it was not."""
         self.is_superseded = False
-        """Whether the load was cancelled, or abandoned an instance, and a newer one of the model follows."""
+        """Whether the load was cancelled because a newer one of the model follows."""
+        self.will_be_replaced = False
+        """Whether the version abandoned an instance, and a new load of it follows."""
         self.is_reconnection = False
         """Whether the load connects an ensemble to its present members. If it fails, the load before ends, too."""
         self.is_unwanted = False
@@ -293,5 +295,7 @@ class Catalog:
             for record in candidates
             if record.state is not State.READY  # a lower version than one that is loading
         )
-        may_pass = self._is_polled or any(record.is_loading or record.is_superseded for record in candidates)
+        may_pass = self._is_polled or any(
+            record.is_loading or record.is_superseded or record.will_be_replaced for record in candidates
+        )
         return ServeError(ErrorKind.NOT_READY, f"{text}: {states}", retry_after_s=1 if may_pass else None)

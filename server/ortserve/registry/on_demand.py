@@ -22,7 +22,8 @@ MAX_WAITING: Final = 4096
 """Maximum number of requests that wait for one model. The memory of their bodies has a limit of its own."""
 _MIN_RETRY_S: Final = 1.0
 _MAX_TRIES: Final = 4
-"""Maximum number of loads of an ensemble for its requests, if members are evicted before the ensemble holds them."""
+"""Maximum number of loads for the requests that wait, if newer files supersede them, or if members of an ensemble are
+evicted before the ensemble holds them."""
 
 
 @dataclass(slots=True)
@@ -174,12 +175,14 @@ class LoadsOnDemand:
                         return
                     failures = await self._reconciler.apply(source, is_forced=True, is_awaited=True)
                 records = self._catalog.of(name).values()
+                tries += 1
                 if any(record.is_on_demand and record.is_superseded for record in records):
+                    if tries == _MAX_TRIES:
+                        raise _not_loaded(name, f"newer files superseded {tries} loads", 1)
                     continue  # The newer load already waits for the model's lock.
                 no_room = next((record.no_room for record in records if record.no_room is not None), None)
                 if no_room is None:
                     break
-                tries += 1
                 if tries == _MAX_TRIES or not self._reconciler.missing_members(source):
                     raise no_room
         if failures:

@@ -302,7 +302,7 @@ class Reconciler:
         """Load a version again that has abandoned an instance."""
         async with self._changes.lock(record.model):
             if await self._versions.replace(record):
-                record.is_superseded = False  # Nothing follows now, whatever ends the version later.
+                record.will_be_replaced = False  # Nothing follows now, whatever ends the version later.
                 self._retries.note_failure(record.model, self._clock())
             else:
                 await self._follow(record.model)

@@ -340,7 +340,7 @@ class Versions:
         self._abandoned[record.model] = [*running, runner]
         if record.state is not State.READY:
             return
-        may_replace = record.is_superseded = len(running) < MAX_ABANDONED
+        may_replace = record.will_be_replaced = len(running) < MAX_ABANDONED
         if not may_replace:
             reason = f"{reason}; {len(running) + 1} runs of the model did not end; restart the server"
         _log_failure("instance abandoned", record, reason)

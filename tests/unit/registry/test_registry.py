@@ -1249,6 +1249,26 @@ async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(
         await registry.wait_for("m", "")
 
 
+async def test_request_does_not_wait_for_a_model_whose_files_change_during_each_load(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m", options="load_policy: on_demand")
+    registry = await load(is_polled=True, warmup_s=0, intra_op_threads=1)
+    path = tmp_path / "m" / "1" / "model.onnx"
+    file = HeldFile(path)
+    waiting = asyncio.ensure_future(registry.wait_for("m", ""))
+    for _ in range(4):
+        await asyncio.wait_for(file.wait(), 30)
+        before, file = file, HeldFile(builders.identity(tmp_path / "newer"))
+        (tmp_path / "newer").replace(path)
+        await registry.begin_poll()
+        before.release()
+    try:
+        with pytest.raises(ServeError, match="load failed for model 'm': newer files superseded 4 loads"):
+            await waiting
+    finally:
+        file.release()
+    assert (await registry.wait_for("m", "")).version == "1"
+
+
 async def test_label_of_a_model_on_demand_is_known_before_its_first_load(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "m", version=2)
     put(tmp_path, builders.identity, "m", options="{load_policy: on_demand, labels: {old: 1}}")
