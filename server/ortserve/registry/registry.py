@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Set
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -287,8 +287,10 @@ class Registry:
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         lock = self._changes.lock(name)
         unload = lock.unload
-        if self._versions.is_loading(name) and await self._is_newer(name, config) and not unload.done():
-            self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
+        if self._versions.is_loading(name):
+            is_newer = await self._reader.is_newer(name, config, files, self._sources.get(name))
+            if is_newer and not unload.done():
+                self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
         closure: dict[str, ModelSource] = {}  # an ensemble and all its members, once these have been loaded for it
         with ExitStack() as together:
             while True:
@@ -315,14 +317,6 @@ class Registry:
             raise load_failure(name, f"{event}: {source.problem}")
         if failures:
             raise ServeError(ErrorKind.INTERNAL, f"load failed for model '{name}': {'; '.join(failures)}")
-
-    async def _is_newer(self, name: str, config: str | None) -> bool:
-        """Whether a load would read other files or options than the latest one."""
-        if config is not None:
-            return True
-        with suppress(ServeError):  # the load itself reports it
-            return await self._reader.read(name) not in (None, self._sources.get(name))
-        return False
 
     def _is_served(self, source: ModelSource) -> bool:
         records = self._catalog.of(source.name).values()

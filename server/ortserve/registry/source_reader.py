@@ -131,6 +131,17 @@ class SourceReader:
                 raise
             return None
 
+    async def is_newer(
+        self, name: str, config: str | None, files: Mapping[str, bytes], latest: ModelSource | None
+    ) -> bool:
+        """Whether a load would read valid options or files other than those of ``latest``."""
+        with suppress(ServeError):
+            if config is None and not files:
+                return await self.read(name) not in (None, latest)
+            await asyncio.to_thread(read_client_model, name, config, files, self._defaults)
+            return True
+        return False
+
     @asynccontextmanager
     async def open(self, name: str, config: str | None, files: Mapping[str, bytes]) -> AsyncIterator[ModelSource]:
         """Read the current source of a model, and fetch it from its store if necessary.

@@ -1028,6 +1028,20 @@ async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
     assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
 
 
+async def test_load_with_an_invalid_configuration_ends_no_load_under_way(tmp_path: Path, load: Load) -> None:
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    with held_file(builders.identity(tmp_path / "m.onnx")) as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()
+        invalid = asyncio.ensure_future(registry.load("m", config="{max_batch_size"))
+        while registry._changes.lock("m")._waiters is None:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+    await asyncio.wait_for(loading, 30)
+    with pytest.raises(ServeError, match="failed to load 'm', failed to poll from model repository"):
+        await asyncio.wait_for(invalid, 30)
+    assert state_of(registry, "m") == {1: (State.READY, "")}
+
+
 async def test_unload_ends_a_newer_load_that_still_compares_the_files(tmp_path: Path, load: Load) -> None:
     registry = await load()
     put(tmp_path, members.affine, "m")
@@ -1249,7 +1263,9 @@ async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(
         await registry.wait_for("m", "")
 
 
-async def test_request_does_not_wait_for_a_model_whose_files_change_during_each_load(tmp_path: Path, load: Load) -> None:
+async def test_request_does_not_wait_for_a_model_whose_files_change_during_each_load(
+    tmp_path: Path, load: Load
+) -> None:
     put(tmp_path, builders.identity, "m", options="load_policy: on_demand")
     registry = await load(is_polled=True, warmup_s=0, intra_op_threads=1)
     path = tmp_path / "m" / "1" / "model.onnx"
