@@ -240,6 +240,15 @@ def test_long_list_fits_a_short_queue(server: ServerProcess) -> None:
     assert [answer.status_code for answer in answers] == [200] * 4, [answer.text[:200] for answer in answers]
 
 
+def test_long_calls_wait_for_memory_to_be_decoded(tmp_path: Path) -> None:
+    """Those for whose decoding memory was short were rejected, although each took a hundredth of it afterwards."""
+    add_model(tmp_path, "words", builders.word_counts)
+    with serving(tmp_path, "--max-inflight-bytes", "8000000") as server, ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(post, server, {"model": "words", "input": ["red" * 30] * 1000}) for _ in range(8)]
+        answers = [one.result() for one in asked]
+    assert [answer.status_code for answer in answers] == [200] * 8, [answer.text[:200] for answer in answers]
+
+
 def test_deadline_ends_the_wait_for_a_model_that_is_loaded_on_demand(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "words", builders.word_counts)
     with serving(tmp_path, "--load-policy", "on_demand") as server, held_file(folder / "1" / "model.onnx"):

@@ -104,7 +104,7 @@ class WholeJson:
 
     @property
     def growth_bytes(self) -> int:
-        return JSON_GROWTH * len(self._body)
+        return (JSON_GROWTH + 1) * len(self._body)  # a thread may use the body after its call has ended
 
 
 class GenerateRequest(WholeJson):

@@ -1,21 +1,17 @@
 """Decoding on threads: reserves the memory of requests, and releases it once no thread uses it."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 from ortserve.codecs.bounds import INLINE_TEXTS, JSON_GROWTH
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.codec_threads import CodecThreads, no_longer_waits
+from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyGate, Hold, memory_bytes
-
-T = TypeVar("T")
 
 
 class Decodings:
@@ -29,7 +25,8 @@ class Decodings:
         """Number of requests whose memory is reserved and that are not decoded yet."""
         self._ended = 0
         """Number of decodings that have ended."""
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: OrderedDict[Decoding, None] = OrderedDict()
+        """The requests that wait for memory, in their order."""
 
     def begin(
         self,
@@ -38,7 +35,7 @@ class Decodings:
         growth_bytes: int,
         *,
         json_bytes: int = 0,
-    ) -> tuple[asyncio.Task[InferRequest], Hold]:
+    ) -> "Decoding":
         """Decode the request of a call once its memory is reserved.
 
         It waits for memory, for as many decodings as were ahead of it: most requests need much less for their tensors
@@ -47,27 +44,37 @@ class Decodings:
 
         Args:
             decode: Begins to decode on a thread.
-            call: The call; not decoded if it is settled before.
+            call: The call, for ``CodecThreads.run``.
             growth_bytes: Memory that decoding may take.
             json_bytes: JSON in the body, if another process decodes it. Its size is limited otherwise, so its memory is
                 reserved whole.
 
         Returns:
-            The decoded request, which fails as ``decode`` does, or with the error overloaded; and its reservation,
-            which then is that of the tensors.
+            The decoding, which fails as ``decode`` does, or with the error overloaded. The caller must release it.
         """
-        hold = self._gate.hold(0)
         nbytes = min(growth_bytes, max(self._most_text_bytes, (JSON_GROWTH + 1) * json_bytes))
-        return asyncio.get_running_loop().create_task(self._decode(decode, call, hold, nbytes)), hold
+        decoding = Decoding(self, self._gate, nbytes, self._ended + self._running + len(self._waiting))
+        if not self._reserve(decoding):
+            self._waiting[decoding] = None
+        work = self._decode(decode, call, decoding.reserved, decoding.hold)
+        decoding.task = asyncio.get_running_loop().create_task(work)
+        return decoding
+
+    def drop(self, decoding: "Decoding") -> None:
+        """Drop a request that waits for memory, and with it the last reference to its body."""
+        del self._waiting[decoding]
+        decoding.reserved.cancel()
+        self._continue_waiting()
 
     async def _decode(
-        self, decode: Callable[[], asyncio.Future[InferRequest]], call: InflightRequest, hold: Hold, nbytes: int
+        self,
+        decode: Callable[[], asyncio.Future[InferRequest]],
+        call: InflightRequest,
+        reserved: asyncio.Future[None],
+        hold: Hold,
     ) -> InferRequest:
-        last = self._ended + self._running + len(self._waiting)
-        waiting = _Waiting(call, hold, nbytes, asyncio.get_running_loop().create_future(), last)
-        if not self._reserve(waiting):
-            self._waiting.append(waiting)
-        await waiting.reserved
+        """Decode the request. A variable for the ``Decoding`` would close a cycle through the frames of an error."""
+        await reserved
         try:
             request = await decode()
             measure = partial(memory_bytes, request.inputs)
@@ -84,22 +91,17 @@ class Decodings:
             self._continue_waiting()
         return request
 
-    def _reserve(self, waiting: "_Waiting") -> bool:
-        """Settle a request that waits for memory, if possible. Returns False if it has to wait for others."""
-        if waiting.reserved.done():  # cancelled with its task
-            return True
-        if waiting.call.is_settled:
-            waiting.reserved.set_exception(no_longer_waits())
-            return True
+    def _reserve(self, decoding: "Decoding") -> bool:
+        """Reserve memory for a request, or reject it. Returns False if it has to wait for others."""
         try:
-            waiting.hold.grow(waiting.nbytes)
+            decoding.hold.grow(decoding.nbytes)
         except ServeError as error:
-            if self._running and self._ended < waiting.last:
+            if self._running and self._ended < decoding.last:
                 return False
-            waiting.reserved.set_exception(error)
+            decoding.reserved.set_exception(error)
         else:
             self._running += 1
-            waiting.reserved.set_result(None)
+            decoding.reserved.set_result(None)
         return True
 
     def _continue_waiting(self) -> None:
@@ -107,63 +109,51 @@ class Decodings:
 
         If all tried again after each end, and waited for all that run, hundreds of them would block the event loop.
         """
-        for waiting in self._waiting:
-            if waiting.call.is_settled:
-                self._reserve(waiting)  # frees its body, although it is not the first
-        while self._waiting and self._reserve(self._waiting[0]):
-            self._waiting.popleft()
+        while self._waiting and self._reserve(next(iter(self._waiting))):
+            self._waiting.popitem(last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A request that is decoded once ``nbytes`` are added to ``hold``; ``reserved`` then has a result, or an error.
+class Decoding:
+    """The decoding of one request, with its memory. Loop thread only.
 
-    If they are still missing when ``last`` decodings have ended, it is rejected.
+    Attributes:
+        hold: Memory reserved for decoding, and then for the tensors.
+        nbytes: Memory that decoding may take.
+        last: Number of decodings after whose end the request is rejected if its memory is still missing.
+        reserved: Has a result once the memory is reserved, or the error.
+        task: Decodes the request.
     """
 
-    call: InflightRequest
-    hold: Hold
-    nbytes: int
-    reserved: asyncio.Future[None]
-    last: int
+    task: asyncio.Task[InferRequest]
 
+    def __init__(self, decodings: Decodings, gate: BodyGate, nbytes: int, last: int) -> None:
+        self.hold = gate.hold(0)
+        self.nbytes = nbytes
+        self.last = last
+        self.reserved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._decodings = decodings
 
-async def decoded_in(decoding: asyncio.Future[T], left_ns: int | None) -> T:
-    """Wait for a decoded request for ``left_ns``; None without a limit.
+    async def result(self, left_ns: int | None) -> InferRequest:
+        """Wait for the decoded request for ``left_ns``; None without a limit.
 
-    Decoding continues after a cancellation or the limit: a thread cannot be stopped.
+        Raises:
+            ServeError: The error of decoding; deadline, after the limit.
+        """
+        await asyncio.wait((self.task,), timeout=None if left_ns is None else left_ns / 1e9)
+        if not self.task.done():
+            raise ServeError(ErrorKind.DEADLINE, "deadline cannot be met: it passed before the request was decoded")
+        return self.task.result()
 
-    Raises:
-        ServeError: The error of decoding; deadline, after the limit.
-    """
-    decoding.add_done_callback(_note_error)
-    await asyncio.wait((decoding,), timeout=None if left_ns is None else left_ns / 1e9)
-    if not decoding.done():
-        raise ServeError(ErrorKind.DEADLINE, "deadline cannot be met: it passed before the request was decoded")
-    return decoding.result()
+    def release(self, _: object = None) -> None:
+        """Release the memory, now that the call has ended: at once, or when the thread that uses it has finished.
 
-
-def _note_error(decoding: asyncio.Future[Any]) -> None:
-    """Mark the error of decoding as retrieved, which nothing else does for a call that was answered before."""
-    if not decoding.cancelled():
-        decoding.exception()
-
-
-def release_when_decoded(decoding: asyncio.Future[T], hold: Hold, _: object) -> None:
-    """Release memory once no thread uses it: decoding continues on its thread after a call is cancelled."""
-    if decoding.done():
-        hold.release()
-        _note_error(decoding)  # the task of a call that was cancelled at once has not begun to wait
-    else:
-        decoding.add_done_callback(partial(release_when_decoded, decoding, hold))
-
-
-def hold_until_decoded(decoding: asyncio.Future[Any], gate: BodyGate, size: int) -> None:
-    """Reserve memory for a body of ``size`` bytes while a thread refers to it.
-
-    For a call that no longer waits: its protocol releases the reservation of the body.
-    """
-    if not decoding.done():
-        hold = gate.hold(0)
-        hold.set_unchecked(size)
-        release_when_decoded(decoding, hold, None)
+        A thread cannot be stopped. A request that still waits for memory is not decoded any more.
+        """
+        if self.task.done():
+            self.hold.release()
+            if not self.task.cancelled():
+                self.task.exception()  # marks it as retrieved: the call may have ended before
+            return
+        if not self.reserved.done():
+            self._decodings.drop(self)
+        self.task.add_done_callback(self.release)

@@ -31,7 +31,7 @@ from ortserve.service.call import (
     try_candidate,
 )
 from ortserve.service.codec_threads import CodecThreads
-from ortserve.service.decodings import Decodings, decoded_in, release_when_decoded
+from ortserve.service.decodings import Decoding, Decodings
 from ortserve.service.gate import BodyGate, json_too_large
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
@@ -89,7 +89,8 @@ class InferenceService:
         self.max_json_bytes: Final = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
         """Maximum JSON of one request."""
         self._codecs = codec_threads or CodecThreads(2)
-        self._decodings = Decodings(self.gate, self._codecs)
+        self.decodings: Final = Decodings(self.gate, self._codecs)
+        """Decodes requests on threads."""
         self._recorder = recorder
         self._clock = clock
         self._settled = self._on_settled  # bound once, not for each call
@@ -201,13 +202,12 @@ class InferenceService:
             decode = partial(self._codecs.read_json, cast("JsonRequest", body), call)
         else:
             decode = partial(self._codecs.run, body.read, call)
-        decoding, hold = self._decodings.begin(decode, call, body.growth_bytes, json_bytes=json_bytes)
-        task = call.settle_by(self._run_after_decoding(call, decoding))
-        task.add_done_callback(partial(release_when_decoded, decoding, hold))
+        decoding = self.decodings.begin(decode, call, body.growth_bytes, json_bytes=json_bytes)
+        call.settle_by(self._run_after_decoding(call, decoding)).add_done_callback(decoding.release)
 
-    async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]") -> Arrays:
+    async def _run_after_decoding(self, call: Call, decoding: Decoding) -> Arrays:
         """Run a request that is being decoded."""
-        request = call.request = await decoded_in(decoding, self._left_ns(call))
+        request = call.request = await decoding.result(self._left_ns(call))
         run = self._run_in_task
         try:
             call.served = self._registry.find(request.model_name, request.model_version)
@@ -246,11 +246,11 @@ class InferenceService:
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             decode = partial(self._codecs.run, partial(_with_raw_input, request, served), call)
             growth_bytes = (1 + CHARACTER_BYTES) * len(request.raw_input)
-            decoding, hold = self._decodings.begin(decode, call, growth_bytes)
+            decoding = self.decodings.begin(decode, call, growth_bytes)
             task = asyncio.current_task()
             assert task is not None
-            task.add_done_callback(partial(release_when_decoded, decoding, hold))
-            request = call.request = await decoded_in(decoding, self._left_ns(call))  # also for a copy of a rollout
+            task.add_done_callback(decoding.release)
+            request = call.request = await decoding.result(self._left_ns(call))  # also for a copy of a rollout
             served = call.served = self._registry.find(request.model_name, request.model_version)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):

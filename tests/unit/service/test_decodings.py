@@ -1,6 +1,8 @@
 """Requests wait for the memory of decoding, in their order."""
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 from ortserve.codecs.rest import RestRequest
@@ -10,7 +12,7 @@ from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.codec_threads import CodecThreads
-from ortserve.service.decodings import Decodings
+from ortserve.service.decodings import Decoding, Decodings
 from ortserve.service.gate import BodyGate, Hold
 
 SIZE = 100
@@ -40,6 +42,10 @@ class CountingHold:
         self._hold.grow(size)
 
 
+class Body:
+    """Can be referred to weakly."""
+
+
 class Stage:
     """Begins requests whose decoding ends when the test says so."""
 
@@ -48,16 +54,21 @@ class Stage:
         gate: Any = self.gate
         self._decodings = Decodings(gate, CodecThreads(1))
         self.begun: list[asyncio.Future[InferRequest]] = []
-        self.calls: list[InflightRequest] = []
+        self.decodings: list[Decoding] = []
 
     def begin(self, count: int, nbytes: int = SIZE) -> list[asyncio.Task[InferRequest]]:
         tasks = []
         for _ in range(count):
-            self.calls.append(InflightRequest(Timing(0)))
-            tasks.append(self._decodings.begin(self._decode, self.calls[-1], nbytes, json_bytes=nbytes)[0])
+            call = InflightRequest(Timing(0))
+            self.decodings.append(self._decodings.begin(self._decode, call, nbytes, json_bytes=nbytes))
+            tasks.append(self.decodings[-1].task)
         return tasks
 
-    def _decode(self) -> asyncio.Future[InferRequest]:
+    def begin_with(self, body: "Body") -> Decoding:
+        """Begin a request with a body."""
+        return self._decodings.begin(lambda: self._decode(body), InflightRequest(Timing(0)), SIZE, json_bytes=SIZE)
+
+    def _decode(self, _body: "Body | None" = None) -> asyncio.Future[InferRequest]:
         self.begun.append(asyncio.get_running_loop().create_future())
         return self.begun[-1]
 
@@ -85,23 +96,72 @@ async def test_end_of_a_decoding_wakes_only_requests_that_fit() -> None:
     assert stage.gate.gate.held_bytes == 0
 
 
-async def test_cancelled_request_is_dropped_although_one_before_it_waits() -> None:
+async def test_cancelled_request_is_dropped_at_once() -> None:
+    """It held its body, which nothing counted any more, until the next decoding ended."""
     stage = Stage(3)
-    running = stage.begin(3)
-    large, other = stage.begin(1, 3 * SIZE) + stage.begin(1, 3 * SIZE)
+    running = stage.begin(1, 2 * SIZE)
+    large, small, waiting = stage.begin(1, 3 * SIZE) + stage.begin(1, SIZE) + stage.begin(1, 2 * SIZE)
     await turns()
-    stage.calls[-1].cancel()
-    stage.begun[0].set_result(DECODED)
+    assert len(stage.begun) == 2, "the small one has overtaken the large one"
+    body = Body()
+    hidden = weakref.ref(body)
+    stage.begin_with(body).release()
+    del body
+    stage.decodings[3].release()
+    stage.decodings[1].release()
     await turns()
-    error = other.exception()
-    assert isinstance(error, ServeError)
-    assert error.kind is ErrorKind.CANCELLED
-    assert not large.done()
-    for decoding in stage.begun[1:]:
+    assert large.cancelled()
+    assert waiting.cancelled()
+    assert hidden() is None
+    for decoding in stage.begun:
         decoding.set_result(DECODED)
+    await asyncio.gather(*running, small)
+    assert stage.gate.gate.held_bytes == 0
+
+
+async def test_request_behind_a_dropped_one_is_decoded_as_soon_as_it_fits() -> None:
+    stage = Stage(3)
+    running = stage.begin(1, 2 * SIZE)
+    stage.begin(1, 3 * SIZE)
+    behind = stage.begin(1, 2 * SIZE)
+    stage.gate.gate.max_bytes = 4 * SIZE
+    stage.decodings[1].release()
     await turns()
-    stage.begun[-1].set_result(DECODED)
-    await asyncio.gather(*running, large)
+    assert len(stage.begun) == 2
+    for decoding in stage.begun:
+        decoding.set_result(DECODED)
+    await asyncio.gather(*running, *behind)
+
+
+async def test_memory_is_released_when_the_thread_of_a_cancelled_request_has_finished() -> None:
+    stage = Stage(3)
+    (running,) = stage.begin(1)
+    await turns()
+    stage.decodings[0].release()
+    await turns()
+    assert stage.gate.gate.held_bytes == SIZE
+    stage.begun[0].set_exception(ValueError())
+    await turns()
+    assert stage.gate.gate.held_bytes == 0
+    assert running.done()
+
+
+async def test_failed_request_is_freed_without_the_garbage_collector() -> None:
+    stage = Stage(3)
+    body = Body()
+    hidden = weakref.ref(body)
+    decoding = stage.begin_with(body)
+    del body
+    gc.disable()
+    try:
+        await turns()
+        stage.begun.pop().set_exception(ValueError())
+        await turns()
+        decoding.release()
+        del decoding
+        assert hidden() is None
+    finally:
+        gc.enable()
 
 
 async def test_request_that_does_not_fit_is_rejected_after_the_last_decoding_ends() -> None:
@@ -152,7 +212,7 @@ async def test_large_tensors_behind_json_are_admitted_alone() -> None:
     begun.set_result(DECODED)
     with gate.hold(head + tensors):
         call = InflightRequest(Timing(0))
-        decoding, hold = decodings.begin(lambda: begun, call, body.growth_bytes, json_bytes=body.json_bytes)
-        assert await decoding is DECODED
-        hold.release()
+        decoding = decodings.begin(lambda: begun, call, body.growth_bytes, json_bytes=body.json_bytes)
+        assert await decoding.task is DECODED
+        decoding.release()
     assert gate.held_bytes == 0

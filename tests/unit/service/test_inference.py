@@ -43,6 +43,7 @@ from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ContentsError, ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers, Rollout
+from ortserve.service.call import Call
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.recorder import Recorder
@@ -392,6 +393,43 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
             await asyncio.sleep(0)
             with suppress(ServeError):
                 hold.grow(501)
+
+
+async def test_cancelled_call_that_waits_for_memory_does_not_keep_its_body(stage: Stage) -> None:
+    """Until the decoding before it ended it kept the body, whose reservation its protocol had released."""
+    release, body = threading.Event(), Bytes()
+    hidden = weakref.ref(body)
+
+    def wait() -> InferRequest:
+        release.wait(60)
+        return request()
+
+    def start(read: Callable[[], InferRequest]) -> Call:
+        call = stage.service.receive("http")
+        stage.service.start(call, Given(read, DecodingPlace.THREAD, growth_bytes=900), AS_IS, str, str)
+        return call
+
+    with stage.service.gate.hold(1):
+        start(wait)
+        waiting = start(partial(_read, body))
+        del body
+        await asyncio.sleep(0)
+        waiting.cancel()
+        try:
+            for _ in range(8):
+                await asyncio.sleep(0)
+            assert hidden() is None
+        finally:
+            release.set()
+        await asyncio.to_thread(wait_until, lambda: stage.service.gate.held_bytes == 1)
+
+
+class Bytes:
+    """A body that weak references can refer to."""
+
+
+def _read(_body: Bytes) -> InferRequest:
+    return request()
 
 
 async def test_texts_of_a_call_past_its_deadline_are_reserved_until_they_are_measured(stage: Stage) -> None:

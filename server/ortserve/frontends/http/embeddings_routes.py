@@ -37,8 +37,7 @@ from ortserve.frontends.http.documents import (
 )
 from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
 from ortserve.service.call import Call
-from ortserve.service.decodings import decoded_in, hold_until_decoded
-from ortserve.service.gate import json_too_large, memory_bytes
+from ortserve.service.gate import json_too_large
 from ortserve.service.inference import InferenceService
 from ortserve.service.models import ModelMetadata
 
@@ -157,20 +156,20 @@ class Embeddings:
 
     async def _decode(self, received: JsonCall) -> InferRequest:
         """Decode a call, a long one in another process. Raises ServeError: invalid_input, too_large, overloaded."""
-        body, hold, inference = EmbeddingsRequest(received.body), received.hold, self._calls.inference
+        body, inference = EmbeddingsRequest(received.body), self._calls.inference
         if body.is_short:
             return body.read()
         if body.json_bytes > inference.max_json_bytes:
             raise json_too_large(body.json_bytes, inference.max_json_bytes)
-        hold.grow(body.growth_bytes)
         waiting = InflightRequest(Timing(received.complete_ns))
-        decoding = self._read_json(body, waiting)
+        decode = partial(self._read_json, body, waiting)
+        decoding = inference.decodings.begin(decode, waiting, body.growth_bytes, json_bytes=body.json_bytes)
         try:
-            decoded = await decoded_in(decoding, received.left_ns)
+            decoded = await decoding.result(received.left_ns)
+            received.hold.set_unchecked(decoding.hold.size)
         finally:
             waiting.cancel()  # otherwise a thread would still decode it
-            hold_until_decoded(decoding, inference.gate, hold.size)
-        hold.set_unchecked(memory_bytes(decoded.inputs))
+            decoding.release()
         received.body = b""
         return decoded
 
