@@ -18,7 +18,7 @@ class AnswerHolder(Protocol):
     """A connection, as the budget sees it.
 
     Attributes:
-        unsent_bytes: Bytes of answers that its caller has not read. Only ``UnsentBudget.count`` sets it.
+        unsent_bytes: Bytes of answers that its caller has not read. Only ``UnsentBudget`` sets it.
         unsent_since_ns: Time from which it has read nothing of them, as above.
     """
 
@@ -30,7 +30,7 @@ class AnswerHolder(Protocol):
         ...
 
     def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
-        """End the oldest call with unsent bytes, and count them. With ``is_alone``, the only such call is not ended.
+        """End the oldest call with unsent bytes, and forget them. With ``is_alone``, the only such call is not ended.
 
         Returns:
             Whether a call was ended.
@@ -63,7 +63,7 @@ class UnsentBudget:
         self._is_due = False
 
     def count(self, holder: AnswerHolder, change: int) -> None:
-        """Count a change of the unsent bytes of a connection: fewer if its caller has read some, or a call has ended.
+        """Count a change of the unsent bytes of a connection: fewer if its caller has read some.
 
         If the budget is then exceeded, calls end in the next turn of the loop.
         """
@@ -78,6 +78,12 @@ class UnsentBudget:
             self._holders.discard(holder)
         elif change > 0:
             self._enforce_soon()
+
+    def forget(self, holder: AnswerHolder, nbytes: int) -> None:
+        """Count bytes that were dropped with their call: the caller has not read them, even if it ended the call."""
+        since_ns = holder.unsent_since_ns
+        self.count(holder, -nbytes)
+        holder.unsent_since_ns = since_ns
 
     def is_exceeded_by(self, unsent_bytes: int) -> bool:
         """Whether a connection with ``unsent_bytes`` has more than its share, and more than half of the budget is used.
@@ -106,10 +112,8 @@ class UnsentBudget:
                 return
             text = f"{self._option}: expected at most {self.max_bytes} bytes of unsent answers, got {self.held_bytes}"
             _, _, number, worst = costs[0]
-            since_ns = worst.unsent_since_ns
             if not worst.end_oldest_unsent(text, is_alone=worst.unsent_bytes == self.held_bytes):
                 return
-            worst.unsent_since_ns = since_ns  # the caller has read nothing
             if worst.unsent_bytes:
                 heapq.heapreplace(costs, (*_negated_cost(worst, now_ns), number, worst))
             else:

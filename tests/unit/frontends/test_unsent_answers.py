@@ -26,7 +26,7 @@ class FakeHolder:
         if len(self.answers) <= is_alone:
             return False
         self.texts.append(text)
-        self.read()
+        self._budget.forget(self, self.answers.popleft())
         return True
 
     def read(self) -> None:

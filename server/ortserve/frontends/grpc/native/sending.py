@@ -394,5 +394,5 @@ class Sending:
             return
         self._on_cut_answer(cause)
         self._waiting.pop(stream.id, None)
-        self._budget.count(self, -sum(len(part) for part in stream.unsent))
+        self._budget.forget(self, sum(len(part) for part in stream.unsent))
         stream.unsent.clear()

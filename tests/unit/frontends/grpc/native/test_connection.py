@@ -979,6 +979,36 @@ def test_connection_with_the_most_unsent_bytes_loses_its_oldest_calls() -> None:
     on_wire(test, options=GrpcOptions(grpc_unsent_bytes=200_000), settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
 
 
+def test_connection_that_resets_a_call_has_not_read_its_answer() -> None:
+    """A caller that now and then reset a small call kept its other answers, and those of others were dropped."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        wires = [Wire(asyncio.get_running_loop(), wire.clock, budget=wire.budget) for _ in range(2)]
+        honest, new = Client(wires[0]), Client(wires[1])
+        for caller in (client, honest, new):
+            await caller.exchange()
+            caller.reads = False
+        large, small = client.open(ECHO), client.open(ECHO)
+        kept, last = honest.open(ECHO), new.open(ECHO)
+        for caller, stream, size in ((client, large, 90_000), (client, small, 100), (honest, kept, 140_000)):
+            await caller.send_all(stream, framed(bytes(size)))
+            await caller.exchange()
+        wire.clock.advance(10 * 10**9)
+        client.h2.reset_stream(small)
+        await client.exchange()
+        wire.clock.advance(10**9)
+        await new.send_all(last, framed(bytes(120_000)))
+        await new.exchange()
+        await client.exchange()
+        assert client.answers[large].status == EXHAUSTED
+        assert not honest.answers[kept].is_ended
+        for other in wires:
+            other.lose()
+            await other.turn()
+
+    on_wire(test, options=GrpcOptions(grpc_unsent_bytes=200_000), settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+
+
 def test_sole_answer_can_exceed_the_limit() -> None:
     async def test(_: Wire, client: Client) -> None:
         assert (await client.call(ECHO, bytes(60_000))).messages == [bytes(60_000)]
