@@ -273,21 +273,22 @@ class Sending:
         return bool(stream.unsent) and (self.window_of(stream) <= 0 or self.window <= 0)
 
     def sent_by_stream(self) -> dict[int, int]:
-        """Return the input of ``SendProgress``: a growing number for each stream with unsent bytes.
-
-        Key 0 is the transport, if it has unsent bytes. A stream that waits for the connection, not for its own window,
-        makes progress whenever the connection sends bytes, or, while the transport is full, the transport.
-        """
-        writer = self._writer
-        of_connection = writer.sent_bytes if writer.is_paused else self._sent_bytes
-        sent = {
-            stream.id: of_connection if stream.id in self._waiting else stream.sent_bytes
-            for stream in self.streams.values()
-            if stream.unsent
-        }
-        if writer.buffered_bytes:
-            sent[0] = writer.sent_bytes
+        """Return ``sent_of`` each stream with unsent bytes. Key 0 is the transport, if it has unsent bytes."""
+        sent = {stream.id: self.sent_of(stream) for stream in self.streams.values() if stream.unsent}
+        if self._writer.buffered_bytes:
+            sent[0] = self._writer.sent_bytes
         return sent
+
+    def sent_of(self, stream: Stream) -> int:
+        """Return the input of ``SendProgress`` for a stream: a number that grows when it makes progress.
+
+        A stream that waits for the connection, not for its own window, makes progress whenever the connection sends
+        bytes, or, while the transport is full, the transport.
+        """
+        if stream.id not in self._waiting:
+            return stream.sent_bytes
+        writer = self._writer
+        return writer.sent_bytes if writer.is_paused else self._sent_bytes
 
     # Internals
 

@@ -1,7 +1,8 @@
 """The time limits of the calls of one connection: deadlines, stalled requests, and unread answers."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Final
 
 import grpc
@@ -78,19 +79,21 @@ class CallTimeouts:
             Whether the peer reads nothing from the whole connection, so that the connection must be aborted.
         """
         options = self._options
-        requests = self._stalled_requests(now_ns)
+        requests = [stream for stream in self._streams.values() if self._is_stalled(stream, now_ns)]
         if requests:
             text = (
                 f"grpc_message_timeout_s: a message arrived at less than {options.grpc_min_message_bytes_per_s} bytes "
                 f"per second for {options.grpc_message_timeout_s:g} s"
             )
-            self._ends.add(self._end_each(requests, _TOO_SLOW, text))
-        answers = self._progress.stalled(now_ns, self._sending.sent_by_stream())
+            self._ends.add(self._end_each(requests, _TOO_SLOW, text, self._is_stalled_now))
+        sent = self._sending.sent_by_stream()
+        answers = self._progress.stalled(now_ns, sent)
         if 0 in answers:
             return True
         if answers:
             text = f"grpc_send_timeout_s: the caller read nothing of the answer for {options.grpc_send_timeout_s:g} s"
-            self._ends.add(self._end_each([self._streams[stream_id] for stream_id in answers], _TOO_SLOW, text))
+            streams = [self._streams[stream_id] for stream_id in answers]
+            self._ends.add(self._end_each(streams, _TOO_SLOW, text, partial(self._has_sent_only, sent)))
         return False
 
     def end_unsendable(self) -> None:
@@ -98,33 +101,38 @@ class CallTimeouts:
         text = "the caller closed its side of the connection, and its flow-control window is too small for the answer"
         unsendable = [stream for stream in self._streams.values() if self._sending.waits_for_window(stream)]
         if unsendable:
-            self._ends.add(self._end_each(unsendable, grpc.StatusCode.UNAVAILABLE, text))
+            self._ends.add(
+                self._end_each(unsendable, grpc.StatusCode.UNAVAILABLE, text, self._sending.waits_for_window)
+            )
 
-    def _end_each(self, streams: list[Stream], code: grpc.StatusCode, text: str) -> Iterator[None]:
-        """End a call with each step."""
+    def _end_each(
+        self, streams: list[Stream], code: grpc.StatusCode, text: str, is_due: Callable[[Stream], bool]
+    ) -> Iterator[None]:
+        """End a call with each step, unless it has ended or is no longer due since the step before."""
         for stream in streams:
-            if not stream.is_over:  # it may have ended between two steps
+            if not stream.is_over and is_due(stream):
                 self._sending.end(stream, code, text, is_prompt=True)
                 yield
 
-    def _stalled_requests(self, now_ns: int) -> list[Stream]:
-        """Return the streams whose incomplete message arrives too slowly: its first part uses memory of other calls."""
-        timeout_s, least_per_s = self._options.grpc_message_timeout_s, self._options.grpc_min_message_bytes_per_s
-        stalled: list[Stream] = []
-        for stream in self._streams.values():
-            if not stream.waits_for_caller:
-                continue
-            kept = stream.reader.kept_bytes
-            waited_s = (now_ns - stream.since_ns) / 1e9
-            if stream.messages:  # the handler is behind, so the caller may wait for window
-                stream.since_ns, stream.since_bytes = now_ns, kept
-            elif waited_s < timeout_s:
-                continue
-            elif kept - stream.since_bytes < waited_s * least_per_s:
-                stalled.append(stream)
-            else:
-                stream.since_ns, stream.since_bytes = now_ns, kept
-        return stalled
+    def _has_sent_only(self, sent: Mapping[int, int], stream: Stream) -> bool:
+        return bool(stream.unsent) and self._sending.sent_of(stream) <= sent[stream.id]
+
+    def _is_stalled_now(self, stream: Stream) -> bool:
+        return self._is_stalled(stream, self._sending.clock())
+
+    def _is_stalled(self, stream: Stream, now_ns: int) -> bool:
+        """Whether an incomplete message arrives too slowly: its first part uses memory of other calls."""
+        if not stream.waits_for_caller:
+            return False
+        kept = stream.reader.kept_bytes
+        waited_s = (now_ns - stream.since_ns) / 1e9
+        if not stream.messages:  # otherwise the handler is behind, so the caller may wait for window
+            if waited_s < self._options.grpc_message_timeout_s:
+                return False
+            if kept - stream.since_bytes < waited_s * self._options.grpc_min_message_bytes_per_s:
+                return True
+        stream.since_ns, stream.since_bytes = now_ns, kept
+        return False
 
 
 class SendProgress:

@@ -837,6 +837,32 @@ def test_calls_whose_answers_stall_end_in_several_turns() -> None:
     on_wire(test)
 
 
+def test_stalled_call_that_goes_on_while_others_end_does_not_end() -> None:
+    """Calls end in several turns; one whose message or answer went on between two of them ended, too."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: 1}))
+        for stream_id in range(1, 2_000, 4):
+            wire.feed(opening(stream_id, HOLD) + data(stream_id, framed(b"xy")[:-1]))
+            wire.feed(opening(stream_id + 2, ECHO) + data(stream_id + 2, framed(b"xy"), is_end=True))
+        await wire.turn()
+        await asyncio.sleep(58)
+        wire.clock.advance(4 * 10**9)
+        turns = 0
+        while open_streams(wire) == 1_000:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns < 8
+        unfinished, unread = 1_997, 1_999
+        wire.feed(data(unfinished, b"y", is_end=True))
+        wire.feed(frames.window_update(unread, 1))
+        sent = await wire.turn() + await wire.turn()
+        assert sent.count(b"grpc_message_timeout_s") == sent.count(b"grpc_send_timeout_s") == 499
+        assert list(wire.connection._sending.streams) == [unfinished, unread]
+
+    on_wire(test)
+
+
 def test_unsendable_answers_to_a_peer_that_closed_its_side_end_in_several_turns() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(frames.settings({frames.INITIAL_WINDOW_SIZE: 1}))
