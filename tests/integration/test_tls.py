@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ from tritonclient.grpc import service_pb2
 from certificates import HOST, Secret, serial_of
 from collector import Collector, collecting
 from encodings_of_requests import triton_inputs
+from http_wire import wait_until
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, json_input, rest_url, serving, starting
 from tls_records import ClientRecords
 from transports import ON_BOTH_TRANSPORTS
@@ -134,6 +136,37 @@ def test_rest_spans_have_the_https_scheme(mutual: Mutual, call: str) -> None:
 
 
 @ON_BOTH_TRANSPORTS
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_session_of_a_client_certificate_that_has_expired_is_not_resumed(
+    mutual: Mutual, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Its ticket opened connections for hours, without a check of the certificate."""
+    expires = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=3)
+    file = tmp_path / "client.pem"
+    made = mutual.secret.authority.issue_cert("client.example", not_after=expires)
+    file.write_bytes(made.private_key_and_cert_chain_pem.bytes())
+    context = mutual.secret.client_context()
+    context.load_cert_chain(file)
+    context.minimum_version = context.maximum_version = version
+    host, port = mutual.server.http.split(":")
+
+    def ask(earlier: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+        with (
+            suppress(OSError),
+            context.wrap_socket(
+                socket.create_connection((host, int(port)), LONG_S), server_hostname=HOST, session=earlier
+            ) as session,
+        ):
+            session.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            return session.recv(100), session.session
+        return b"", None
+
+    answer, earlier = ask(None)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    wait_until(lambda: datetime.now(UTC) > expires)
+    assert ask(earlier)[0] == b""
+
+
 @pytest.mark.parametrize("port", ["http", "grpc"])
 @pytest.mark.parametrize("brings", ["no certificate", "one of another authority"])
 def test_client_without_a_valid_certificate_is_rejected(mutual: Mutual, tmp_path: Path, port: str, brings: str) -> None:

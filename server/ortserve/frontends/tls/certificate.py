@@ -236,6 +236,9 @@ class ServerCertificate:
             # As in grpc, every certificate in the file is trusted, including intermediate ones.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             context.load_verify_locations(cadata=client_ca_der)
+            # A session would be resumed without a check of the client's certificate, and each resumption gives it a new
+            # ticket. This is for TLS 1.3; ``TlsTransport`` checks resumed sessions of TLS 1.2.
+            context.num_tickets = 0
         return context
 
 

@@ -14,7 +14,8 @@ without data that a peer sends. No limit of a protocol covers these.
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, cast
 
@@ -272,6 +273,9 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._send_close_notify()
             self._refuse(f"the client did not negotiate {port.alpn}")
             return False
+        if self._session.session_reused and _has_expired(self._session.getpeercert()):
+            self._refuse("the client's certificate has expired since the session that it resumes")
+            return False
         self._end_handshake()
         self._budget = RecordBudget(self._session.version(), port.clock)
         self._protocol = self._make_protocol()
@@ -372,3 +376,8 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     def _flush(self) -> None:
         if self._outgoing.pending:
             self._socket.write(self._outgoing.read())
+
+
+def _has_expired(certificate: Mapping[str, Any] | None) -> bool:
+    """Whether a certificate of a client has expired; None and an empty one mean that it has sent none."""
+    return bool(certificate and ssl.cert_time_to_seconds(certificate["notAfter"]) <= time.time())
