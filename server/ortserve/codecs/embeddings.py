@@ -13,9 +13,8 @@ from ortserve.codecs.generate import WholeJson
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.codecs.rest import parse_error
 from ortserve.core.dtypes import DataType, widen
-from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
-from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import invalid_input

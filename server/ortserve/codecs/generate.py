@@ -26,9 +26,8 @@ from ortserve.codecs.json_text import (
 )
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
-from ortserve.core.request import InferRequest, InferResponse, Parameter
+from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, Parameter
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ErrorKind, ServeError, invalid_input

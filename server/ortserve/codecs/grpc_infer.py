@@ -36,9 +36,8 @@ from ortserve.codecs.grpc_wire import (
     usual_head,
 )
 from ortserve.core.dtypes import DATATYPES, DataType
-from ortserve.core.encoded import DecodingPlace
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
-from ortserve.core.request import InferRequest, Parameter, RequestedOutput
+from ortserve.core.request import DecodingPlace, InferRequest, Parameter, RequestedOutput
 from ortserve.core.tensor import MAX_DIMS, Tensor, format_shape, shape_fault
 from ortserve.core.version_names import is_version
 from ortserve.errors import ContentsError, ServeError, invalid_input

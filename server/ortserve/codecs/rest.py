@@ -27,10 +27,9 @@ from ortserve.codecs.bounds import (
 )
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, has_long_texts, parse_json, write_json
 from ortserve.core.dtypes import DATATYPES, DataType
-from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
-from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import MAX_DIMS, Tensor, shape_fault
 from ortserve.errors import ContentsError, ServeError, invalid_input

@@ -9,7 +9,6 @@ __all__ = [
     "compiled",
     "conversion",
     "dtypes",
-    "encoded",
     "helper_process",
     "inflight",
     "large_memory",

@@ -10,9 +10,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from ortserve.core.batch import Arrays
-from ortserve.core.encoded import AnswerEncoder
 from ortserve.core.inflight import InflightRequest
-from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.request import AnswerEncoder, InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.core.terms import NO_SCHEDULING

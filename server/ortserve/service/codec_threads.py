@@ -11,11 +11,10 @@ from typing import TypeVar
 from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.json_process import unpack_load, unpack_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
-from ortserve.core.encoded import JsonRequest
 from ortserve.core.helper_process import HelperProcess
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.large_memory import LargeMemory
-from ortserve.core.request import InferRequest
+from ortserve.core.request import InferRequest, JsonRequest
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, ServeError

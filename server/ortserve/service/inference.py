@@ -10,10 +10,9 @@ from typing import Any, Final, TypeVar, cast
 from ortserve.clock import Clock
 from ortserve.codecs.bounds import CHARACTER_BYTES, INLINE_ELEMENTS, INLINE_OUTPUTS, JSON_GROWTH
 from ortserve.core.batch import Arrays
-from ortserve.core.encoded import AnswerEncoder, DecodingPlace, EncodedRequest, JsonRequest
 from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED
 from ortserve.core.large_memory import LargeMemory
-from ortserve.core.request import InferRequest
+from ortserve.core.request import AnswerEncoder, DecodingPlace, EncodedRequest, InferRequest, JsonRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, NotInMemoryError, ServeError, out_of_memory
 from ortserve.registry.registry import Registry

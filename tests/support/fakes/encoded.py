@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ortserve.core.encoded import DecodingPlace
 from ortserve.core.large_memory import LargeMemory
-from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.request import DecodingPlace, InferRequest, InferResponse
 
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ from interpreted import WHY
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import AnswerEncoder, EncodedRequest
 from ortserve.core.inflight import CANCELLED, DONE
-from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.request import AnswerEncoder, EncodedRequest, InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing

@@ -17,8 +17,7 @@ from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.json_text import encode_json_data
 from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import DecodingPlace
-from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, RequestedOutput
 from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import Tensor
 

@@ -24,9 +24,8 @@ from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.grpc_wire import malformed, split_small_request, varint
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import DecodingPlace
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
-from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 

@@ -6,9 +6,8 @@ import weakref
 from typing import Any
 
 from ortserve.codecs.rest import RestRequest
-from ortserve.core.encoded import DecodingPlace
 from ortserve.core.inflight import InflightRequest
-from ortserve.core.request import InferRequest
+from ortserve.core.request import DecodingPlace, InferRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.codec_threads import CodecThreads

@@ -33,11 +33,10 @@ from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import AnswerEncoder, DecodingPlace
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
-from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.request import AnswerEncoder, DecodingPlace, InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ContentsError, ErrorKind, ServeError, invalid_input

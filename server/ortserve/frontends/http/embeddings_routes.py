@@ -24,9 +24,8 @@ from ortserve.codecs.embeddings import (
     find_text_input,
     find_vector_output,
 )
-from ortserve.core.encoded import JsonRequest
 from ortserve.core.inflight import InflightRequest
-from ortserve.core.request import InferRequest
+from ortserve.core.request import InferRequest, JsonRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.documents import (
