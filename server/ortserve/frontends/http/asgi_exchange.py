@@ -173,7 +173,7 @@ class AsgiExchange(Exchange):
         self.more_body = self._awaits_continue = False
         self._arrival.set()
         if self._is_rejected and not self.response_complete:
-            self.complete()
+            self.connection.complete(self)
         elif self.connection.is_closing:
             self.connection.close()  # the last response was written while its request arrived
 
@@ -333,7 +333,7 @@ class AsgiExchange(Exchange):
             if self._missing_bytes:
                 raise RuntimeError("the body of a response is shorter than its Content-Length")
             self._arrival.set()
-            self.complete()
+            self.connection.complete(self)
 
 
 def exchange_of(scope: Scope) -> AsgiExchange:

@@ -77,7 +77,7 @@ class Exchange:
     def on_writable(self) -> None:
         """Continue to write: the caller has read enough of the earlier output."""
         if self._is_written and not self.response_complete:
-            self.complete()
+            self.connection.complete(self)
 
     def unwritten_bytes(self) -> int:
         """Return the bytes of the response that wait in memory until the caller has read the earlier ones."""
@@ -124,7 +124,7 @@ class Exchange:
         self.write(response)
         self._is_written = True
         if not self.connection.is_write_paused:
-            self.complete()
+            self.connection.complete(self)
         else:
             self.connection.count_unsent()
 
@@ -136,18 +136,9 @@ class Exchange:
         self.keep_alive = False
         self.write(failure(error, path))
         if not self.more_body:
-            self.complete()
+            self.connection.complete(self)
         else:
             self.connection.loop.call_later(LINGER_S, self.connection.transport.close)
-
-    def complete(self) -> None:
-        """Mark the response as written. The connection closes or starts the next exchange."""
-        self.response_complete = True
-        connection = self.connection
-        if not self.keep_alive:
-            connection.is_closing = True
-            connection.close()
-        connection.on_complete()
 
 
 class Connection:
@@ -216,8 +207,12 @@ class Connection:
             self.exchange = exchange
             exchange.start()
 
-    def on_complete(self) -> None:
-        """Start the next exchange, or send the error that waits for its turn."""
+    def complete(self, exchange: Exchange) -> None:
+        """Mark a response as written. Close, start the next exchange, or send the error that waits for its turn."""
+        exchange.response_complete = True
+        if not exchange.keep_alive:
+            self.is_closing = True
+            self.close()
         self.server_state.total_requests += 1
         self.exchange = None
         if self.is_closing or self.transport.is_closing():

@@ -145,7 +145,7 @@ class InferExchange(Exchange):
         self.more_body = False
         if self.rejection is not None:
             if self._is_started:
-                self.complete()
+                self.connection.complete(self)
         elif self._is_started:
             self._run()
 
@@ -166,15 +166,10 @@ class InferExchange(Exchange):
         if self._call is not None:
             self._call.cancel()
 
-    def respond(self, response: HttpResponse) -> None:
-        assert self._hold is not None
-        self._hold.release()
-        super().respond(response)
-
-    def write_rejection(self, error: ServeError, path: str = "") -> None:
+    def write(self, response: HttpResponse) -> None:
         if self._hold is not None:
             self._hold.release()
-        super().write_rejection(error, path)
+        super().write(response)
 
     def _on_answer(self, encoded: EncodedResponse) -> None:
         try:
