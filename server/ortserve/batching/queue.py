@@ -49,7 +49,7 @@ class ShapeClass:
     """
 
     def __init__(
-        self, key: Hashable, batch_latency: LatencyModel, run_latency: LatencyModel, *, accepts_one_row: bool = True
+        self, key: Hashable, batch_latency: LatencyModel, run_latency: LatencyModel, *, accepts_one_row: bool
     ) -> None:
         self.key = key
         # A list: removing from its front moves some kilobytes at most, and bisection finds any request by its order.

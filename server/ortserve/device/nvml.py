@@ -10,8 +10,8 @@ from typing import Any
 from ortserve.telemetry.machine import GpuReading
 
 
-def open_library(library: Any = None) -> Any:
-    """Initialize ``library``, or the package's module by default. Returns None without package or driver."""
+def open_library(library: Any) -> Any:
+    """Initialize ``library``, or the package's module if it is None. Returns None without package or driver."""
     if library is None:
         try:
             import pynvml

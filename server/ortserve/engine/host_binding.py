@@ -65,7 +65,7 @@ class HostBinding:
         session: ort.InferenceSession,
         signature: ModelSignature,
         clock: Clock,
-        run_options: ort.RunOptions | None = None,
+        run_options: ort.RunOptions,
     ) -> None:
         """Create no buffers yet. ``can_bind`` must hold for ``signature``; ``run_options`` apply to every run."""
         self._session = session

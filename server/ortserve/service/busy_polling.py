@@ -18,10 +18,6 @@ from ortserve.telemetry.readings import PollReading
 _ASK_INTERVAL_NS: Final = 5_000_000
 """How long a result of ``may_poll`` holds: the call is not compiled and takes some microseconds."""
 
-DEFAULT_MAX_NS: Final = 200_000
-"""Longest gap worth polling for. With 5,000 evenly spaced requests per second, a process is busy for a third of its
-time anyway. Slower loads have longer gaps."""
-
 _GAPS: Final = 8
 _LIKELY: Final = 6
 """Number of the last ``_GAPS`` gaps that must have been short enough."""
@@ -41,7 +37,7 @@ _MAX_CREDIT_NS: Final = 2_000_000
 class PollPolicy:
     """Learns the gaps between the last answer and the next request, over all callers. Times are in monotonic ns."""
 
-    def __init__(self, max_ns: int = DEFAULT_MAX_NS) -> None:
+    def __init__(self, max_ns: int) -> None:
         """``max_ns`` is the longest time to poll for one request; 0 for never."""
         self._max_ns = max_ns
         self._short = 0  # a bit for each of the last gaps, the newest lowest

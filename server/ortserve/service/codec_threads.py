@@ -43,7 +43,7 @@ class CodecThreads:
         """
         return asyncio.get_running_loop().run_in_executor(self._executor, _run_unless_settled, work, call)
 
-    def read_json(self, request: JsonRequest, call: InflightRequest | None = None) -> asyncio.Future[InferRequest]:
+    def read_json(self, request: JsonRequest, call: InflightRequest) -> asyncio.Future[InferRequest]:
         """Decode a request in another process; ``call`` as for ``run``.
 
         The future raises ServeError as ``request.read`` does, and overloaded if the process ends meanwhile.

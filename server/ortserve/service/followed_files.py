@@ -44,7 +44,7 @@ class FollowedFiles(Generic[T]):
         read: Callable[[], T],
         accept: Callable[[T], Awaitable[None]],
         reject: Callable[[str], None],
-        recover: Callable[[], None] = lambda: None,
+        recover: Callable[[], None],
     ) -> None:
         """Follow files whose present content, ``content``, is in effect.
 

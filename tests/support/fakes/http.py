@@ -96,6 +96,7 @@ class HttpSide:
             clock=lambda: 0,
             guard=guards.get(Group.INFER),
             traces=traces,
+            load_reports=None,
         )
         if heads is not None:
             self.endpoint.heads = heads  # type: ignore[misc]  # Final outside of tests

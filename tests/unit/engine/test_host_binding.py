@@ -193,7 +193,7 @@ def test_buffers_grow_with_the_batches_and_old_answers_stay(tmp_path: Path, open
 
 def test_long_runs_are_not_tried_with_binding_again(tmp_path: Path) -> None:
     session = open_session(builders.identity(tmp_path / "model.onnx"), "m/1", SessionOptions(ProviderChoice(CPU), 1))
-    binding = HostBinding(session, read_signature(session), time.monotonic_ns)
+    binding = HostBinding(session, read_signature(session), time.monotonic_ns, onnxruntime.RunOptions())
     rows = rows_of(1, 2)
     binding.observe(batch_of(rows), [rows], 20_000_001)
     assert binding.pool is None

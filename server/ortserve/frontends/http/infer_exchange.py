@@ -48,9 +48,9 @@ class InferEndpoint:
         max_body_bytes: int,
         compression_min_bytes: int,
         clock: Clock,
-        guard: Guard | None = None,
-        traces: HttpTraces | None = None,
-        load_reports: LoadReports | None = None,
+        guard: Guard | None,
+        traces: HttpTraces | None,
+        load_reports: LoadReports | None,
     ) -> None:
         """``guard`` checks the keys of callers; None if callers need no key."""
         self.service: Final = service

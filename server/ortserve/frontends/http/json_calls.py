@@ -32,8 +32,8 @@ class JsonCalls:
         admission: BodyAdmission,
         *,
         clock: Clock,
-        traces: HttpTraces | None = None,
-        load_reports: LoadReports | None = None,
+        traces: HttpTraces | None,
+        load_reports: LoadReports | None,
     ) -> None:
         self.inference: Final = inference
         self.models: Final = models

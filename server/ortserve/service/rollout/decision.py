@@ -61,9 +61,9 @@ class Latencies:
         self._counts[min(_CLASSES - 1, int(math.log2(max(1, ns)) * _CLASSES_PER_OCTAVE))] += 1
         self.count += 1
 
-    def percentile_s(self, percent: float) -> float | None:
-        """The time within which ``percent`` of the requests ended, in seconds; None without any."""
-        left = math.ceil(self.count * percent / 100)
+    def p99_s(self) -> float | None:
+        """The time within which 99 % of the requests ended, in seconds; None without any."""
+        left = math.ceil(self.count * 99 / 100)
         if not left:
             return None
         for number, count in enumerate(self._counts):

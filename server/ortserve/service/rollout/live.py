@@ -115,8 +115,8 @@ class LiveRollout(Rollout):
             compared=compared,
             disagreed=count("disagreed", 0),
             stable_requests=self._stable_times.count,
-            stable_p99_s=self._stable_times.percentile_s(99),
-            candidate_p99_s=self._candidate_times.percentile_s(99),
+            stable_p99_s=self._stable_times.p99_s(),
+            candidate_p99_s=self._candidate_times.p99_s(),
             candidate_requests=self._candidate_times.count,
         )
 
