@@ -17,12 +17,19 @@ from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.control_frames import DRAIN_PING, ControlFrames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
-from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW
 from ortserve.frontends.grpc.native.frame_reader import MAX_DATA_BYTES, FrameReader
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
-from ortserve.frontends.grpc.native.limits import STALL_S, Lifetime, LifetimeAction, max_calls, tick_s
+from ortserve.frontends.grpc.native.limits import (
+    CONNECTION_WINDOW,
+    STALL_S,
+    STREAM_WINDOW,
+    Lifetime,
+    LifetimeAction,
+    max_calls,
+    tick_s,
+)
 from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts

@@ -20,6 +20,12 @@ are enough."""
 STALL_S: Final = 60.0
 """Time in which a closed connection must have sent its remaining bytes."""
 
+STREAM_WINDOW: Final = 1024 * 1024
+"""Bytes that a peer may send on one stream before it gets a WINDOW_UPDATE."""
+
+CONNECTION_WINDOW: Final = 16 * 1024 * 1024
+"""The same for a whole connection: enough for networks with a long delay, and little enough to hold in memory."""
+
 
 def max_calls(options: GrpcOptions) -> int:
     """Return the maximum number of concurrent calls of a connection."""

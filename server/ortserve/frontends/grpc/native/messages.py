@@ -14,7 +14,7 @@ from ortserve.codecs import compression
 from ortserve.codecs.compression import Encoding, Inflater
 from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.native.flow_control import STREAM_WINDOW
+from ortserve.frontends.grpc.native.limits import STREAM_WINDOW
 from ortserve.frontends.grpc.router import too_large
 from ortserve.frontends.large_body import LargeBody, begin_large, inflate_all
 from ortserve.service.gate import Hold

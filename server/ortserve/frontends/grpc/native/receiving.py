@@ -21,15 +21,14 @@ from ortserve.frontends.grpc.native.flood_limits import (
     SMALL_FRAME_BYTES,
     TokenBucket,
 )
-from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW, ReceiveWindow
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import HeaderReader, Headers
-from ortserve.frontends.grpc.native.limits import Lifetime, max_calls
+from ortserve.frontends.grpc.native.limits import CONNECTION_WINDOW, STREAM_WINDOW, Lifetime, max_calls
 from ortserve.frontends.grpc.native.messages import RejectedMessageError
 from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, check_trailers, read_head
 from ortserve.frontends.grpc.native.sending import Sending
-from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.frontends.grpc.native.stream import ReceiveWindow, Stream
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, LargeBody
 

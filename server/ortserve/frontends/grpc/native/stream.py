@@ -1,6 +1,6 @@
 """One stream of a connection: the received part of a call's request and the unsent part of its answer.
 
-State only: ``receiving`` and ``sending`` change it.
+State only: ``receiving`` and ``sending`` change it. ``ReceiveWindow`` also limits what a whole connection receives.
 """
 
 import asyncio
@@ -9,13 +9,42 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.core.large_memory import LargeMemory
-from ortserve.frontends.grpc.native.flow_control import STREAM_WINDOW, ReceiveWindow
+from ortserve.frontends.grpc.native.limits import STREAM_WINDOW
 from ortserve.frontends.grpc.native.messages import Message, MessageReader
 from ortserve.frontends.grpc.quick_calls import RequestHead
 from ortserve.service.gate import Hold
 
 _MESSAGE_OVERHEAD: Final = 128
 """Bytes counted for a message besides its content, so that empty messages are not free."""
+
+
+class ReceiveWindow:
+    """Counts the bytes that the peer may still send, on a stream or a connection (RFC 9113, section 5.2).
+
+    At least half of the window is returned to the peer at a time, so that few WINDOW_UPDATEs are sent.
+    """
+
+    __slots__ = ("_half", "_left", "_taken")
+
+    def __init__(self, size: int) -> None:
+        self._half = size // 2
+        self._left = size
+        self._taken = 0
+
+    def take(self, size: int) -> bool:
+        """Count received bytes. Returns False if the window was too small for them."""
+        self._left -= size
+        self._taken += size
+        return self._left >= 0
+
+    def credit(self) -> int:
+        """Return the window to give back to the peer, after all received bytes were consumed; 0 below half of it."""
+        taken = self._taken
+        if taken < self._half:
+            return 0
+        self._left += taken
+        self._taken = 0
+        return taken
 
 
 class Stream:

@@ -1,6 +1,6 @@
-"""Flow control: receive windows."""
+"""Streams: receive windows."""
 
-from ortserve.frontends.grpc.native.flow_control import ReceiveWindow
+from ortserve.frontends.grpc.native.stream import ReceiveWindow
 
 
 def test_data_past_the_window_is_an_error() -> None:
