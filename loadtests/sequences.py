@@ -38,9 +38,8 @@ from prometheus_client import CollectorRegistry  # noqa: E402
 from harness import cpu_s, serving, spread, table, write_report  # noqa: E402
 from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.config.options import ServerOptions  # noqa: E402
-from ortserve.core.inflight import InflightRequest  # noqa: E402
+from ortserve.core.inflight import NO_TERMS, InflightRequest  # noqa: E402
 from ortserve.core.sequence import SequencePart  # noqa: E402
-from ortserve.core.terms import NO_TERMS  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
 from ortserve.registry.registry import Registry  # noqa: E402
 from ortserve.registry.served_version import ServedVersion  # noqa: E402

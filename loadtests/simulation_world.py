@@ -24,8 +24,7 @@ from ortserve.batching.row_limit import RowLimit
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
-from ortserve.core.inflight import FAILED, InflightRequest
-from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.inflight import FAILED, NO_TERMS, InflightRequest, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 

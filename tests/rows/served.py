@@ -18,11 +18,11 @@ import onnx
 from onnx import helper
 
 from ortserve.batching.groups import check_rows
+from ortserve.batching.queue import Alone
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Batch
 from ortserve.core.conversion import repeated
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.terms import Alone
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.ort_errors import ORT_ERRORS

@@ -16,9 +16,8 @@ from prometheus_client import CollectorRegistry
 from fakes.host_device import HostDevice, LosableDevice
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_TERMS, InflightRequest
 from ortserve.core.sequence import SequencePart
-from ortserve.core.terms import NO_TERMS
 from ortserve.core.timing import Timing
 from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.provider_options import CPU

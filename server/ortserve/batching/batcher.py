@@ -16,8 +16,7 @@ from ortserve.batching.queue import ShapeClass
 from ortserve.batching.statistics import Learned, describe_class, saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchTap
-from ortserve.core.inflight import InflightRequest
-from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.inflight import NO_TERMS, InflightRequest, Terms
 from ortserve.errors import STOPPING, ErrorKind, ServeError
 
 _RATE_INTERVAL_NS: Final = 1e9

@@ -9,8 +9,7 @@ from typing import Final, TypeAlias
 
 from ortserve.batching.sequence_table import Turn
 from ortserve.batching.sequences import SequenceRuns
-from ortserve.core.inflight import QUEUED, InflightRequest
-from ortserve.core.terms import Terms
+from ortserve.core.inflight import QUEUED, InflightRequest, Terms
 
 Enqueue: TypeAlias = Callable[[InflightRequest, Terms], object]
 """Enqueues the run of one request of the model; raises ServeError if it is rejected."""

@@ -10,7 +10,6 @@ from typing import Final
 from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.latency import LatencyModel
 from ortserve.core.inflight import QUEUED, RUNNING, InflightRequest
-from ortserve.core.terms import Alone
 
 MAX_CLASSES: Final = 64
 """Maximum number of shape classes. Beyond it, the least recently used class without queued requests is evicted, with
@@ -27,6 +26,13 @@ _MAX_RUN_RATIO: Final = 1000.0
 the next one off the event loop."""
 
 _order = attrgetter("order")
+
+
+class Alone:
+    """The shape class of a request that must run alone. It is not equal to any other."""
+
+    def __str__(self) -> str:
+        return "alone"
 
 
 class ShapeClass:

@@ -17,10 +17,9 @@ import numpy as np
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest, fail_in_turns, settle_in_turns
+from ortserve.core.inflight import InflightRequest, Terms, fail_in_turns, settle_in_turns
 from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import is_absent
-from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
 from ortserve.telemetry.readings import CacheCounts, CacheReading

@@ -13,9 +13,8 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import InflightRequest, Terms
 from ortserve.core.sequence import SequenceId, SequencePart
-from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind
 
 NO_SLOT: Final = -1

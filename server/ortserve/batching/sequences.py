@@ -35,9 +35,8 @@ from ortserve.batching.sequence_table import (
 from ortserve.batching.sequence_timers import ENDED_AT_ONCE, SequenceTimers
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest, fail_in_turns
+from ortserve.core.inflight import InflightRequest, Terms, fail_in_turns
 from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors, arrays_bytes
-from ortserve.core.terms import Terms
 from ortserve.errors import STOPPING, ErrorKind, SequenceError, ServeError
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import SequenceReading

@@ -19,7 +19,6 @@ __all__ = [
     "sequence",
     "signature",
     "tensor",
-    "terms",
     "thread_pool",
     "timing",
     "version_names",

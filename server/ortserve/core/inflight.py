@@ -1,12 +1,14 @@
-"""One request in flight: the object that the scheduler orders, the batcher settles, and its caller waits for.
+"""One request in flight, and the terms on which it is enqueued.
 
-The service extends it (``service/call``) by the protocol and the callbacks of a call. A request that is answered by
-several runs has children, one for each entry in a queue.
+The scheduler orders ``InflightRequest``, the batcher settles it, and its caller waits for it. The service extends it
+(``service/call``) by the protocol and the callbacks of a call. A request that is answered by several runs has children,
+one for each entry in a queue.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -33,6 +35,54 @@ _SETTLED_AT_ONCE: Final = 16
 """Maximum number of requests that are settled together in a turn of the loop. Each takes up to 0.1 ms."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """The parameters of a request that affect its place in a queue.
+
+    Attributes:
+        priority: 1 for the most urgent; 0, and values above the model's levels, for the model's default.
+        queue_timeout_ns: Time limit of the wait in the queue; None for no limit.
+    """
+
+    priority: int = 0
+    queue_timeout_ns: int | None = None
+
+
+NO_SCHEDULING: Final = Scheduling()
+
+
+@dataclass(slots=True, init=False)
+class Terms:
+    """Priority and deadlines of one request. Times are monotonic nanoseconds, None for no limit.
+
+    Attributes:
+        level: Priority level, 1 is the most urgent; 0 for the model's default.
+        finish_by_ns: Deadline of the answer.
+        start_by_ns: Deadline of the start of the run, which may then take any time.
+        yields_when_late: At ``start_by_ns`` the request moves behind all others of its level instead of being rejected.
+    """
+
+    level: Final[int]
+    finish_by_ns: Final[int | None]
+    start_by_ns: Final[int | None]
+    yields_when_late: Final[bool]
+
+    def __init__(
+        self,
+        level: int = 0,
+        finish_by_ns: int | None = None,
+        start_by_ns: int | None = None,
+        yields_when_late: bool = False,
+    ) -> None:
+        self.level = level
+        self.finish_by_ns = finish_by_ns
+        self.start_by_ns = start_by_ns
+        self.yields_when_late = yields_when_late
+
+
+NO_TERMS: Final = Terms()
+
+
 class InflightRequest:
     """A request from the moment its body is complete until it is answered. Loop thread only.
 
@@ -43,7 +93,7 @@ class InflightRequest:
         state: One of the states above.
         level: Priority level; 1 runs first.
         due_ns: Position in the queue within a level: the deadline, or an earlier time against starvation (monotonic).
-        finish_by_ns: Deadline of the outputs; None without one. See ``core.terms.Terms``, also for ``start_by_ns``.
+        finish_by_ns: Deadline of the outputs; None without one. That of the answer is in ``Terms``.
         start_by_ns: Deadline of the start of a run; None without one.
         nbytes: Size of the inputs.
         shape_class_key: Key of the shape class in whose queue the request waits.

@@ -19,8 +19,7 @@ from typing import Final, TypeAlias
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
-from ortserve.core.terms import Scheduling
+from ortserve.core.inflight import InflightRequest, Scheduling
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble

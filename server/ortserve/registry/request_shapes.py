@@ -13,11 +13,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from ortserve.batching.queue import Alone
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import absent, format_shape, is_absent
-from ortserve.core.terms import Alone
 from ortserve.engine.corrections.empty_checks import computes_empty
 from ortserve.errors import ServeError, invalid_input
 from ortserve.rows import sum_terms

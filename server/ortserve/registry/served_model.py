@@ -8,16 +8,16 @@ from functools import partial
 from typing import Final
 
 from ortserve.batching.batcher import Batcher
+from ortserve.batching.queue import Alone
 from ortserve.batching.response_cache import CachedRuns
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.core.batch import Arrays, BatchTap
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_SCHEDULING, InflightRequest, Scheduling, Terms
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
-from ortserve.core.terms import NO_SCHEDULING, Alone, Scheduling, Terms
 from ortserve.device.accounting import sum_bytes
 from ortserve.device.instance import DeviceInstance
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input

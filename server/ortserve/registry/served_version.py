@@ -14,11 +14,10 @@ from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_SCHEDULING, InflightRequest, Scheduling, Terms
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
-from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.rollout import Rollout

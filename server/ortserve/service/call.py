@@ -10,11 +10,10 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_SCHEDULING, InflightRequest
 from ortserve.core.request import AnswerEncoder, InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, why_not_stacked
-from ortserve.core.terms import NO_SCHEDULING
 from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, SequenceError, ServeError, of_request
 from ortserve.registry.registry import Registry

@@ -11,11 +11,11 @@ from ortserve.codecs.binary_tensor import decode_binary_tensor, decode_element, 
 from ortserve.codecs.bounds import INLINE_BYTES, MAX_TEXT_BYTES
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import Scheduling
 from ortserve.core.request import InferRequest, Parameter
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, absent, format_shape
-from ortserve.core.terms import Scheduling
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.service.classification import check_classifiable

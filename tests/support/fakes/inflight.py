@@ -6,8 +6,7 @@ from typing import Any
 
 from ortserve.batching.batcher import Batcher
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import CANCELLED, InflightRequest
-from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.inflight import CANCELLED, NO_TERMS, InflightRequest, Terms
 from ortserve.core.timing import Timing
 from ortserve.registry.served_version import ServedVersion
 

@@ -20,13 +20,12 @@ from ortserve.batching.inline_runs import TRIAL_RUNS, InlineBudget, InlineRuns
 from ortserve.batching.large_requests import MAX_QUEUED_PIECES
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import MAX_CLASSES, RequestQueue
+from ortserve.batching.queue import MAX_CLASSES, Alone, RequestQueue
 from ortserve.batching.run_limits import NO_CALLBACKS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays, Batch
-from ortserve.core.inflight import CANCELLED
-from ortserve.core.terms import NO_TERMS, Alone, Terms
+from ortserve.core.inflight import CANCELLED, NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError
 

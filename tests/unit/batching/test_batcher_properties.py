@@ -32,8 +32,8 @@ from ortserve.batching.run_limits import MIN_LATE_RUN_NS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import Terms
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 

@@ -9,9 +9,8 @@ import pytest
 
 from fakes.clock import FakeClock
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
-from ortserve.core.inflight import COMPUTED, InflightRequest
+from ortserve.core.inflight import COMPUTED, NO_TERMS, InflightRequest, Terms
 from ortserve.core.tensor import absent
-from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.telemetry.readings import CacheCounts

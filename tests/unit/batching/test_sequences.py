@@ -20,9 +20,8 @@ from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import Sequence, SequenceTable, Strategy, enqueue, find, take_dependents
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
+from ortserve.core.inflight import CANCELLED, COMPUTED, NO_TERMS, RUNNING, InflightRequest, Terms
 from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors, StateTensor
-from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 

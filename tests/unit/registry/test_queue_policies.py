@@ -3,7 +3,7 @@
 import pytest
 
 from ortserve.config.model import ModelOptions
-from ortserve.core.terms import Terms
+from ortserve.core.inflight import Terms
 from ortserve.registry.served_model import has_queue_policies, policy_terms, requests_limits, terms_behind
 
 MS = 1_000_000

@@ -27,8 +27,7 @@ from models import builders, interfaces, members
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
-from ortserve.core.inflight import InflightRequest
-from ortserve.core.terms import Scheduling, Terms
+from ortserve.core.inflight import InflightRequest, Scheduling, Terms
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError

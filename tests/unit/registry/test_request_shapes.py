@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from ortserve.batching.queue import Alone
 from ortserve.core.conversion import repeated
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import absent
-from ortserve.core.terms import Alone
 from ortserve.registry.request_shapes import EqualSizes, ShapeClasses
 
 FP32 = DataType.FP32

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ortserve.core.inflight import Scheduling
 from ortserve.core.request import Parameter
-from ortserve.core.terms import Scheduling
 from ortserve.errors import ErrorKind, SequenceError, ServeError
 from ortserve.service.validation import read_scheduling, read_sequence_part
 

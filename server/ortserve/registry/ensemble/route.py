@@ -7,10 +7,10 @@ import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.conversion import match_batch_axis
+from ortserve.core.inflight import Scheduling, Terms
 from ortserve.core.request import RequestedOutput
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import absent, why_not_stacked
-from ortserve.core.terms import Scheduling, Terms
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan, PlannedStep, Selection
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error

@@ -12,11 +12,10 @@ from ortserve.batching.response_cache import CachedRuns
 from ortserve.batching.statistics import Learned
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest, fail_in_turns
+from ortserve.core.inflight import NO_SCHEDULING, InflightRequest, Scheduling, Terms, fail_in_turns
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
-from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.errors import STOPPING, ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import Plan

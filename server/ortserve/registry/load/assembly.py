@@ -28,9 +28,8 @@ from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_TERMS, InflightRequest, Terms
 from ortserve.core.padding import StagedElements, padding_of_requests
-from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.device.accounting import read_runs
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS

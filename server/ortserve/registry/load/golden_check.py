@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from ortserve.batching.queue import Alone
 from ortserve.core.agreement import AgreementMeter
 from ortserve.core.batch import Arrays, Batch
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import as_numbers, is_absent
-from ortserve.core.terms import Alone
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.errors import ServeError, invalid_input
 from ortserve.paths import is_folder

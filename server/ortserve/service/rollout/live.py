@@ -14,9 +14,8 @@ from ortserve.clock import Clock
 from ortserve.config.rollout import RolloutOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import InflightRequest, Scheduling
 from ortserve.core.request import InferRequest
-from ortserve.core.terms import Scheduling
 from ortserve.core.timing import Timing
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, RunTimeoutError, ServeError

@@ -10,9 +10,8 @@ import onnxruntime as ort
 
 from ortserve.clock import monotonic_ns
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_TERMS, InflightRequest
 from ortserve.core.tensor import is_absent
-from ortserve.core.terms import NO_TERMS
 from ortserve.core.timing import Timing
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.process_limits import cpu_budget

@@ -14,11 +14,10 @@ from fakes.served import FakeVersion
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.config.model import LoadOptions, make_model_options
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_SCHEDULING, InflightRequest, Scheduling, Terms
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.interface import Member, resolve_signature

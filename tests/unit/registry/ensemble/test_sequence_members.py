@@ -21,11 +21,10 @@ from ortserve.batching.sequence_table import SequenceTable, Strategy
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.config.model import LoadOptions, make_model_options
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
+from ortserve.core.inflight import CANCELLED, COMPUTED, NO_SCHEDULING, RUNNING, InflightRequest, Scheduling, Terms
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import START, ControlTensor, SequencePart, SequenceTensors, StateTensor
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.interface import Member, resolve_signature

@@ -14,11 +14,10 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.rollout import make_rollout_options
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import InflightRequest, Terms
 from ortserve.core.request import InferRequest
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor
-from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.rollout import live
