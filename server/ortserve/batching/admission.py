@@ -16,7 +16,6 @@ from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
-from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
@@ -286,14 +285,6 @@ def _most_rows(policy: BatchPolicy, latency: LatencyModel, ns: float) -> int:
     if policy.batch_ns(max_rows, latency) <= ns:
         return max_rows
     return bisect_right(range(1, max_rows + 1), ns, key=lambda rows: policy.batch_ns(rows, latency))
-
-
-def tensor_bytes(arrays: Arrays) -> int:
-    """The size of the arrays in memory; elements of texts count as pointers."""
-    nbytes = 0
-    for array in arrays:
-        nbytes += array.nbytes
-    return nbytes
 
 
 def _rejection(verdict: TooLate, left_ns: float, backlog: Backlog) -> ServeError:

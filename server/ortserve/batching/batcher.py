@@ -9,13 +9,13 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Final
 
-from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
+from ortserve.batching.admission import Admission, QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.large_requests import MAX_QUEUED_PIECES, long_piece_rows, most_rows, run_in_pieces, text_units
 from ortserve.batching.queue import ShapeClass
 from ortserve.batching.statistics import Learned, describe_class, saturation
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays, BatchTap
+from ortserve.core.batch import Arrays, BatchTap, shallow_bytes
 from ortserve.core.inflight import NO_TERMS, InflightRequest, Terms
 from ortserve.errors import STOPPING, ErrorKind, ServeError
 
@@ -180,7 +180,7 @@ class Batcher:
         """
         runs = self._runs
         policy = runs.policy
-        request.nbytes = tensor_bytes(request.inputs)
+        request.nbytes = shallow_bytes(request.inputs)
         request.level = terms.level or 1
         request.start_by_ns = terms.start_by_ns
         request.finish_by_ns = None
@@ -218,7 +218,7 @@ class Batcher:
         if not runs.instances.count:  # the last one was lost after the previous piece was enqueued
             raise ServeError(ErrorKind.NOT_READY, runs.closed_because, retry_after_s=1)
         piece = request.child(inputs, len(inputs[0]))
-        piece.nbytes = tensor_bytes(inputs)
+        piece.nbytes = shallow_bytes(inputs)
         piece.level = request.level
         piece.finish_by_ns = request.finish_by_ns
         piece.start_by_ns = request.start_by_ns

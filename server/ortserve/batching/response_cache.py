@@ -16,9 +16,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, deep_bytes
 from ortserve.core.inflight import InflightRequest, Terms, fail_in_turns, settle_in_turns
-from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import is_absent
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
@@ -390,10 +389,10 @@ def _copies(outputs: Arrays) -> tuple[Arrays, int]:
     copies = tuple(np.array(output) for output in outputs)
     for copy in copies:
         copy.flags.writeable = False
-    return copies, arrays_bytes(copies)
+    return copies, deep_bytes(copies)
 
 
 def _is_large(arrays: Arrays) -> bool:
     """Whether digesting or copying the arrays takes long."""
     has_many_texts = any(array.dtype == object and array.size > _INLINE_TEXTS for array in arrays)
-    return has_many_texts or arrays_bytes(arrays) > _INLINE_BYTES
+    return has_many_texts or deep_bytes(arrays) > _INLINE_BYTES

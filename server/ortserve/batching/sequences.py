@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from ortserve.batching.admission import tensor_bytes
 from ortserve.batching.kept_sequences import KeptSequences
 from ortserve.batching.sequence_admission import SequenceAdmission, SequenceLimits
 from ortserve.batching.sequence_table import (
@@ -34,9 +33,9 @@ from ortserve.batching.sequence_table import (
 )
 from ortserve.batching.sequence_timers import ENDED_AT_ONCE, SequenceTimers
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, deep_bytes, shallow_bytes
 from ortserve.core.inflight import InflightRequest, Terms, fail_in_turns
-from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors, arrays_bytes
+from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors
 from ortserve.errors import STOPPING, ErrorKind, SequenceError, ServeError
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import SequenceReading
@@ -196,7 +195,7 @@ class SequenceRuns:
                 self.on_failed(turn, error)
                 return
         sequence.running = None
-        nbytes = arrays_bytes(states)
+        nbytes = deep_bytes(states)
         self._admission.state_bytes += nbytes - sequence.state_bytes
         sequence.states, sequence.state_bytes = states, nbytes
         if self._admission.has_outgrown(nbytes):
@@ -257,7 +256,7 @@ class SequenceRuns:
                 because later ones, which the client may have sent already, must not run without this one.
         """
         sequence = turn.sequence
-        turn.nbytes = max(1, tensor_bytes(turn.inputs))
+        turn.nbytes = max(1, shallow_bytes(turn.inputs))
         if problem := self._admission.why_full(turn.nbytes):
             self._table.close(sequence)
             sequence.ended_because = FAILED

@@ -15,10 +15,10 @@ from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_TEXTS
 from ortserve.codecs.grpc_infer import read_names
 from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, varint
+from ortserve.core.batch import deep_bytes
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
-from ortserve.core.sequence import arrays_bytes
 from ortserve.errors import ServeError, invalid_input
 
 MAX_MESSAGE_BYTES: Final = 2**31 - 1
@@ -37,7 +37,7 @@ class GrpcEncoder:
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         texts = sum([tensor.array.size for tensor in response.outputs if tensor.datatype is DataType.BYTES])
         arrays = tuple([tensor.array for tensor in response.outputs])
-        return texts > INLINE_TEXTS or arrays_bytes(arrays) > INLINE_BINARY_BYTES
+        return texts > INLINE_TEXTS or deep_bytes(arrays) > INLINE_BINARY_BYTES
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None

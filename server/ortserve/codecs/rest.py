@@ -26,11 +26,11 @@ from ortserve.codecs.bounds import (
     too_many,
 )
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, has_long_texts, parse_json, write_json
+from ortserve.core.batch import deep_bytes
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, Parameter, RequestedOutput
-from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import MAX_DIMS, Tensor, shape_fault
 from ortserve.errors import ContentsError, ServeError, invalid_input
 
@@ -161,7 +161,7 @@ class RestEncoder:
             elements > INLINE_ELEMENTS
             or binary_texts > INLINE_TEXTS
             or has_long_texts(texts)
-            or arrays_bytes(tuple(binary)) > INLINE_BINARY_BYTES
+            or deep_bytes(tuple(binary)) > INLINE_BINARY_BYTES
         )
 
     def encode(

@@ -1,12 +1,16 @@
 """Batches and their results, which the batcher and an instance exchange: arrays, without requests or callbacks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from sys import getsizeof
+from typing import Final, Protocol, TypeAlias, cast
 
 import numpy as np
 
 Arrays: TypeAlias = tuple[np.ndarray, ...]
+
+_OBJECT_BYTES: Final = 64
+"""Memory of a reference to a state, in addition to the state."""
 
 
 @dataclass(slots=True, init=False)
@@ -103,3 +107,30 @@ class Runner(Protocol):
     def is_running(self) -> bool:
         """Whether the worker still exists. Any thread."""
         ...
+
+
+def shallow_bytes(arrays: Arrays) -> int:
+    """The size of the arrays in memory; elements of texts count as pointers."""
+    nbytes = 0
+    for array in arrays:
+        nbytes += array.nbytes
+    return nbytes
+
+
+def deep_bytes(arrays: Arrays) -> int:
+    """The memory of arrays, including texts and states in other memory that they refer to."""
+    total = 0
+    for array in arrays:
+        total += array.nbytes
+        if array.dtype.hasobject:
+            elements = array.ravel().tolist()
+            try:  # texts, most of the time; ``getsizeof`` takes several times as long
+                total += sum(map(str.__sizeof__, elements))
+            except TypeError:
+                total += sum([_object_bytes(element) for element in elements])
+    return total
+
+
+def _object_bytes(element: object) -> int:
+    """The memory of a text, or of a reference to a state in other memory."""
+    return getsizeof(element) if isinstance(element, (str, bytes)) else len(cast("Sized", element)) + _OBJECT_BYTES

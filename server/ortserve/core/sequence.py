@@ -1,13 +1,11 @@
 """Sequences of requests: the part of a request in its sequence, and the tensors that the server adds to it."""
 
-from collections.abc import Sized
 from dataclasses import dataclass
-from sys import getsizeof
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, deep_bytes
 from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import format_shape, is_absent
 from ortserve.errors import ErrorKind, ServeError
@@ -19,8 +17,6 @@ START: Final = "start"
 READY: Final = "ready"
 END: Final = "end"
 ID: Final = "id"
-_OBJECT_BYTES: Final = 64
-"""Memory of a reference to a state, in addition to the state."""
 
 
 @dataclass(slots=True, init=False)
@@ -129,7 +125,7 @@ class SequenceTensors:
         self.controls: Final = controls
         self.initial: Final = initial
         self.first_states: Final = first_states or initial
-        self.initial_bytes: Final = arrays_bytes(self.first_states)
+        self.initial_bytes: Final = deep_bytes(self.first_states)
         self.states: Final = states
         self.shown_outputs: Final = shown_outputs
         self.id_datatype: Final = next((control.datatype for control in controls if control.kind == ID), None)
@@ -204,25 +200,6 @@ class SequenceTensors:
                 state.check(shape)
             states.append(output.copy())
         return tuple(states)
-
-
-def arrays_bytes(arrays: Arrays) -> int:
-    """The memory of arrays, including texts and states in other memory that they refer to."""
-    total = 0
-    for array in arrays:
-        total += array.nbytes
-        if array.dtype.hasobject:
-            elements = array.ravel().tolist()
-            try:  # texts, most of the time; ``getsizeof`` takes several times as long
-                total += sum(map(str.__sizeof__, elements))
-            except TypeError:
-                total += sum([_object_bytes(element) for element in elements])
-    return total
-
-
-def _object_bytes(element: object) -> int:
-    """The memory of a text, or of a reference to a state in other memory."""
-    return getsizeof(element) if isinstance(element, (str, bytes)) else len(cast("Sized", element)) + _OBJECT_BYTES
 
 
 def _zeros_like(array: np.ndarray) -> np.ndarray:

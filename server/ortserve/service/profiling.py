@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ortserve.batching.admission import tensor_bytes
 from ortserve.clock import Clock
 from ortserve.config.options import ServerOptions
 from ortserve.config.session import FILE_ENTRIES
-from ortserve.core.batch import Batch
+from ortserve.core.batch import Batch, shallow_bytes
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.placement import profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
@@ -201,7 +200,7 @@ class _Profile:
     def observe(self, batch: Batch, run_ns: int) -> None:
         if self._done.is_set():
             return
-        self._nbytes += sum(tensor_bytes(parts) for parts in batch.parts)
+        self._nbytes += sum(shallow_bytes(parts) for parts in batch.parts)
         if self._nbytes > MAX_KEPT_BYTES:
             self.end(f"the inputs of more batches would exceed {MAX_KEPT_BYTES} bytes", ErrorKind.TOO_LARGE)
             return

@@ -8,9 +8,9 @@ from typing import Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS
+from ortserve.core.batch import deep_bytes
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionUse
-from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.gate import BodyGate
@@ -72,7 +72,7 @@ class RegionTransfer:
         """
         placed = [tensor for tensor in outputs if tensor.name in self._use.outputs]
         texts = sum(tensor.array.size for tensor in placed if tensor.datatype is DataType.BYTES)
-        is_long = texts > INLINE_TEXTS or arrays_bytes(tuple(tensor.array for tensor in placed)) > _INLINE_COPY_BYTES
+        is_long = texts > INLINE_TEXTS or deep_bytes(tuple(tensor.array for tensor in placed)) > _INLINE_COPY_BYTES
         if placed:
             await self._copy(lambda: self._write(placed), is_long)
 

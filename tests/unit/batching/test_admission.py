@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from ortserve.batching.admission import (
     QueueLimits,
     TooLate,
     judge,
-    tensor_bytes,
 )
 from ortserve.batching.instances import Instances
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
@@ -250,11 +248,6 @@ def test_prediction_rejects_no_request_while_idle_or_unsure() -> None:
     unsure = Stage(observations=MIN_OBSERVATIONS - 1)
     unsure.wait(90)
     unsure.check(left_ms=0.001, busy_ms=1000)
-
-
-def test_bytes_are_those_of_all_tensors() -> None:
-    assert tensor_bytes((np.zeros((2, 3), np.float32), np.zeros(5, np.int64))) == 24 + 40
-    assert tensor_bytes(()) == 0
 
 
 def test_batch_is_expected_to_fill_up_as_the_last_one_did() -> None:

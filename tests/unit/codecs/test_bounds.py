@@ -16,9 +16,9 @@ from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.json_text import encode_json_data
 from ortserve.codecs.rest import RestEncoder, RestRequest
+from ortserve.core.batch import deep_bytes
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, RequestedOutput
-from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import Tensor
 
 
@@ -120,7 +120,7 @@ def test_choice_of_the_place_to_encode_is_cheaper_than_two_encodings() -> None:
 
 def test_memory_of_texts_is_exact_and_quickly_summed() -> None:
     texts = np.array([["", "a", "ä", "€" * 100, "😀" * 7] * 10_000], object)
-    assert arrays_bytes((texts,)) == texts.nbytes + sum(map(sys.getsizeof, texts[0]))
+    assert deep_bytes((texts,)) == texts.nbytes + sum(map(sys.getsizeof, texts[0]))
     encoded = np.array([b"", b"a" * 9], object)
-    assert arrays_bytes((encoded, texts)) == encoded.nbytes + 2 * sys.getsizeof(b"") + 9 + arrays_bytes((texts,))
-    assert least_s(lambda: arrays_bytes((texts,))) < least_s(lambda: [sys.getsizeof(text) for text in texts[0]])
+    assert deep_bytes((encoded, texts)) == encoded.nbytes + 2 * sys.getsizeof(b"") + 9 + deep_bytes((texts,))
+    assert least_s(lambda: deep_bytes((texts,))) < least_s(lambda: [sys.getsizeof(text) for text in texts[0]])

@@ -10,8 +10,8 @@ from typing import Final
 from ortserve.batching.row_checks import Difference
 from ortserve.config.model import ModelOptions
 from ortserve.config.sequences import SequenceOptions
+from ortserve.core.batch import deep_bytes
 from ortserve.core.padding import Padding
-from ortserve.core.sequence import arrays_bytes
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import format_shape
 from ortserve.device.instance import DeviceInstance
@@ -278,7 +278,7 @@ def _describe_sequences(loaded: LoadedModel, options: SequenceOptions, max_rows:
         f"'{state.input}' {format_shape(first.shape)}"
         for state, first in zip(options.states, tensors.initial, strict=True)
     )
-    return f"{text}; states begin as {', '.join(shapes)}: {arrays_bytes(tensors.initial)} bytes"
+    return f"{text}; states begin as {', '.join(shapes)}: {deep_bytes(tensors.initial)} bytes"
 
 
 def _describe_event_loop(loaded: LoadedModel) -> str:
