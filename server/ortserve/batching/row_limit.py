@@ -96,7 +96,7 @@ class RowLimit:
         self._trial: RequestGroup | None = None
         """The batch of another size that runs; otherwise None."""
         self._tried = self._larger
-        """Which size it has, or the last one had."""
+        """The size of that batch, or of the last one while none runs."""
         self._since_trial = 0
         """Number of batches that ended since it began."""
 

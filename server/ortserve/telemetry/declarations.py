@@ -1,4 +1,4 @@
-"""Every metric of the server: name, type, labels and description. ``metrics`` exposes them."""
+"""The metrics named ``ortserve_…``: name, type, labels and description. ``metrics`` exposes them."""
 
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias

@@ -229,8 +229,8 @@ class Connection:
     def reject_in_turn(self, error: ServeError, path: str, headers: list[Header], *, in_body: bool) -> None:
         """Answer the request that is being read with an error, after the responses before it, and read no more.
 
-        ``path`` and ``headers`` are received so far. ``in_body`` says whether its head is complete, so that it is the
-        newest exchange.
+        ``path`` and ``headers`` are those that were received so far. ``in_body`` means that the head is complete, so
+        that the request is the newest exchange.
         """
         newest = self.newest
         self.ignores_input = True

@@ -23,7 +23,7 @@ from ortserve.telemetry.tracing import Trace
 
 
 class JsonCalls:
-    """What all such calls of a server share. Loop thread only."""
+    """The services that all these calls use. Loop thread only."""
 
     def __init__(
         self,
