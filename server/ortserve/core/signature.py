@@ -23,6 +23,8 @@ class TensorSpec:
         is_sequence: The output is a sequence of tensors in the model. Axis 0 is then the position in the sequence and
             never the batch axis.
         is_image: The input is the bytes of one image file, so that a request has no rows.
+        needed_shape: ``shape`` with the sizes that the graph needs in place of free ones, as far as known; empty if
+            they were not looked for. Requests are not checked against it.
     """
 
     name: str
@@ -35,6 +37,7 @@ class TensorSpec:
     least_axes: int = 0
     is_sequence: bool = False
     is_image: bool = False
+    needed_shape: tuple[int, ...] = field(default=(), compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _pickled(self)

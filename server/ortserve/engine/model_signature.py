@@ -14,6 +14,7 @@ from ortserve.engine.encoded_images import find_images
 from ortserve.engine.runs import can_return_bfloat16
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import UNREADABLE, Dims, Model
+from ortserve.rows import find_needed_sizes
 
 _ELEMENTS: Final = {
     "bool": DataType.BOOL,
@@ -80,6 +81,9 @@ def _read_signature(session: ort.InferenceSession, model: Model, served_outputs:
         replace(spec, least_axes=least.get(spec.name, 0)) if spec.has_any_shape else spec
         for spec in _with_any_shape(inputs, names)
     ]
+    if any(-1 in spec.shape[1:] for spec in inputs):  # the first axis usually has the rows
+        needed = find_needed_sizes(model)
+        inputs = [_with_needed_shape(spec, needed.get(spec.name, ())) for spec in inputs]
     outputs = _with_any_shape(outputs, names)
     dims = {declared.name: declared.element_dims for declared in declared_outputs}
     outputs = [_of_sequence(spec, dims.get(spec.name)) if spec.is_sequence else spec for spec in outputs]
@@ -98,6 +102,13 @@ def _read_signature(session: ort.InferenceSession, model: Model, served_outputs:
 
 def _with_any_shape(specs: Sequence[TensorSpec], names: Collection[str]) -> list[TensorSpec]:
     return [replace(spec, has_any_shape=True) if spec.name in names and not spec.shape else spec for spec in specs]
+
+
+def _with_needed_shape(spec: TensorSpec, needed: Sequence[int | None]) -> TensorSpec:
+    if len(needed) != len(spec.shape):
+        return spec
+    pairs = zip(spec.shape, needed, strict=True)
+    return replace(spec, needed_shape=tuple(size if size != -1 else wanted or -1 for size, wanted in pairs))
 
 
 def _of_sequence(spec: TensorSpec, dims: Dims | None) -> TensorSpec:

@@ -171,6 +171,14 @@ def _highest(number: Product) -> Constant | None:
     return -least if least is not None else None
 
 
+def atom_alone(number: Number) -> Atom | None:
+    """The atom of a number that is nothing else."""
+    if isinstance(number, Product) and number.factor == 1 and not number.rows and len(number.atoms) == 1:
+        atom, power = number.atoms[0]
+        return atom if power == 1 else None
+    return None
+
+
 def single_atom(atom: Atom, factor: Constant) -> Product:
     """``factor * atom``."""
     return Product(factor, 0, ((atom, 1),))

@@ -2,14 +2,17 @@
 
 A Slice behind the end of an axis, NonZero without a hit or a pooling of a small image make such tensors. The graph is
 analysed like one without rows, but an operator without a rule makes a tensor of unknown shape.
+
+The same walk finds the sizes that constant matrices need.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import Declared, Dims, Graph, Model, Node, graphs_of
-from ortserve.rows.number import Number, is_positive
+from ortserve.rows.number import Number, atom_alone, is_positive
 from ortserve.rows.rules import RULES
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Value, free
@@ -44,6 +47,25 @@ def find_sizes(model: Model, *, keeps_targets: bool = False) -> Mapping[int, Map
     except TooMuchWorkError:
         return {}
     return walk.found
+
+
+def find_needed_sizes(model: Model) -> Mapping[str, Sequence[int | None]]:
+    """The sizes of axes that the graph needs, such as the number of features of a constant matrix, by input.
+
+    None stands for an axis that may have any size, as far as the graph shows it.
+    """
+    walk = _Sizes(model, keeps_targets=True)
+    inputs = {declared.name: walk.given(declared) for declared in model.graph.inputs}
+    with suppress(TooMuchWorkError):
+        walk.run(inputs)
+    needed = walk.symbols.needed
+    return {
+        name: [
+            size if isinstance(size, int) else needed.get(atom) if (atom := atom_alone(size)) else None
+            for size in value.dims or ()
+        ]
+        for name, value in inputs.items()
+    }
 
 
 class _Sizes(Walk):

@@ -15,6 +15,7 @@ from ortserve.rows.number import (
     Number,
     Powers,
     Product,
+    atom_alone,
     atoms_of,
     common_divisor,
     contains_rows,
@@ -61,6 +62,8 @@ class Symbols:
         """The names of the atoms that are free sizes of inputs; empty for a size without a name."""
         self.fixed_sizes: dict[str, int] = {}
         """The assumed sizes of inputs, by name."""
+        self.needed: dict[Atom, int] = {}
+        """The sizes that the graph needs for free sizes of inputs, as of the features of a constant matrix."""
         self.declared: dict[str, set[Number]] = {}
         """The sizes that each name in the file denotes."""
         self.replaced: set[tuple[Number, Number]] = set()
@@ -99,6 +102,11 @@ class Symbols:
         if not name or not isinstance(size, int):
             return False
         return self.fixed_sizes.setdefault(name, size) == size
+
+    def need(self, size: Number, needed: Number) -> None:
+        """Record the size that the graph needs, if ``size`` is a free size of an input and ``needed`` is known."""
+        if isinstance(needed, int) and needed > 1 and (atom := atom_alone(size)) in self.names:
+            self.needed.setdefault(atom, needed)
 
     def opaque(
         self, operation: str, *operands: Hashable, lowest: Constant | None = None, is_whole: bool = True
@@ -316,6 +324,7 @@ class Symbols:
             return other
         for each in (one, other):
             if isinstance(each, int) or ((low := lowest(each)) is not None and low > 1):
+                self.need(other if each is one else one, each)
                 return each
         for length, wanted in ((one, other), (other, one)):
             if is_positive(length) and _is_cut_to(length, wanted):

@@ -9,8 +9,9 @@ from onnx import parser
 
 from ortserve.engine.corrections.operator_checks import check_edits
 from ortserve.model_file.reading import read_model
-from ortserve.rows import Value, find_sizes
+from ortserve.rows import Value, find_needed_sizes, find_sizes
 from rows.brute_force import Observation
+from rows.cases import fill_weights
 from rows.claims import Check
 from rows.exported import CORPUS
 from rows.growing import GrowingGraph
@@ -90,3 +91,41 @@ def test_equal_names_in_calls_of_a_function_are_different_sizes(tmp_path: Path) 
 def test_squeeze_of_an_axis_that_a_scalar_lacks_is_left_to_onnx_runtime(tmp_path: Path) -> None:
     """ONNX Runtime rejects the model with its reason; the analysis before must not fail."""
     assert known(tmp_path, "float x", "y = Squeeze (x, axes)", "<int64[1] axes = {0}>").has_elements
+
+
+_LINEAR = "coefficients = [1.0, 2.0, 3.0, 4.0], intercepts = [0.0, 0.0], classlabels_ints = [0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "weights", "needed"),
+    [
+        ("y = MatMul (x, w)", "float[5,3] w", 5),
+        ("y = Gemm <transB = 1> (x, w)", "float[3,5] w", 5),
+        ("c = Sub (x, v) y = Relu (c)", "float[6] v", 6),
+        ("c = Sub (x, v) y = Relu (c)", "float[1] v", None),
+        ("y = Softmax (x)", "", None),
+        ("y = BatchNormalization (x, v, v, v, v)", "float[4] v", 4),
+        ("y = ai.onnx.ml.LinearRegressor <coefficients = [1.0, 2.0, 3.0, 4.0], targets = 2> (x)", "", 2),
+        (f"l, y = ai.onnx.ml.LinearClassifier <{_LINEAR}> (x)", "", 2),
+        ("y = ai.onnx.ml.Scaler <offset = [1.0, 2.0], scale = [1.0, 2.0]> (x)", "", 2),
+        ("y = ai.onnx.ml.ArrayFeatureExtractor (x, i)", "int64[2] i = {0, 8}", 9),
+    ],
+)  # fmt: skip
+def test_sizes_that_a_model_needs_are_those_of_its_parameters(
+    tmp_path: Path, nodes: str, weights: str, needed: int | None
+) -> None:
+    text = f"""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
+        m (float[?,?] x) => (float[?,?] y) <{weights}> {{ {nodes} }}"""
+    model = parser.parse_model(text)
+    fill_weights(model)
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    assert find_needed_sizes(read_model(tmp_path / "model.onnx")) == {"x": [None, needed]}
+
+
+def test_images_need_the_channels_of_the_first_convolution(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 18]>
+        m (float[?,?,?,?] x) => (float[?,?,?,?] y) <float[4,3,1,1] w> { y = Conv (x, w) }"""
+    model = parser.parse_model(text)
+    fill_weights(model)
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    assert find_needed_sizes(read_model(tmp_path / "model.onnx")) == {"x": [None, 3, None, None]}

@@ -84,6 +84,7 @@ class InputGenerator:
         signature = self.signature
         generator = np.random.default_rng(seed)
         arrays = []
+        known = {**_needed_sizes(signature), **dict(signature.fixed_sizes)}
         padded_axes = self.padding.axes if self.padding is not None else (None,) * len(signature.inputs)
         for spec, padded in zip(signature.inputs, padded_axes, strict=True):
             is_whole = signature.is_batched and spec.batch_axis is None
@@ -93,7 +94,7 @@ class InputGenerator:
             if spec.is_image:
                 arrays.append(_black_image())
                 continue
-            shape = _row_sizes(spec, self.free_dim, {**dict(signature.fixed_sizes), **dict.fromkeys(self.ones, 1)})
+            shape = _row_sizes(spec, self.free_dim, {**known, **dict.fromkeys(self.ones, 1)})
             if signature.is_batched and not is_whole:
                 shape = (rows, *shape)
             if padded is not None:
@@ -128,11 +129,25 @@ class InputGenerator:
         return max(1, _MAX_BATCH_ELEMENTS // max(1, self._row_elements(self.free_dim)))
 
     def _row_shapes(self) -> list[tuple[int, ...]]:
-        return [spec.row_shape for spec in self.signature.inputs]
+        return [replace(spec, shape=_known_shape(spec)).row_shape for spec in self.signature.inputs]
 
     def _row_elements(self, free_dim: int) -> int:
         """Number of elements in a row of the largest input."""
         return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
+
+
+def _known_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.needed_shape or spec.shape
+
+
+def _needed_sizes(signature: ModelSignature) -> dict[str, int]:
+    """The sizes that the graph needs, by name, for inputs of which it needs none."""
+    return {
+        name: size
+        for spec in signature.inputs
+        for axis, (name, size) in enumerate(zip(spec.dim_names, spec.needed_shape, strict=False))
+        if name and size != -1 and axis != spec.batch_axis
+    }
 
 
 def _row_sizes(spec: TensorSpec, free_dim: int, known: Mapping[str, int]) -> tuple[int, ...]:
@@ -145,7 +160,7 @@ def _row_sizes(spec: TensorSpec, free_dim: int, known: Mapping[str, int]) -> tup
         return known.get(name, free_dim)
 
     sizes = []
-    for axis, dim in enumerate(spec.shape):
+    for axis, dim in enumerate(_known_shape(spec)):
         name = spec.dim_names[axis] if axis < len(spec.dim_names) else ""
         if axis == spec.batch_axis:
             continue

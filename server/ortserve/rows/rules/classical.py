@@ -21,6 +21,16 @@ from ortserve.rows.values import Facts, Value
 DOMAIN: Final = "ai.onnx.ml"
 
 
+def _need_features(call: Call, value: Value, count: int) -> None:
+    if dims := call.dims(value):
+        call.symbols.need(dims[-1], count)
+
+
+def _list(call: Call, name: str) -> tuple[object, ...]:
+    given = call.attributes.get(name)
+    return given if isinstance(given, tuple) else ()
+
+
 def _item_count(call: Call, value: Value) -> Number:
     """The number of items of a matrix. Raises an error unless the rows are the items."""
     dims = call.dims(value)
@@ -43,6 +53,7 @@ def classifier(call: Call) -> Output:
     if call.op == "LinearClassifier":
         intercepts = call.attributes.get("intercepts")
         if isinstance(intercepts, tuple):
+            _need_features(call, value, len(_list(call, "coefficients")) // max(len(intercepts), 1))
             scores = 2 if count == 2 else len(intercepts)  # of two classes, ONNX Runtime adds a missing score
     elif call.op == "TreeEnsembleClassifier" and count:
         scores = count
@@ -58,6 +69,7 @@ def regressor(call: Call) -> Output:
     targets = 1  # all that a support vector machine has
     if call.op == "LinearRegressor":
         targets = call.integer("targets", 1)
+        _need_features(call, value, len(_list(call, "coefficients")) // max(targets, 1))
     elif call.op != "SVMRegressor":
         targets = call.integer("n_targets", 1)
     return call.result((items, targets), value, 0, FLOAT)
@@ -80,6 +92,7 @@ def per_feature(call: Call) -> Output:
     value = call.operand(0)
     if value.is_rows and (value.axis != 0 or len(call.dims(value)) < 2):
         raise RowsMeetError("applies its parameters in turn over all elements, so those of a row depend on its index")
+    _need_features(call, value, max(len(_list(call, name)) for name in ("offset", "imputed_value_floats")))
     return call.same_shape(value, FLOAT if call.op == "Scaler" else None)
 
 
@@ -109,6 +122,7 @@ def array_feature_extractor(call: Call) -> Output:
         raise RowsMeetError("treats the rows as the features of one item")
     dims = (1, *dims) if len(dims) == 1 else dims
     picked = call.dims(indices)
+    _need_features(call, value, max((each for each in indices.elements or () if isinstance(each, int)), default=-1) + 1)
     lengths = (*dims[:-1], call.symbols.product(picked))
     if not indices.is_rows:
         off_axis(value, (len(dims) - 1,), "selects features")

@@ -36,6 +36,9 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
         raise NotKnownError("multiplies a transposed matrix by a vector, for which ONNX Runtime may read other entries")
     if left[-1] == 0:
         raise NotKnownError("multiplies along an axis of length 0")
+    terms = right[max(len(right) - 2, 0)]
+    call.symbols.need(left[-1], terms)
+    call.symbols.need(terms, left[-1])
     rank = max(len(left), len(right), 2)
     one_axis = _matrix_axis(one, len(left), rank, is_left=True)
     other_axis = _matrix_axis(other, len(right), rank, is_left=False)

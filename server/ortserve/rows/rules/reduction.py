@@ -224,6 +224,8 @@ def batch_normalization(call: Call) -> Output:
     if call.integer("training_mode", 0) or (call.opset < 7 and not call.integer("is_test", 0)) or more:
         raise RowsMeetError("takes its statistics from the whole batch in training mode")
     off_axis(value, (1,), _NORMALIZES)
+    if len(channels := call.dims(call.operand(1))) == 1 and len(call.dims(value)) > 1:
+        call.symbols.need(call.dims(value)[1], channels[0])
     return call.same_shape(value)
 
 

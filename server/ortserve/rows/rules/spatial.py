@@ -67,6 +67,7 @@ def _conv(call: Call, value: Value, weights: Value, dtype: int) -> Value:
             kernel = (kernel[0], kernel[-1], *kernel[1:-1])
         sizes = call.integers("kernel_shape") or kernel[2:]
         return call.result((dims[0], *window_lengths(call, dims[1:-1], sizes), kernel[0]), value, 0, dtype)
+    call.symbols.need(dims[1], call.symbols.multiply(kernel[1], call.integer("group", 1)))
     sizes = call.integers("kernel_shape") or kernel[2:]
     return call.result((dims[0], kernel[0], *window_lengths(call, dims[2:], sizes)), value, 0, dtype)
 

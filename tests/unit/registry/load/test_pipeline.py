@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from apart import UnavailableError
@@ -47,6 +48,7 @@ from ortserve.registry.load.loaded_model import (
 )
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
+from rows.cases import fill_weights
 from servers import LONG_S
 
 QUICK = ModelOptions(warmup_s=0.1)
@@ -532,6 +534,17 @@ def test_failures_to_open_and_to_run_are_reported_together(tmp_path: Path, monke
     expected = rf"^it cannot be opened there; execution_providers: {OTHER} opens the model, but fails on .* nullptr!$"
     with pytest.raises(ServeError, match=expected):
         load_on(builders.mlp(tmp_path / "model.onnx"), [AZURE, OTHER], allow_fallback=True)
+
+
+def test_model_with_unnamed_free_axes_is_warmed_up_with_as_many_features_as_its_weights(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 18]> m (float[?,?] x) => (float[?,?] y) <float[5,3] w> {
+        y = MatMul (x, w) }"""
+    model = onnx.parser.parse_model(text)
+    fill_weights(model)
+    onnx.save(model, tmp_path / "model.onnx")
+    loaded = load(tmp_path / "model.onnx")
+    assert not loaded.warm_up.rejection
+    assert loaded.warm_up.latencies
 
 
 @on_each_kind

@@ -96,3 +96,12 @@ def test_optional_inputs_are_absent_unless_requested() -> None:
     assert [is_absent(a), is_absent(b), len(b)] == [False, True, 3]
     a, b = InputGenerator(ModelSignature(specs, ()), None, includes_optional=True).generate(3, 0)
     assert [a.shape, b.shape] == [(3, 2), (3, 3)]
+
+
+def test_free_dimensions_have_the_sizes_that_the_graph_needs() -> None:
+    specs = (
+        TensorSpec("x", DataType.FP32, (-1, -1, -1), ("", "features", ""), needed_shape=(-1, 5, -1)),
+        TensorSpec("z", DataType.FP32, (-1, -1), ("", "features")),
+    )
+    x, z = InputGenerator(ModelSignature(specs, ())).generate(3, 0)
+    assert [x.shape, z.shape] == [(3, 5, FREE_DIM), (3, 5)]
