@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from ortserve.config.session import EXTENSIONS, Scalar, SessionSettings, option_text
 from ortserve.engine.corrections.harmful_optimizers import harmful_optimizers
-from ortserve.engine.corrections.operator_checks import check_edits, check_written_outputs
+from ortserve.engine.corrections.operator_checks import check_edits, check_functions, check_written_outputs
 from ortserve.engine.corrections.replaced_nodes import replacement_edits
 from ortserve.engine.denormals import session_maker
 from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
@@ -100,13 +100,15 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         ServeError: invalid_input: ONNX Runtime cannot load the model; a file is damaged or a Git LFS pointer; the
             execution provider does not start, or runs none of the model's nodes. The message has ONNX Runtime's reason
             without paths. unsupported: the model decodes images elsewhere than at its inputs, or Pillow is missing; or
-            ONNX Runtime would not write an output of a Scan or a GroupQueryAttention.
+            ONNX Runtime would not write an output of a Scan or a GroupQueryAttention, or would end the process on a
+            function of the model.
     """
     _check_settings(options)
     model = read_model(path) if model is None else model
     if pointer := find_pointer(path, model):
         raise invalid_input(pointer)
     _check_dimensions(model, options.settings)
+    check_functions(model)
     check_written_outputs(model)
     try:
         images = find_images(model)

@@ -124,6 +124,35 @@ def test_scan_with_outputs_that_no_run_writes_is_rejected(
     assert caught.value.kind is ErrorKind.UNSUPPORTED
 
 
+_IN_IF = "y = If (c) <then_branch = t () => (a) {{ a = {0} }}, else_branch = e () => (b) {{ b = Relu (x) }}>"
+
+
+@pytest.mark.parametrize(
+    ("call", "opset", "is_rejected"),
+    [
+        ("LayerNormalization (x, w)", 16, True),
+        ("LayerNormalization (x, w)", 17, False),
+        ("SimplifiedLayerNormalization (x, w)", 21, True),
+    ],
+)
+@pytest.mark.parametrize("is_in_branch", [False, True])
+def test_function_that_ends_onnx_runtime_is_rejected(
+    tmp_path: Path, call: str, opset: int, is_rejected: bool, is_in_branch: bool
+) -> None:
+    body = _IN_IF.format(call) if is_in_branch else f"y = {call}"
+    text = f"""<ir_version: 10, opset_import: ["": {opset}, "local": 1]>
+        m (float[n,4] x, float[4] w, bool c) => (float[n,4] y) {{ y = local.f (x, w, c) }}
+        <domain: "local", opset_import: ["": {opset}]> f (x, w, c) => (y) {{ {body} }}"""
+    path = tmp_path / "model.onnx"
+    onnx.save(parser.parse_model(text), path)
+    if not is_rejected:
+        open_session(path, "m/1", OPTIONS)
+        return
+    with pytest.raises(ServeError, match="got one in a function and set") as caught:
+        open_session(path, "m/1", OPTIONS)
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+
+
 @pytest.mark.parametrize("level", ["none", "all"])
 def test_scan_with_identities_of_its_inputs_writes_its_outputs(tmp_path: Path, level: GraphOptimization) -> None:
     path = write_scan(tmp_path / "model.onnx", "float[4] s2, float[4] o", "s2 = Identity (s) o = Identity (e)")

@@ -8,6 +8,7 @@ ONNX Runtime. All other results stay as they are, bit by bit.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cache, partial
+from itertools import chain
 from typing import Final
 
 from ortserve.engine.corrections.checked_node import CheckedNode, NodeContext
@@ -15,13 +16,15 @@ from ortserve.engine.corrections.empty_checks import EMPTY_CHECKS
 from ortserve.engine.corrections.least_axes import axes_needed_by
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
-from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes
+from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes, graphs_of
 from ortserve.rows import find_sizes
 
 _MIN_OPSET: Final = 9
 """Before it there is no Where, and Less and Greater take no integers."""
 _SHAPES: Final = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
 """Operators with the place of the list of sizes that they make a tensor of."""
+_LAYER_NORMALIZATION_SET: Final = 17
+"""The first version of ONNX's own operators with LayerNormalization."""
 _LARGEST_BOX: Final = 2.0**24
 """Cells of the feature map in a box of RoiAlign, which takes about 48 bytes for each: 768 MiB."""
 
@@ -65,6 +68,30 @@ def check_written_outputs(model: Model) -> None:
             _check_scan(body)
         elif (node.domain, node.op) == ("com.microsoft", "GroupQueryAttention"):
             _check_scores(node)
+
+
+def check_functions(model: Model) -> None:
+    """Check that no function of the model calls an operator that ONNX Runtime 1.32.0 itself adds to ONNX's domain.
+
+    The load would end the process. Outside of functions such operators work.
+
+    Raises:
+        ServeError: unsupported.
+    """
+    version = model.opsets.get("", _LAYER_NORMALIZATION_SET)
+    functions = model.functions.values()
+    inner = [graph for function in functions for graph in graphs_of(function.nodes)]
+    called = [function.nodes for function in functions] + [graph.nodes for each in inner for _, graph in _graphs(each)]
+    for node in chain.from_iterable(called):
+        if node.domain == "" and (
+            node.op == "SimplifiedLayerNormalization"
+            or (node.op == "LayerNormalization" and version < _LAYER_NORMALIZATION_SET)
+        ):
+            raise ServeError(
+                ErrorKind.UNSUPPORTED,
+                f"operator {node.op}: expected a call outside of functions, or of LayerNormalization in operator set "
+                f"{_LAYER_NORMALIZATION_SET} or later, got one in a function and set {version}, which ends the load",
+            )
 
 
 def _check_scan(body: Graph) -> None:
