@@ -16,7 +16,6 @@ from ortserve.rows.number import (
     Powers,
     Product,
     atom_alone,
-    atoms_of,
     common_divisor,
     contains_rows,
     exact_quotient,
@@ -233,6 +232,9 @@ class Symbols:
         rest = self.sum(part for part in parts if not is_whole(part))
         if not isinstance(rest, Product):
             return self.add(whole, self.floor(rest))
+        divided = _key_of(scaled(rest, rest.factor.denominator))
+        if divided[:1] == ("floor",) and isinstance(divided[1], Product):  # of a floor, divided by an integer
+            return self.add(whole, self.floor(scaled(divided[1], rest.factor)))
         low = lowest(rest)
         return self.add(whole, self.opaque("floor", rest, lowest=floor(low) if low is not None else None))
 
@@ -350,4 +352,5 @@ def _is_broadcast_of(length: Number, other: Number) -> bool:
 
 def _key_of(number: Number) -> tuple[Hashable, ...]:
     """The expression of a number that is a single atom; empty for others."""
-    return next((atom.key for atom in atoms_of(number) if number == single_atom(atom, 1)), ())
+    atom = atom_alone(number)
+    return () if atom is None else atom.key

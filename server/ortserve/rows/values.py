@@ -236,7 +236,9 @@ def remainder_of(symbols: Symbols, one: Number, other: Number) -> Number:
 
 
 def power(symbols: Symbols, one: Number, other: Number) -> Number:
-    """A power of floating-point numbers. Known only for roots of squares, such as the width of a square grid."""
+    """A power. Known only for squares, and for roots of squares, such as the width of a square grid."""
+    if other == 2 and is_whole(one):
+        return symbols.multiply(one, one)
     if other == Fraction(1, 2) and isinstance(one, int) and one >= 0 and (root := isqrt(one)) ** 2 == one:
         return root
     return symbols.opaque("power", one, other, is_whole=False)

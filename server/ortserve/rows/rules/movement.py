@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative, is_positive
+from ortserve.rows.number import (
+    DEPENDENT,
+    N,
+    Number,
+    Product,
+    atom_alone,
+    atoms_of,
+    contains_rows,
+    is_nonnegative,
+    is_positive,
+)
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
 from ortserve.rows.values import MAX_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
@@ -224,10 +234,29 @@ def length_of(call: Call, number: Number) -> Number:
     return call.symbols.opaque("length", number, lowest=0)
 
 
+def as_length(call: Call, value: Value, length: Number) -> Number:
+    """A size of a target shape, as the length of an axis if a size of the operand contains that length.
+
+    As a number, it may be negative: then the operand is empty, or the operator that makes the axis rejects the request.
+    """
+    if length == -1 or is_nonnegative(length):
+        return length
+    same = length_of(call, length)
+    known = {atom for size in value.dims or () for atom in atoms_of(size)}
+    return length if known.isdisjoint(atoms_of(same)) else same
+
+
+def number_of(length: Number) -> Number:
+    """The number that ``length_of`` made a length, which differs from the length if it is negative."""
+    atom = atom_alone(length)
+    key = () if atom is None else atom.key
+    return key[1] if key[:1] == ("length",) and isinstance(key[1], Product) else length
+
+
 def expand(call: Call) -> Output:
     value = call.operand(0)
     dims = call.dims(value)
-    target = call.numbers(1, "shape")
+    target = tuple(as_length(call, value, length) for length in call.numbers(1, "shape"))
     rank = max(len(dims), len(target))
     dims = (1,) * (rank - len(dims)) + dims
     target = (1,) * (rank - len(target)) + target

@@ -30,7 +30,7 @@ from ortserve.rows.rules.call import (
     off_axis,
     rule,
 )
-from ortserve.rows.rules.movement import length_of
+from ortserve.rows.rules.movement import as_length
 from ortserve.rows.values import Value, element_count, free, transposed
 
 
@@ -101,7 +101,7 @@ def _without_copies(call: Call, value: Value, target: Sequence[Number]) -> list[
 def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     """A tensor with another shape. The elements keep their flat order: axes before the rows, rows, axes after them."""
     symbols = call.symbols
-    target = [_as_length(call, value, length) for length in target]
+    target = [as_length(call, value, length) for length in target]
     if any(length != -1 and not is_nonnegative(length) for length in target):
         raise NotKnownError("has a target shape whose sizes may be negative")
     if target.count(-1) > 1:
@@ -125,18 +125,6 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
         return _reshaped_rows(call, value, target, solved)
     elements = value.elements if element_count(target) == len(value.elements or ()) else None
     return call.result(target, dtype=value.dtype, elements=elements)
-
-
-def _as_length(call: Call, value: Value, length: Number) -> Number:
-    """A size of a target shape, as the length of an axis if a size of the operand contains that length.
-
-    As a number, it may be negative: then the operand is empty, or the operator that makes the axis rejects the request.
-    """
-    if length == -1 or is_nonnegative(length):
-        return length
-    same = length_of(call, length)
-    known = {atom for size in value.dims or () for atom in atoms_of(size)}
-    return length if known.isdisjoint(atoms_of(same)) else same
 
 
 def _reshaped_rows(call: Call, value: Value, target: Sequence[Number], solved: tuple[Atom, Number] | None) -> Value:

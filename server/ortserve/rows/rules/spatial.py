@@ -18,7 +18,7 @@ from ortserve.rows.rules.call import (
     rule,
 )
 from ortserve.rows.rules.matmul import check_one_number
-from ortserve.rows.rules.movement import length_of
+from ortserve.rows.rules.movement import length_of, number_of
 from ortserve.rows.values import Value
 
 
@@ -137,6 +137,8 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
             continue
         padding = 0 if kind == "VALID" else pads[i] + pads[i + rank]
         reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
+        if not is_pool and isinstance(reach, int) and padding <= reach:  # it rejects an empty axis, or has no windows
+            length = number_of(length)
         room = symbols.subtract(symbols.add(length, padding - 1), reach)
         moves = symbols.multiply(room, stride)
         whole = symbols.truncate(moves) if is_pool else symbols.floor(moves)
