@@ -602,9 +602,31 @@ def test_server_with_a_private_authority_is_measured_over_tls(tmp_path: Path) ->
     assert all(one["answers"] > 5 and one["outputs"]["different"] == 0 for one in ran.result["points"])
 
 
-def test_unreadable_certificates_are_reported() -> None:
-    status, line = fails("https://127.0.0.1:1", "--model", "digits", "--ca", __file__)
-    assert (status, "--ca" in line) == (2, True)
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+def test_server_that_requires_client_certificates_gets_one(tmp_path: Path, transport: str) -> None:
+    secret, stranger = Secret(tmp_path / "secret"), Secret(tmp_path / "stranger")
+    own, other = tmp_path / "own.pem", tmp_path / "other.pem"
+    for pem, issuer in ((own, secret), (other, stranger)):
+        pem.write_bytes(b"".join(file.read_bytes() for file in issuer.client_files()))
+    client = secret.client_context(has_certificate=True)
+    flags = ("--example", f"--grpc-transport={transport}", *secret.mutual_flags, *SHORT_WARMUP)
+    with serving(*flags, client=client) as server:
+        urls = [f"https://{server.http}", f"grpcs://{server.grpc}"]
+        access = ("--model", "digits", "--ca", secret.ca)
+        ran = bench(*urls, *access, "--cert", own, *SHORT, "--json")
+        for url in urls:
+            for wrong in ((), ("--cert", other)):
+                status, line = fails(url, *access, *wrong, *SHORT)
+                assert (status, "client certificate" in line, "--cert" in line) == (1, True, True), line
+
+    assert ran.problems == []
+    assert all(one["answers"] > 5 and one["outputs"]["different"] == 0 for one in ran.result["points"])
+
+
+@pytest.mark.parametrize("flag", ["--ca", "--cert"])
+def test_unreadable_certificates_are_reported(flag: str) -> None:
+    status, line = fails("https://127.0.0.1:1", "--model", "digits", flag, __file__)
+    assert (status, line.startswith(f"{flag} {__file__}: expected ")) == (2, True), line
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "grpc-stream"])

@@ -3,7 +3,7 @@
 import argparse
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ class Address:
         is_grpc: Whether the port speaks gRPC.
         headers: Headers of each request, with names in lower case.
         ca: Certificates to trust instead of the system's; None for the system's.
+        cert: The client's certificate and its private key; None for a client without one.
         prefix: Prefix of each HTTP path, such as ``/models-of-a-proxy``; usually empty.
         is_verified: Whether the certificate of the server is verified.
     """
@@ -34,6 +35,7 @@ class Address:
     is_grpc: bool
     headers: Mapping[str, str]
     ca: Path | None = None
+    cert: Path | None = None
     prefix: str = ""
     is_verified: bool = True
 
@@ -45,6 +47,8 @@ class Address:
     def tls(self) -> ssl.SSLContext | None:
         """The TLS settings; None without TLS. Raises OSError, if the certificates cannot be read."""
         context = ssl.create_default_context(cafile=self.ca) if self.is_tls else None
+        if context and self.cert:
+            context.load_cert_chain(self.cert, password="")  # otherwise OpenSSL asks the terminal for a passphrase
         if context and self.is_grpc:
             context.set_alpn_protocols(["h2"])
         if context and not self.is_verified:
@@ -57,7 +61,7 @@ def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://", "grpc://", "grpcs://"))
 
 
-ACCESS_FLAGS: Final = ("--key-file", "--header", "--ca")
+ACCESS_FLAGS: Final = ("--key-file", "--header", "--ca", "--cert")
 """The flags of ``add_access``."""
 
 
@@ -68,18 +72,24 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     text = "Header to send with each request; may be repeated."
     add("--header", action="append", default=[], metavar="NAME:VALUE", help=text)
     add("--ca", type=Path, metavar="FILE", help="Certificates to trust instead of the system's.")
+    text = "The client's certificate and its private key, in PEM, for servers that expect one."
+    add("--cert", type=Path, metavar="FILE", help=text)
 
 
 def address_of(url: str, given: argparse.Namespace, *, needs_http: bool = False) -> Address:
     """As ``parse_address``, with the flags of ``add_access``. ``needs_http`` rejects gRPC ports."""
-    address = parse_address(url, given.header, given.ca, given.key_file)
+    address = parse_address(url, given.header, given.ca, given.key_file, given.cert)
     if address.is_grpc and needs_http:
         raise invalid_input(f"{url}: expected the server's HTTP port, such as http://{address.host}:8000, got gRPC")
     return address
 
 
 def parse_address(
-    url: str, headers: Sequence[str] = (), ca: Path | None = None, key_file: Path | None = None
+    url: str,
+    headers: Sequence[str] = (),
+    ca: Path | None = None,
+    key_file: Path | None = None,
+    cert: Path | None = None,
 ) -> Address:
     """Read ``http://host:port``, ``https:``, ``grpc:`` or ``grpcs:``. A path of HTTP becomes the prefix.
 
@@ -105,11 +115,14 @@ def parse_address(
             raise invalid_input(f"--header: expected NAME: VALUE, got '{header}'")
         given[name.strip().lower()] = value.strip()
     usual = 8001 if is_grpc else 443 if is_tls else 80
-    address = Address(url, host, port or usual, is_tls, is_grpc, given, ca, prefix)
+    address = Address(url, host, port or usual, is_tls, is_grpc, given, ca, cert, prefix)
+    flag, expected = f"--ca {ca}", "certificates in PEM"
     try:
+        replace(address, cert=None).tls()
+        flag, expected = f"--cert {cert}", "a certificate and its private key in PEM, without a passphrase"
         address.tls()
     except OSError as error:
-        raise invalid_input(f"--ca {ca}: expected certificates in PEM, got: {error.strerror or error}") from None
+        raise invalid_input(f"{flag}: expected {expected}, got: {error.strerror or error}") from None
     return address
 
 

@@ -115,12 +115,10 @@ class Client:
                     raise TimeoutError
                 if len(body) > _MAX_BYTES:
                     raise another_kind(self.address, f"got an answer of more than {_MAX_BYTES:,} bytes")
-        except ssl.SSLCertVerificationError as error:
-            raise untrusted(self.address, error) from None
         except httptools.HttpParserError:
             raise another_kind(self.address, "got an answer that is not HTTP; is this a gRPC port?") from None
         except OSError as error:
-            raise _failed(self.address, error, self._timeout_s) from None
+            raise failed(self.address, error, self._timeout_s) from None
         finally:
             if kept != [True]:
                 self.close()
@@ -173,13 +171,20 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
             made.close()
         if isinstance(error, ssl.SSLCertVerificationError):
             raise
-        raise _failed(address, error, timeout_s) from None
+        raise failed(address, error, timeout_s) from None
 
 
-def _failed(address: Address, error: OSError, timeout_s: float) -> ServeError:
-    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+def failed(address: Address, error: OSError, timeout_s: float) -> ServeError:
+    """The error for a connection that failed, or on which nothing came within ``timeout_s``."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return untrusted(address, error)
+    reason = (error.reason or "") if isinstance(error, ssl.SSLError) else ""
+    if reason == "WRONG_VERSION_NUMBER":
         usual = "grpc" if address.is_grpc else "http"
         return another_kind(address, f"got an answer without TLS; is this a port for {usual}://?")
+    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
+        hint = "it requires a client certificate that it trusts (--cert names a file with one and its key)"
+        return unreachable(address, f"{hint}: {reason.lower().replace('_', ' ')}")
     waited = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else None
     return unreachable(address, waited or error.strerror or str(error))
 

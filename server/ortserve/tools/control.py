@@ -3,7 +3,6 @@
 It uses calls that all servers of the protocol have, and the extensions for statistics and shared memory.
 """
 
-import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Final
@@ -19,13 +18,15 @@ from ortserve.core.dtypes import DATATYPES
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
-from ortserve.tools.client import Client, another_kind, connect, path_of, unreachable, untrusted
+from ortserve.tools.client import Client, another_kind, connect, failed, path_of, unreachable
 
 _GRPC_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
 )
+_OPENING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The preface of a connection, and SETTINGS without entries (RFC 9113, section 3.4)."""
 _CODES: Final = {
     grpc.StatusCode.UNAUTHENTICATED: ErrorKind.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED: ErrorKind.FORBIDDEN,
@@ -50,11 +51,8 @@ class Control:
 
     def describe(self) -> tuple[str, ModelSignature]:
         """The name and version of the server, and the signature of the model. Raises not_found for an unknown model."""
-        if self.address.is_grpc:  # a connection without the library finds better reasons why there is none
-            try:
-                connect(self.address, self._timeout_s).close()
-            except ssl.SSLCertVerificationError as error:
-                raise untrusted(self.address, error) from None
+        if self.address.is_grpc:
+            self._try_connection()
         try:
             about = self._ask("GET", "/v2", pb, "ServerMetadata")
             server = f"{about['name']} {about.get('version', '')}".strip()
@@ -72,6 +70,18 @@ class Control:
             return server, _signature(metadata["inputs"], metadata["outputs"])
         except (LookupError, TypeError, ValueError) as error:
             raise another_kind(self.address, f"got metadata of the model that cannot be read: {error!r}") from None
+
+    def _try_connection(self) -> None:
+        """Connect to a gRPC port without the library, which gives poorer reasons if that fails, and logs errors."""
+        try:
+            with connect(self.address, self._timeout_s) as connected, connected.makefile("rb") as answer:
+                connected.sendall(_OPENING)
+                kind = answer.read(9)[3:4]
+        except OSError as error:
+            raise failed(self.address, error, self._timeout_s) from None
+        if kind != b"\4":  # both sides begin with SETTINGS
+            hint = "does it require a client certificate (--cert)" if self.address.is_tls else "or one for grpcs://"
+            raise another_kind(self.address, f"got no HTTP/2; is this an HTTP port, {hint}?")
 
     def has_sequences(self) -> bool:
         """Whether requests of the model belong to sequences; False if the server does not say."""
@@ -143,7 +153,8 @@ class Control:
     def _send_rpc(self, rpc: str, body: bytes) -> bytes:
         address, codes = self.address, grpc.StatusCode
         if address.is_tls:
-            credentials = grpc.ssl_channel_credentials(address.ca.read_bytes() if address.ca else None)
+            ca, cert = (file.read_bytes() if file else None for file in (address.ca, address.cert))
+            credentials = grpc.ssl_channel_credentials(ca, private_key=cert, certificate_chain=cert)
             channel = grpc.secure_channel(address.authority, credentials, _GRPC_OPTIONS)
         else:
             channel = grpc.insecure_channel(address.authority, _GRPC_OPTIONS)
@@ -154,9 +165,6 @@ class Control:
                 return answer
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or ""
-        if rpc == "ServerMetadata" and details.startswith("failed to connect"):  # although ``describe`` could connect
-            reason = f"gRPC says: {details.rpartition('last error: ')[2]}"
-            raise another_kind(address, f"got no HTTP/2; is this an HTTP port, or one for grpcs://? {reason}")
         if code in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
             raise unreachable(address, details)
         # All servers of the protocol have this call, and may lack extensions.

@@ -72,7 +72,7 @@ def _state(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 def _read_metrics(server: Address, url: str | None, address: str) -> Mapping[str, float] | None:
     usual = f"http://[{address}]:{_METRICS_PORT}" if ":" in address else f"http://{address}:{_METRICS_PORT}"
-    given = parse_address((url or usual).removesuffix("/metrics"), ca=server.ca)
+    given = parse_address((url or usual).removesuffix("/metrics"), ca=server.ca, cert=server.cert)
     # The headers may hold a key. If the server uses TLS, the key is sent in plain text only to a given ``url``.
     headers = server.headers if url or not server.is_tls else {}
     given = replace(given, headers=headers, is_verified=bool(headers) and server.is_verified)
