@@ -1,6 +1,7 @@
 """Addresses of servers, and the flags for keys, headers and certificates."""
 
 import argparse
+import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ortserve.errors import invalid_input
+
+_HEADER: Final = re.compile(r"\s*([\w!#$%&'*+.^`|~-]+)\s*:([ \t!-~]*)", re.ASCII)
+"""A name and a value (RFC 9110, section 5), with spaces around them, in the characters that gRPC permits, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Address:
 
 def is_url(text: str) -> bool:
     """Whether an argument names a server instead of a model."""
-    return text.startswith(("http://", "https://", "grpc://", "grpcs://"))
+    return text.lower().startswith(("http://", "https://", "grpc://", "grpcs://"))
 
 
 ACCESS_FLAGS: Final = ("--key-file", "--header", "--ca", "--cert")
@@ -99,23 +103,25 @@ def parse_address(
     """
     if "@" in url:  # the message does not show the URL, which may contain a password
         raise invalid_input("expected a URL without user and password, such as http://HOST:8000, got one with them")
+    expected = "expected a URL such as http://HOST:8000 or grpc://HOST:8001"
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
     except ValueError as error:
-        raise invalid_input(f"{url}: {error}") from None
+        raise invalid_input(f"'{url}': {expected}: {error}") from None
     is_tls, is_grpc = parts.scheme in ("https", "grpcs"), parts.scheme in ("grpc", "grpcs")
     prefix = parts.path.rstrip("/").removesuffix("/v2")
-    if not host or not (is_grpc or parts.scheme in ("http", "https")) or (prefix and is_grpc):
-        raise invalid_input(f"'{url}': expected a URL such as http://HOST:8000 or grpc://HOST:8001")
+    is_known = is_grpc or parts.scheme in ("http", "https")
+    if not host or not is_known or (prefix and is_grpc) or parts.query or parts.fragment:
+        raise invalid_input(f"'{url}': {expected}")
     given = {"authorization": f"Bearer {_read_key(key_file)}"} if key_file else {}
     for header in headers:
-        name, colon, value = header.partition(":")
-        if not name or not colon:
-            raise invalid_input(f"--header: expected NAME: VALUE, got '{header}'")
-        given[name.strip().lower()] = value.strip()
+        parsed = _HEADER.fullmatch(header)
+        if parsed is None:
+            raise invalid_input(f"--header: expected NAME: VALUE in printable ASCII, got '{header}'")
+        given[parsed[1].lower()] = parsed[2].strip()
     usual = 8001 if is_grpc else 443 if is_tls else 80
-    address = Address(url, host, port or usual, is_tls, is_grpc, given, ca, cert, prefix)
+    address = Address(url, host, usual if port is None else port, is_tls, is_grpc, given, ca, cert, prefix)
     flag, expected = f"--ca {ca}", "certificates in PEM"
     try:
         replace(address, cert=None).tls()

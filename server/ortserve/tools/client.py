@@ -137,6 +137,9 @@ class Client:
         status = answer.status
         if status == 200:
             return answer
+        if 300 <= status < 400:
+            location = answer.headers.get(b"location", b"nowhere").decode("latin-1")
+            raise another_kind(self.address, f"got status {status}, a redirect to {location}")
         text = answer.body[:_MAX_TEXT].decode(errors="replace")
         is_lost = status == 501 or (400 <= status < 500 and status not in (401, 403, 429))
         if is_lost and not text.startswith("{"):  # errors of the protocol are JSON

@@ -90,15 +90,16 @@ class Control:
             return "sequence_batching" in (config["config"] if self.address.is_grpc else config)
         return False
 
-    def batches(self) -> dict[int, int]:
-        """Counts of the batches that have run so far, by rows; empty if the server does not say."""
+    def batches(self) -> dict[int, int] | None:
+        """Counts of the batches that have run so far, by rows; None if the server does not say."""
         counts: dict[int, int] = {}
         with suppress(ServeError, LookupError, TypeError):
             stats = self._ask("GET", f"{self.path}/stats", management_pb2, "ModelStatistics", self._model)
             for size in (size for one in stats["model_stats"] for size in one["batch_stats"]):
                 rows, count = int(size["batch_size"]), int(size["compute_infer"].get("count", 0))
                 counts[rows] = counts.get(rows, 0) + count
-        return counts
+            return counts
+        return None
 
     def infer(self, headers: Mapping[str, str], body: bytes) -> tuple[bytes, int | None]:
         """Send one request. Returns the body of the answer, and the size of its JSON if binary tensors follow."""

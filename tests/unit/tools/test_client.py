@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.address import parse_address
+from ortserve.tools.address import is_url, parse_address
 from ortserve.tools.client import Client, path_of
 
 
@@ -25,10 +25,34 @@ def test_address_has_what_its_url_and_the_flags_say(tmp_path: Path) -> None:
     assert ports == [80, 443, 8001, 8001]
 
 
-@pytest.mark.parametrize("url", ["http://", "ftp://h", "http://h:port", "http://[::1", "grpc://h/v2/models", "h:8000"])
+URLS = (
+    "http://",
+    "ftp://h",
+    "http://h:port",
+    "http://[::1",
+    "grpc://h/v2/models",
+    "h:8000",
+    "http://h?x=1",
+    "http://h/#x",
+)
+
+
+@pytest.mark.parametrize("url", URLS)
 def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(ServeError) as raised:
+    with pytest.raises(ServeError, match="expected a URL such as") as raised:
         parse_address(url)
+    assert raised.value.kind is ErrorKind.INVALID_INPUT
+
+
+def test_schemes_have_any_case() -> None:
+    assert is_url("HTTP://h")
+    assert (parse_address("GRPCS://h").is_tls, parse_address("http://h:0").port) == (True, 0)
+
+
+@pytest.mark.parametrize("header", ["", "name", ": value", "two names: x", "x-ü: x", "x: ü", "x: a\r\ny: b"])
+def test_headers_that_a_protocol_does_not_permit_are_refused(header: str) -> None:
+    with pytest.raises(ServeError, match="--header: expected NAME: VALUE") as raised:
+        parse_address("http://h", [header])
     assert raised.value.kind is ErrorKind.INVALID_INPUT
 
 

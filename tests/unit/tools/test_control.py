@@ -1,8 +1,10 @@
 """Calls about a model on a server."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from typing import Any
 
 import grpc
 import pytest
@@ -28,21 +30,27 @@ def test_grpc_server_that_lacks_an_extension_is_told_from_one_of_another_kind() 
     assert extension.value.kind is another.value.kind is ErrorKind.UNSUPPORTED
 
 
-def test_http_server_of_another_kind_is_named_by_its_status() -> None:
-    with HTTPServer(("127.0.0.1", 0), NotFound) as server:
+@pytest.mark.parametrize(
+    ("status", "seen"), [(404, "got status 404 for /v2"), (308, "got status 308, a redirect to /login")]
+)
+def test_http_server_of_another_kind_is_named_by_its_status(status: int, seen: str) -> None:
+    with HTTPServer(("127.0.0.1", 0), partial(Other, status)) as server:
         Thread(target=server.handle_request).start()
         control = Control(parse_address(f"http://127.0.0.1:{server.server_port}"), "m")
-        with pytest.raises(
-            ServeError, match="expected a server of the Open Inference Protocol v2, got status 404 for /v2"
-        ):
+        with pytest.raises(ServeError, match=f"expected a server of the Open Inference Protocol v2, {seen}"):
             control.describe()
 
 
-class NotFound(BaseHTTPRequestHandler):
-    """Has no paths, as the metrics port has none of the protocol."""
+class Other(BaseHTTPRequestHandler):
+    """Has one status for all paths, as the metrics port has no path of the protocol."""
+
+    def __init__(self, status: int, *given: Any) -> None:
+        self.status = status
+        super().__init__(*given)
 
     def do_GET(self) -> None:
-        self.send_response(404)
+        self.send_response(self.status)
+        self.send_header("location", "/login")
         self.end_headers()
         self.wfile.write(b'{"error":"Not Found"}')
 

@@ -26,7 +26,7 @@ class UsageMeter:
         self._resident = 0
         self._used_s = np.zeros(4)
         """Processor time of the server, time, and processor time of this machine, in total and idle."""
-        self._at_begin: tuple[np.ndarray, dict[int, int]] | None = None
+        self._at_begin: tuple[np.ndarray, dict[int, int] | None] | None = None
         """The same and the batches when the interval began; None outside of an interval."""
         self.batches: Counter[int] = Counter()
 
@@ -39,11 +39,14 @@ class UsageMeter:
     def end(self) -> None:
         """End the interval, if it has begun."""
         if self._at_begin is not None:
-            times_s, batches = self._at_begin
+            times_s, before = self._at_begin
             self._at_begin = None
             self._used_s += np.maximum(0.0, self._times_s() - times_s)  # a process of the server may have ended
-            self.batches.update(self._batches())
-            self.batches.subtract(batches)
+            after = self._batches()
+            if before is None or after is None or any(after.get(rows, 0) < count for rows, count in before.items()):
+                return  # the server did not say, has ended, or began to count anew
+            self.batches.update(after)
+            self.batches.subtract(before)
 
     def look(self) -> float:
         """Record the memory in use. Returns the processor time so far, in seconds."""
@@ -67,8 +70,8 @@ class UsageMeter:
         per_request_us = used_s / max(1, answers) * 1e6
         return ServerUsage(len(self._processes), used_s / seconds, per_request_us, self._resident, busy)
 
-    def _batches(self) -> dict[int, int]:
-        return self._control.batches() if self._control else {}
+    def _batches(self) -> dict[int, int] | None:
+        return self._control.batches() if self._control else None
 
     def _times_s(self) -> np.ndarray:
         times = psutil.cpu_times()  # the guests at their end are part of user

@@ -16,10 +16,10 @@ class Controlled:
 
     address = Address("http://127.0.0.1:1", "127.0.0.1", 1, is_tls=False, is_grpc=False, headers={})
 
-    def __init__(self, *answers: dict[int, int] | BaseException) -> None:
+    def __init__(self, *answers: dict[int, int] | BaseException | None) -> None:
         self.answers = deque(answers)
 
-    def batches(self) -> dict[int, int]:
+    def batches(self) -> dict[int, int] | None:
         answer = self.answers.popleft()
         if isinstance(answer, BaseException):
             raise answer
@@ -35,6 +35,18 @@ def test_a_beginning_that_is_interrupted_counts_nothing() -> None:
 
     assert meter.usage(0) is None
     assert meter.batches == {}
+
+
+@pytest.mark.parametrize("answers", [(None, {1: 4}), ({1: 3}, None), ({1: 3, 2: 1}, {1: 9})])
+def test_batches_are_unknown_if_the_server_does_not_say_or_counts_anew(
+    answers: tuple[dict[int, int] | None, ...],
+) -> None:
+    meter = UsageMeter(cast("Control", Controlled(*answers, {1: 9}, {1: 11})))
+    for _ in answers:
+        meter.begin()
+        meter.end()
+
+    assert meter.batches == {1: 2}
 
 
 def test_a_process_that_ends_in_a_round_does_not_lower_the_time_of_other_rounds(
