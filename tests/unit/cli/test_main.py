@@ -1,6 +1,7 @@
 """Commands, and the options that the command line passes to the server."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -207,7 +208,9 @@ def test_named_flags_exist_and_those_of_triton_do_not() -> None:
 
 def test_misspelt_flag_of_a_tool_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "digits", "--concurency", "4"]) == 2
-    assert "unrecognized arguments: --concurency 4; did you mean '--concurrency'?" in capsys.readouterr().err
+    # Newer versions of Python take the 4 as another target.
+    expected = r"unrecognized arguments: --concurency( 4)?; did you mean '--concurrency'\?\n$"
+    assert re.search(expected, capsys.readouterr().err)
 
 
 def test_flags_that_share_only_their_dashes_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
