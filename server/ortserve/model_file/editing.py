@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from ortserve.model_file.graph import FLOAT, INT32, INT64, Node
 from ortserve.model_file.protobuf import (
     fields,
-    read_message,
+    reading_message,
     write_float,
     write_message,
     write_number,
@@ -104,7 +104,8 @@ def edited_model(path: Path, edits: Edits, opset: int = 0) -> bytes:
         edits: The replacements.
         opset: The version of ONNX's own operators to import; 0 if the model imports them already.
     """
-    return _edit(read_message(path), edits, _write_opset(opset) if opset else b"")
+    with reading_message(path) as data:
+        return _edit(data, edits, _write_opset(opset) if opset else b"")
 
 
 def write_model(graph: bytes, opset: int, ir_version: int) -> bytes:

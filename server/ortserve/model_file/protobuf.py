@@ -6,6 +6,8 @@ A message is a span of bytes in memory. Readers skip the values of fields that t
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Final
 
@@ -20,25 +22,43 @@ LENGTH_DELIMITED: Final = 2
 _FIXED32: Final = 5
 
 
+_PIECE_BYTES: Final = 1 << 18
+"""Bytes that one call of the system reads. A kernel without preemption interrupts no call: one for 8 MB would keep the
+event loop from its processor for 5 ms."""
 _MAX_BYTES: Final = 1 << 31
 """Maximum size of a message (protobuf.dev/programming-guides/proto-limits)."""
 
 
-def read_message(path: Path) -> memoryview:
-    """The content of a file. It is not mapped: a file that another program truncates would end the process (SIGBUS).
+@contextmanager
+def reading_message(path: Path) -> Iterator[memoryview]:
+    """A context with the content of a file, to which nothing should refer when it exits.
+
+    The file is not mapped: a file that another program truncates would end the process (SIGBUS). The content is in
+    memory that is unmapped without the interpreter lock. To free the same bytes as an object takes 0.05 ms per MB, in
+    which no request would be answered.
 
     Raises:
         OSError: The file cannot be read, or is no regular file.
-        ValueError: The file is larger than a message can be.
+        ValueError: The file is empty, or larger than a message can be.
         ServeError: overloaded, if there is too little memory for it.
     """
     with open_file(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > _MAX_BYTES:
-            raise ValueError(f"expected at most {_MAX_BYTES} bytes, got {size}")
+        if not 0 < (size := os.fstat(file.fileno()).st_size) <= _MAX_BYTES:
+            raise ValueError(f"expected 1 to {_MAX_BYTES} bytes, got {size}")
         try:
-            return memoryview(file.read())
-        except MemoryError:
+            content = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
+        except OSError:
             raise out_of_memory("reading a model file") from None
+        try:
+            with memoryview(content) as whole:
+                count = 0
+                while count < size and (read := file.readinto(whole[count : count + _PIECE_BYTES])):  # type: ignore[attr-defined]
+                    count += read
+                with whole[:count] as data:
+                    yield data
+        finally:
+            with suppress(BufferError):  # after an error, whose traceback refers to it
+                content.close()
 
 
 def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:

@@ -20,7 +20,7 @@ from ortserve.model_file.graph import (
     Tensor,
     in_order,
 )
-from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, integers, read_message, signed, varint
+from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, integers, reading_message, signed, varint
 from ortserve.model_file.tensors import TensorReader
 
 MAX_NODES: Final = 50_000
@@ -49,7 +49,8 @@ def read_model(path: Path) -> Model:
         ServeError: overloaded, if there is too little memory.
     """
     try:
-        return parse_model(read_message(path))
+        with reading_message(path) as data:
+            return parse_model(data)
     except (OSError, ValueError, IndexError, struct.error):
         return UNREADABLE
 

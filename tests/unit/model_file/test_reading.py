@@ -1,6 +1,7 @@
 """The record of a model file: declared shapes, external files, and the limits of the analyses."""
 
 import os
+from mmap import mmap
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from onnx import TensorProto, helper
 
 from models import builders, interfaces
 from ortserve.core.dtypes import DataType
-from ortserve.model_file import reading
+from ortserve.model_file import protobuf, reading
 from ortserve.model_file.graph import UNREADABLE, Declared, Model, Skipped, names_read
 from ortserve.model_file.reading import read_model
 
@@ -171,3 +172,16 @@ def test_elements_beside_an_external_file_are_not_those_of_the_tensor(path: Path
     assert read_model(path).graph.constants["axis"].elements is None
     (total,) = ort.InferenceSession(path).run(None, {"x": np.ones((2, 4), np.float32)})
     assert total.tolist() == [[1] * 4, [2] * 4]
+
+
+def test_content_of_a_file_is_unmapped_when_its_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the model refers to it, so that it is not freed later, with the interpreter lock."""
+    opened: list[mmap] = []
+
+    class Watched(mmap):
+        def __init__(self, *_: int) -> None:
+            opened.append(self)
+
+    monkeypatch.setattr(protobuf, "mmap", Watched)
+    assert read_model(builders.mlp(tmp_path / "model.onnx")) is not UNREADABLE
+    assert [content.closed for content in opened] == [True]
