@@ -19,7 +19,7 @@ from ortserve.engine.host_binding import HostBinding, can_bind
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
-from ortserve.engine.thread_priority import set_nice
+from ortserve.engine.thread_priority import RUN_SLACK_NS, set_nice, set_slack
 from ortserve.errors import ServeError
 
 
@@ -65,6 +65,7 @@ class Instance:
         run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)
         self._is_abandoned = False
+        self._is_serving = False
         self._plain = PlainBatches(session, signature, padding, clock, run_options)
         self.is_single_threaded: Final = runs_on_its_thread(session, intra_op_threads)
         """Whether all work of a run happens on the calling thread."""
@@ -77,6 +78,10 @@ class Instance:
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
         start_thread(self._worker)
+
+    def begin_serving(self) -> None:
+        """End the warm-up, in which the worker gets the interpreter lock as late as the load that started it."""
+        self._is_serving = True
 
     @property
     def staged_elements(self) -> StagedElements:
@@ -149,9 +154,13 @@ class Instance:
     def _serve(self) -> None:
         if self._nice is not None:
             set_nice(self._nice)
+        is_as_late_as_loads = True
         while (item := self._work.get()) is not None:
             batch, done = item
             outcome: BatchResult | Exception
+            if is_as_late_as_loads and self._is_serving:
+                set_slack(RUN_SLACK_NS)
+                is_as_late_as_loads = False
             try:
                 outcome = self._run_timed(batch)
             except Exception as error:  # noqa: BLE001 - the error belongs to the batch's callers; the worker continues

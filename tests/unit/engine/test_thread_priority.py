@@ -1,19 +1,32 @@
 """Time slices and nice levels of threads, as the kernel reports them."""
 
+import ctypes
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import numpy as np
+import onnxruntime as ort
 import pytest
 
-from ortserve.engine.thread_priority import LONGEST_SLICE_NS, LOOP_SLICE_NS, set_slice
+from models import builders
+from ortserve.core.batch import Batch
+from ortserve.core.thread_pool import ThreadPool
+from ortserve.engine.instance import Instance
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, LOOP_SLICE_NS, RUN_SLACK_NS, put_load_last, set_slice
+from servers import LONG_S
 
 OWN_LEVEL = os.getpriority(os.PRIO_PROCESS, 0)
 MAY_LOWER = subprocess.run(["nice", "-n", "-10", "nice"], capture_output=True, check=True).stdout == b"-10\n"
+_GET_TIMER_SLACK = 30
+"""``PR_GET_TIMERSLACK`` of prctl(2)."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has slices of threads")
 
@@ -92,3 +105,37 @@ def test_loop_of_an_unprivileged_process_keeps_its_nice_level() -> None:
 def test_process_with_a_nice_level_of_its_own_keeps_it() -> None:
     level = OWN_LEVEL + 3
     assert nice_levels(before="os.nice(3)") == dict.fromkeys(("loop", "own", "thread", "child"), level)
+
+
+def slack_ns() -> int:
+    """The timer slack of the calling thread."""
+    return int(ctypes.CDLL(None).prctl(_GET_TIMER_SLACK, 0, 0, 0, 0))
+
+
+def test_threads_of_a_load_wait_long_for_the_interpreter_lock_until_their_instance_serves(tmp_path: Path) -> None:
+    """The worker reports its slack after each batch, of the warm-up and of requests."""
+    session = ort.InferenceSession(builders.identity(tmp_path / "model.onnx"), providers=[CPU])
+    found: list[int] = []
+
+    def run(instance: Instance) -> None:
+        is_done = threading.Event()
+
+        def done(_: object) -> None:
+            found.append(slack_ns())
+            is_done.set()
+
+        instance.start(Batch(((np.zeros((1, 4), np.float32),),), 1, 1), done)
+        assert is_done.wait(LONG_S)
+
+    def load() -> Instance:
+        found.append(slack_ns())
+        instance = Instance(session, read_signature(session), name="m", intra_op_threads=1, clock=time.monotonic_ns)
+        run(instance)
+        return instance
+
+    with ThreadPool(1, "load", put_load_last) as threads:
+        instance = threads.submit(load).result()
+    instance.begin_serving()
+    run(instance)
+    instance.close()
+    assert found == [5_000_000, 5_000_000, RUN_SLACK_NS]
