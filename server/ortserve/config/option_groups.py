@@ -58,7 +58,8 @@ class TlsOptions(BaseModel):
     """The private key of ``tls_cert_file`` in PEM, without a passphrase."""
     tls_client_ca_file: Path | None = None
     """Certificates of authorities in PEM. Clients of the HTTP and gRPC ports must present a certificate that one of
-    them signed (mutual TLS). Unset: clients need no certificate."""
+    them signed (mutual TLS). With ``grpc_transport: grpcio`` a client can resume a session after its certificate has
+    expired. Unset: clients need no certificate."""
     tls_min_version: Literal["1.2", "1.3"] = "1.2"
     """Lowest TLS version that is accepted. ``1.3`` requires ``grpc_transport: native``, because grpcio has no such
     setting."""
