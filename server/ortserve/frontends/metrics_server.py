@@ -46,12 +46,15 @@ class MetricsServer(ThreadingHTTPServer):
         tls: Returns the context of the next connection; None for plain text.
         handshake_timeout_s: Time limit of a TLS handshake.
         max_s: Time limit of one connection.
-        max_connections: Maximum number of open connections; further ones are closed at once.
+        max_connections: Maximum number of open connections. A further one replaces the one that has sent no whole
+            request for longest; if all have sent theirs, it is closed at once.
 
     Raises:
         ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option. ``OVERLOADED``, if
             the system permits no thread.
     """
+
+    request_queue_size = 128  # of new connections; beyond the default of 5, the system delays them by a second
 
     def __init__(
         self,
@@ -72,6 +75,8 @@ class MetricsServer(ThreadingHTTPServer):
         self._max_connections = max_connections
         self._ends_s: dict[Any, float] = {}
         """Monotonic time at which each open connection, by its socket, reaches its time limit."""
+        self._unread: dict[Any, bool] = {}
+        """The open connections whose request was not read yet, oldest first."""
         # Use our own socket: the base class supports one address family and looks up the host name.
         listener = open_listener("metrics_port", host, port)
         try:
@@ -81,7 +86,7 @@ class MetricsServer(ThreadingHTTPServer):
             listener.close()
             raise
         self.address_family = listener.family
-        super().__init__(("", 0), partial(_Handler, write, health, refuse), bind_and_activate=False)
+        super().__init__(("", 0), partial(_Handler, write, health, refuse, self._unread), bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.port: int = listener.getsockname()[1]
@@ -99,10 +104,20 @@ class MetricsServer(ThreadingHTTPServer):
         self._thread.join()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return len(self._ends_s) < self._max_connections
+        """Whether there is room. Idle connections must not keep health probes away."""
+        count = len(self._ends_s)
+        if count < self._max_connections:
+            return True
+        oldest = next(iter(tuple(self._unread)), None)
+        if oldest is None or count >= 2 * self._max_connections:  # the threads of those closed have not ended yet
+            return False
+        self._unread.pop(oldest, None)
+        _disconnect(oldest)
+        return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._ends_s[request] = time.monotonic() + self._max_s
+        self._unread[request] = True
         self._threads_of_connections.submit(self.process_request_thread, request, client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -115,11 +130,14 @@ class MetricsServer(ThreadingHTTPServer):
         with contextlib.suppress(OSError), self._tls().wrap_socket(request, server_side=True) as session:
             # The session replaces the plain socket, which is detached.
             self._ends_s[session] = self._ends_s.pop(request)
+            if self._unread.pop(request, False):
+                self._unread[session] = True
             try:
                 super().finish_request(session, client_address)
                 session.settimeout(_FAREWELL_S)
                 session.unwrap()
             finally:
+                self._unread.pop(session, None)
                 del self._ends_s[session]
 
     def server_close(self) -> None:
@@ -127,6 +145,7 @@ class MetricsServer(ThreadingHTTPServer):
         self._threads_of_connections.shutdown(wait=False)
 
     def shutdown_request(self, request: Any) -> None:
+        self._unread.pop(request, None)
         self._ends_s.pop(request, None)
         super().shutdown_request(request)
 
@@ -140,8 +159,13 @@ class MetricsServer(ThreadingHTTPServer):
         now_s = time.monotonic()
         for request, end_s in list(self._ends_s.items()):
             if now_s >= end_s:
-                with contextlib.suppress(OSError):  # the connection's thread may have closed it
-                    request.shutdown(socket.SHUT_RDWR)
+                _disconnect(request)
+
+
+def _disconnect(connection: Any) -> None:
+    """Wake the thread of a connection, which then closes it. It may have closed it already."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -154,13 +178,23 @@ class _Handler(BaseHTTPRequestHandler):
         write: Callable[[], bytes],
         health: Callable[[str], HttpResponse | None],
         refuse: Callable[[Sequence[str]], HttpResponse | None],
+        unread: dict[Any, bool],
         *connection: Any,
     ) -> None:
-        """Answer, with the callbacks of ``MetricsServer``; ``connection`` are the arguments of the base class."""
+        """Answer, with the callbacks of ``MetricsServer``; ``connection`` are the arguments of the base class.
+
+        The connection leaves ``unread`` when its request was read.
+        """
         self._write = write
         self._health = health
         self._refuse = refuse
+        self._unread = unread
         super().__init__(*connection)
+
+    def parse_request(self) -> bool:
+        is_valid = super().parse_request()
+        self._unread.pop(self.connection, None)
+        return is_valid
 
     def do_GET(self) -> None:
         health = self._health(self.path)

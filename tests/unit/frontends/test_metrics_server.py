@@ -135,15 +135,42 @@ def is_answered(port: int) -> bool:
 
 
 def test_connections_hold_a_bounded_number_of_threads() -> None:
-    server = MetricsServer(bytes, "127.0.0.1", 0, max_connections=2)
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def write() -> bytes:
+        begun.release()
+        release.wait(60)
+        return b""
+
+    server = MetricsServer(write, "127.0.0.1", 0, max_connections=2)
     try:
         slow = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
         for connection in slow:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\na: ")
+            connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert begun.acquire(timeout=60)
         assert not is_answered(server.port)
+        release.set()
         for connection in slow:
+            assert connection.recv(100).startswith(b"HTTP/1.0 200 ")
             connection.close()
         assert any(is_answered(server.port) for _ in range(1000))  # until the server has seen that they left
+    finally:
+        release.set()
+        server.close()
+
+
+def test_connection_without_a_request_yields_to_a_new_one() -> None:
+    """32 idle connections kept scrapes and health probes away for 30 s at a time."""
+    server = MetricsServer(bytes, "127.0.0.1", 0, max_connections=2)
+    try:
+        idle = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
+        idle[1].sendall(b"GET /metrics HTTP/1.1\r\na: ")
+        assert is_answered(server.port)
+        assert idle[0].recv(1) == b""
+        idle[1].sendall(b"b\r\n\r\n")
+        assert idle[1].recv(100).startswith(b"HTTP/1.0 200 ")
+        for connection in idle:
+            connection.close()
     finally:
         server.close()
 
