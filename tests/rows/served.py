@@ -39,6 +39,7 @@ from ortserve.rows import Value, claims
 from rows.brute_force import Arrays
 from rows.grower import TEXTS
 from rows.growing import ROWS, GrowingGraph, captured, there
+from rows.nested import nest
 
 Outputs: TypeAlias = list[np.ndarray]
 
@@ -46,7 +47,7 @@ Outputs: TypeAlias = list[np.ndarray]
 def with_proven_outputs(graph: GrowingGraph, rng: random.Random) -> onnx.ModelProto | None:
     """The part of a graph that computes one to three tensors whose entries are claimed to be rows; None without any.
 
-    Half of the models have no free sizes besides the rows, and some have a part of their nodes in a function.
+    Half of the models have no free sizes besides the rows, and many have nodes in bodies and functions.
     """
     model = graph.model()
     axes = {name: one.axis for name, one in graph.inputs.items()}
@@ -67,8 +68,8 @@ def with_proven_outputs(graph: GrowingGraph, rng: random.Random) -> onnx.ModelPr
                 for axis, dim in enumerate(value.type.tensor_type.shape.dim):
                     if axis != axes[value.name]:
                         dim.dim_value = graph.shape(value.name)[axis]
-    if rng.random() < 0.3:
-        _move_to_function(model, rng)
+    if rng.random() < 0.6:
+        nest(model, graph, rng)
     return model
 
 
@@ -88,31 +89,6 @@ def _prune(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
     graph.input.extend(value for value in model.graph.input if value.name in needed)
     graph.initializer.extend(weight for weight in model.graph.initializer if weight.name in needed)
     model.graph.CopyFrom(graph)
-
-
-def _move_to_function(model: onnx.ModelProto, rng: random.Random) -> None:
-    """Move up to four consecutive nodes to a function of the model."""
-    nodes = list(model.graph.node)
-    first = rng.randrange(len(nodes))
-    part, later = nodes[first : first + 4], nodes[first + 4 :]
-    # ONNX Runtime 1.31.1 crashes on operators that it added to ONNX's domain, such as LayerNormalization before opset
-    # 17.
-    if any(captured(node) or "LayerNormalization" in node.op_type for node in part):
-        return
-    made = [name for node in part for name in node.output]
-    read = [name for node in part for name in node.input if name and name not in made]
-    wanted = {name for node in later for name in [*node.input, *captured(node)]}
-    wanted.update(value.name for value in model.graph.output)
-    function = onnx.FunctionProto(name="part", domain="local")
-    function.input.extend(dict.fromkeys(read))
-    function.output.extend(name for name in made if name in wanted)
-    function.node.extend(part)
-    function.opset_import.extend(model.opset_import)
-    call = helper.make_node("part", function.input, function.output, domain="local")
-    del model.graph.node[:]
-    model.graph.node.extend([*nodes[:first], call, *later])
-    model.functions.append(function)
-    model.opset_import.append(helper.make_opsetid("local", 1))
 
 
 class NotServed(Exception):  # noqa: N818 - nothing is wrong
