@@ -14,6 +14,7 @@ from onnx import NodeProto, ValueInfoProto, helper
 
 from rows.grower import KINDS, Grower
 from rows.growing import BOOL, FLOAT, INT64, GrowingGraph, Unsuitable
+from rows.random_corners import CORNERS
 from rows.random_operators import KINDS as MORE_KINDS
 from rows.random_operators import OPERATORS
 
@@ -34,7 +35,9 @@ def grow(seed: int, most_nodes: int = 16) -> GrowingGraph:
 def grow_widely(seed: int, most_nodes: int = 12) -> GrowingGraph:
     """The graph of a seed, from all operators with rules; equal seeds give equal graphs."""
     rng = random.Random(seed)
-    return _grown(Grower(rng, GrowingGraph(rng, rng.choice(ALL_OPSETS))), MORE_KINDS, STEPS | OPERATORS, most_nodes)
+    return _grown(
+        Grower(rng, GrowingGraph(rng, rng.choice(ALL_OPSETS))), MORE_KINDS, STEPS | OPERATORS | CORNERS, most_nodes
+    )
 
 
 def _grown(grower: Grower, kinds: Mapping[int, float], steps: Mapping[Step, float], most_nodes: int) -> GrowingGraph:
