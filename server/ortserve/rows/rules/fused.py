@@ -20,7 +20,7 @@ from ortserve.rows.rules.call import (
 from ortserve.rows.rules.gather import gathered
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import joined
-from ortserve.rows.values import Value, element_count
+from ortserve.rows.values import NO_FACTS, Value, element_count
 
 
 def plain(call: Call) -> Output:
@@ -141,7 +141,9 @@ def concat(call: Call) -> Output:
             check_one_number(call, index)
             if not call.is_free(index):
                 raise RowsMeetError("takes a scale or zero point from the rows")
-    return joined(call, [call.operand(index) for index in data], call.integer("axis", 0))
+    result = joined(call, [call.operand(index) for index in data], call.integer("axis", 0))
+    # Each operand is quantized anew. Its numbers, and the bounds on them, are not those of the result.
+    return replace(result, elements=None, facts=replace(NO_FACTS, transposed=result.facts.transposed))
 
 
 RULES: Final[Rules] = {
