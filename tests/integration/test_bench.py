@@ -555,6 +555,23 @@ def test_too_little_shared_memory_on_this_machine_is_an_error(server: ServerProc
     assert re.fullmatch(f"ortserve bench: {problem}", ran.stderr.splitlines()[-1])
 
 
+def test_models_without_inputs_or_dimensions_are_measured(tmp_path: Path) -> None:
+    """In messages of gRPC, fields without entries are absent."""
+    add_model(tmp_path, "constant", interfaces.constant)
+    add_model(tmp_path, "scalar", builders.scalar_sum)
+    (tmp_path / "broken" / "1").mkdir(parents=True)
+    (tmp_path / "broken" / "1" / "model.onnx").write_bytes(b"no model")
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        urls = (server.url, f"grpc://{server.grpc}")
+        for model in ("constant", "scalar"):
+            ran = bench(*urls, "--model", model, *SHORT, "--json")
+            assert ran.problems == []
+            assert all(one["answers"] and one["outputs"]["checked"] for one in ran.result["points"])
+        for url in urls:
+            status, line = fails(url, "--model", "broken", *SHORT)
+            assert (status, "no available versions" in line, "cannot reach" in line) == (1, True, False), line
+
+
 @pytest.mark.parametrize("way", ["rest", "rest-binary", "grpc", "grpc-stream"])
 def test_callers_send_whole_sequences(tmp_path: Path, way: str) -> None:
     """A request to a sequence that has not started, or has another request in flight, would be an error."""

@@ -32,6 +32,7 @@ _CODES: Final = {
     grpc.StatusCode.PERMISSION_DENIED: ErrorKind.FORBIDDEN,
     grpc.StatusCode.UNIMPLEMENTED: ErrorKind.UNSUPPORTED,
     grpc.StatusCode.NOT_FOUND: ErrorKind.NOT_FOUND,
+    grpc.StatusCode.UNAVAILABLE: ErrorKind.NOT_READY,
     grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.REJECTED_BY_MODEL,
 }
 
@@ -149,7 +150,7 @@ class Control:
             message.ParseFromString(self._send_rpc(rpc, request.SerializeToString()))
         except DecodeError:
             raise another_kind(self.address, f"got another message as the answer to {rpc}") from None
-        return MessageToDict(message, preserving_proto_field_name=True)
+        return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
     def _send_rpc(self, rpc: str, body: bytes) -> bytes:
         address, codes = self.address, grpc.StatusCode
@@ -166,8 +167,8 @@ class Control:
                 return answer
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or ""
-        if code in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
-            raise unreachable(address, details)
+        if code is codes.DEADLINE_EXCEEDED:
+            raise unreachable(address, f"no answer within {self._timeout_s:g} s")
         # All servers of the protocol have this call, and may lack extensions.
         if (code is codes.UNIMPLEMENTED and rpc == "ServerMetadata") or (code is codes.UNKNOWN and "HTTP" in details):
             raise another_kind(address, details)
