@@ -83,11 +83,7 @@ class Connections(Target):
             self._idle.pop().send(ticket)
             return
         self._waiting.append(ticket)
-        opening = len(self._opening)
-        if len(self._all) + opening < self.plan.max_connections and opening < len(self._waiting):
-            task = asyncio.ensure_future(self._add())
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+        self._open_more()
 
     def give_back(self, connection: Connection) -> None:
         """Send the next waiting request on a free connection, or keep the connection idle."""
@@ -101,8 +97,13 @@ class Connections(Target):
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
-        if self._waiting:
-            self.send(self._waiting.popleft())
+        self._open_more()
+
+    def _open_more(self) -> None:
+        """Open a connection if fewer are being opened than requests wait, up to the limit."""
+        opening = len(self._opening)
+        if len(self._all) + opening < self.plan.max_connections and opening < len(self._waiting):
+            self._opening.add(asyncio.ensure_future(self._add()))
 
     def expire(self, sent_before_ns: int) -> None:
         for connection in list(self._all):
@@ -126,12 +127,19 @@ class Connections(Target):
         return connection
 
     async def _add(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
-            self.give_back(await self._connect())
+            connection = await self._connect()
         except OSError as error:
+            self._opening.discard(task)  # before the failure is reported, after which callers send again
             if self._waiting:
                 kind = "connection_refused" if isinstance(error, ConnectionRefusedError) else "connection_failed"
                 self._fail_waiting(kind, error.strerror or str(error))
+            self._open_more()
+            return
+        self._opening.discard(task)
+        self.give_back(connection)
 
     def _fail_waiting(self, kind: str, example: str) -> None:
         self.sink.failed(self._waiting.popleft(), monotonic_ns(), kind, example)
