@@ -828,6 +828,11 @@ def test_recorded_arrivals_are_replayed(server: ServerProcess, tmp_path: Path) -
     assert ran.point["requests"] == 40
     assert ran.point["load"] == "times of times.txt"
 
+    times.write_text("0\n100\n")
+    ran = bench(server.url, "--model", "digits", "--arrivals", times, *SHORT, "--json")
+    (problem,) = ran.problems
+    assert "no request could be sent within 0.5 s, because none was due" in problem
+
 
 @pytest.mark.parametrize("command", commands(DOCS / "tools" / "bench.md"), ids=str)
 def test_commands_of_the_page_run(server: ServerProcess, command: Command) -> None:

@@ -130,7 +130,7 @@ class Control:
             if self.model not in names:
                 return f"; the server has {', '.join(names)}"
             ready = [one["version"] for one in models if (one["name"], one.get("state")) == (self.model, "READY")]
-            return f"; its ready versions: {', '.join(map(str, ready))}" if ready else ""
+            return f"; its ready versions: {', '.join(map(str, ready)) or 'none'}"
         except (ServeError, LookupError, TypeError):
             return ""
 

@@ -190,8 +190,9 @@ def result_problems(points: Sequence[Point], given: Namespace, *, is_search: boo
             continue
         failed = point.failed - wrong
         if not point.requests:
+            reason = "earlier ones took longer" if point.concurrency else "none was due, or earlier ones took longer"
             within = f"no request could be sent within {point.seconds:.2g} s"
-            problems.append(f"{what}: {within}, because earlier ones took longer: allow more --seconds")
+            problems.append(f"{what}: {within}, because {reason}: allow more --seconds")
         elif failed > given.allow_errors * point.requests or not point.answers:
             kinds = ", ".join(f"{one.count} {one.kind}" for one in point.failures)
             how = f"{failed} of {point.requests} requests failed: {kinds}" if kinds else "no request was answered"
