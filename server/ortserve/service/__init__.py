@@ -5,7 +5,6 @@ __all__ = [
     "busy_polling",
     "call",
     "codec_threads",
-    "decodings",
     "followed_files",
     "gate",
     "inference",
