@@ -570,6 +570,7 @@ def test_models_without_inputs_or_dimensions_are_measured(tmp_path: Path) -> Non
         for url in urls:
             status, line = fails(url, "--model", "broken", *SHORT)
             assert (status, "no available versions" in line, "cannot reach" in line) == (1, True, False), line
+            assert line.endswith("; its ready versions: none")
 
 
 @pytest.mark.parametrize("way", ["rest", "rest-binary", "grpc", "grpc-stream"])

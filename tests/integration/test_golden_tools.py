@@ -143,6 +143,8 @@ def test_outputs_of_another_model_are_expected_within_the_given_tolerances(
         (("check", "mlp", "--tolerance", "y:1"), "--tolerance: expected the action record, got check"),
         (("record", "mlp", "--model", "m"), "--model: expected --from URL, too, got none"),
         (("record", "mlp", "--from", "a.onnx", "--version", "2"), "--version: expected --from URL, too, got a.onnx"),
+        (("record", "mlp", "--key-file", "keys"), "--key-file: expected --from URL, too, got none"),
+        (("check", "mlp", "--header", "a: b"), "--header: expected --from URL, too, got none"),
     ],
 )
 def test_what_cannot_be_recorded_or_checked_is_refused(

@@ -10,7 +10,7 @@ from ortserve.core.agreement import parse_bound
 from ortserve.engine.child_process import call_in_child
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MAX_SAMPLES, golden_folder
-from ortserve.tools.address import address_of, is_url
+from ortserve.tools.address import ACCESS_FLAGS, address_of, is_url
 from ortserve.tools.command import Outcome
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
@@ -59,9 +59,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for name, value in (*of_record, ("replace", arguments.replace)):
         if value and arguments.action == "check":
             raise invalid_input(f"--{name}: expected the action record, got check")
-    for name, value in (("model", arguments.model), ("version", arguments.version)):
-        if value and not is_url(arguments.source or ""):
-            raise invalid_input(f"--{name}: expected --from URL, too, got {arguments.source or 'none'}")
+    for flag in ("--model", "--version", *ACCESS_FLAGS):
+        if getattr(arguments, flag[2:].replace("-", "_")) and not is_url(arguments.source or ""):
+            raise invalid_input(f"{flag}: expected --from URL, too, got {arguments.source or 'none'}")
 
 
 def _check(subject: Subject, folder: Path) -> str:
