@@ -53,7 +53,7 @@ def test_status_follows_the_worst_finding(
         (["/nowhere"], 2, "'/nowhere': expected a folder of models, an .onnx file, or a URL"),
         (["http://127.0.0.1:1"], 1, "http://127.0.0.1:1: cannot reach the server: Connection refused"),
         (["http://"], 2, "'http://': expected a URL such as http://HOST:8000"),
-        (["http://[::1"], 2, "http://[::1: Invalid IPv6 URL"),
+        (["http://[::1"], 2, "'http://[::1': expected a URL such as http://HOST:8000"),
         (["grpc://127.0.0.1:8001"], 2, "grpc://127.0.0.1:8001: expected the server's HTTP port, such as"),
         (["--config", "/nowhere"], 2, "--config: expected a file, got '/nowhere'"),
         (["--model", "digits"], 2, "--model: also expected the URL of a server, got none"),
