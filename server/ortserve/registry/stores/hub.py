@@ -8,6 +8,7 @@
 import hashlib
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
@@ -45,7 +46,7 @@ class HubStore:
         self._timeout_s = timeout_s
         self._listing_thread = ThreadPool(1, "hub listing")
         self._opening_threads = ThreadPool(FILES_SIDE_BY_SIDE, "hub answers")
-        self._idle_clients: list[Any] = []
+        self._idle_clients: list[_Client] = []
         """Clients whose last answer was read whole. Their connections serve further answers."""
         self._listing: Future[Any] | None = None
         self._commit = ""
@@ -111,19 +112,20 @@ class HubStore:
     def _answer(self, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
         """Ask the hub for a content. The context begins when the headers of the answer are there, which may trickle.
 
-        Each answer has a client of its own meanwhile. After an error the client is closed, which ends the thread that
-        still waits for headers, and would end the other answers of a shared client.
+        Each answer has a client of its own meanwhile. After an error the client is closed, which would end the other
+        answers of a shared client.
         """
         try:
             client = self._idle_clients.pop()
         except IndexError:
-            client = self._new_client()
+            client = _Client(self._timeout_s)
+        opening = self._opening_threads.submit(client.open, url, headers)
+        if wait([opening], self._timeout_s).not_done:
+            opening.cancel()
+            client.end()
+            opening.add_done_callback(lambda _: client.close())
+            raise StoreError(f"expected an answer within {self._timeout_s:g} s (store_timeout_s)")
         try:
-            request = client.build_request("GET", url, headers=headers)
-            opening = self._opening_threads.submit(client.send, request, stream=True)
-            if wait([opening], self._timeout_s).not_done:
-                opening.cancel()
-                raise StoreError(f"expected an answer within {self._timeout_s:g} s (store_timeout_s)")
             with closing(opening.result()) as answer:
                 yield answer
         except BaseException:
@@ -131,16 +133,66 @@ class HubStore:
             raise
         self._idle_clients.append(client)
 
-    def _new_client(self) -> Any:
-        from huggingface_hub import get_session
-
-        session = get_session()
-        return type(session)(event_hooks=session.event_hooks, timeout=self._timeout_s, follow_redirects=True)
-
     def settle(self) -> None:
         with suppress(IndexError):
             while True:
                 self._idle_clients.pop().close()
+
+
+class _Client:
+    """An HTTP client for one answer at a time, which another thread can end while it waits for headers."""
+
+    def __init__(self, timeout_s: float) -> None:
+        from huggingface_hub import get_session
+
+        session = get_session()
+        self._client = type(session)(event_hooks=session.event_hooks, timeout=timeout_s, follow_redirects=True)
+        self._connections: list[socket.socket] = []
+        """Connections of the last answer, which may serve the next one."""
+        self._opening: list[socket.socket] = []
+        """Duplicates of the connections that the request under way may use."""
+        self._is_ended = False
+
+    def open(self, url: str, headers: Mapping[str, str]) -> Any:
+        """Ask for a content. Blocks until the headers of the answer are there."""
+        try:
+            for connection in self._connections:
+                self._add(connection)
+            request = self._client.build_request("GET", url, headers=headers, extensions={"trace": self._observe})
+            answer = self._client.send(request, stream=True)
+            streams = [each.extensions["network_stream"] for each in (*answer.history, answer)]
+            self._connections = [stream.get_extra_info("socket") for stream in streams]
+            return answer
+        finally:
+            opening, self._opening = self._opening, []
+            for duplicate in opening:
+                duplicate.close()
+
+    def _observe(self, event: str, info: Mapping[str, Any]) -> None:
+        """Called by the library for each step of a request."""
+        if event == "connection.connect_tcp.complete":
+            self._add(info["return_value"].get_extra_info("socket"))
+
+    def _add(self, connection: socket.socket) -> None:
+        if connection.fileno() >= 0:
+            self._opening.append(socket.fromfd(connection.fileno(), connection.family, connection.type))
+        if self._is_ended:
+            self.end()
+
+    def end(self) -> None:
+        """Let ``open`` on another thread end with an error.
+
+        Its connections are not closed: OpenSSL would read on, from the next connection of the process that gets the
+        same file descriptor.
+        """
+        self._is_ended = True
+        for duplicate in tuple(self._opening):
+            with suppress(OSError):  # it is closed already
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections. No other thread may use the client."""
+        self._client.close()
 
 
 def plan_paths(model: str, names: list[str]) -> dict[str, str]:

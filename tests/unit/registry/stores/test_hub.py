@@ -2,17 +2,23 @@
 
 import hashlib
 import json
+import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 
+from certificates import Secret
 from ortserve.config.repository_url import RepositoryUrl, parse_repository
 from ortserve.registry.stores.hub import HubStore, plan_paths
 from ortserve.registry.stores.objects import FILES_SIDE_BY_SIDE, StoreError
+from servers import LONG_S
 
 COMMIT = "c" * 40
 FILES = {
@@ -140,6 +146,44 @@ def test_files_whose_headers_trickle_are_errors_and_delay_no_other(
             with pytest.raises(StoreError, match=r"expected an answer within 0.5 s \(store_timeout_s\)"):
                 reading.result()
     assert read("digits/1/model.onnx") == b"model"
+
+
+def test_fetch_over_tls_that_is_given_up_reads_from_no_other_connection(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL knows a connection by its file descriptor, which the next connection of the process gets."""
+    secret = Secret(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(secret.cert, secret.key)
+    is_given_up = threading.Event()
+
+    class Client(type(huggingface_hub.get_session())):  # type: ignore[misc]
+        def __init__(self, **options: object) -> None:
+            super().__init__(verify=False, **options)
+
+    def trickle(listener: socket.socket) -> None:
+        with suppress(OSError), context.wrap_socket(listener.accept()[0], server_side=True) as connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nname: ")
+            is_given_up.wait(LONG_S)
+            connection.sendall(b"value")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads, ExitStack() as others:
+        serving = threads.submit(trickle, listener)
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
+        monkeypatch.setattr(huggingface_hub, "hf_hub_url", lambda *_, **__: url)
+        monkeypatch.setattr(huggingface_hub, "get_session", Client)
+        store = store_of("hf://org/digits@v1", timeout_s=0.5)
+        with pytest.raises(StoreError, match=r"expected an answer within 0.5 s"):
+            list(store.read({known.path: known for known in store.list({})}["digits/model.yaml"]))
+        pairs = [[others.enter_context(each) for each in socket.socketpair()] for _ in range(8)]
+        for ours, theirs in pairs:
+            theirs.sendall(b"GET / HTTP/1.1")
+            ours.setblocking(False)
+        is_given_up.set()
+        store._opening_threads.shutdown()
+        assert {ours.recv(100) for ours, _ in pairs} == {b"GET / HTTP/1.1"}
+        serving.result(LONG_S)
 
 
 def test_listing_that_trickles_is_an_error_and_not_begun_again(endpoint: str) -> None:
