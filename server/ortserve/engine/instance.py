@@ -65,7 +65,6 @@ class Instance:
         run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)
         self._is_abandoned = False
-        self._is_serving = False
         self._plain = PlainBatches(session, signature, padding, clock, run_options)
         self.is_single_threaded: Final = runs_on_its_thread(session, intra_op_threads)
         """Whether all work of a run happens on the calling thread."""
@@ -78,10 +77,6 @@ class Instance:
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
         start_thread(self._worker)
-
-    def begin_serving(self) -> None:
-        """End the warm-up, in which the worker gets the interpreter lock as late as the load that started it."""
-        self._is_serving = True
 
     @property
     def staged_elements(self) -> StagedElements:
@@ -154,13 +149,10 @@ class Instance:
     def _serve(self) -> None:
         if self._nice is not None:
             set_nice(self._nice)
-        is_as_late_as_loads = True
+        set_slack(RUN_SLACK_NS)
         while (item := self._work.get()) is not None:
             batch, done = item
             outcome: BatchResult | Exception
-            if is_as_late_as_loads and self._is_serving:
-                set_slack(RUN_SLACK_NS)
-                is_as_late_as_loads = False
             try:
                 outcome = self._run_timed(batch)
             except Exception as error:  # noqa: BLE001 - the error belongs to the batch's callers; the worker continues

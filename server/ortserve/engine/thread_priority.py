@@ -76,9 +76,10 @@ def put_loop_first() -> None:
 
 
 def put_load_last() -> None:
-    """Let the calling thread, which loads models, and the threads that it starts interrupt no turn of the event loop.
+    """Let the calling thread, which loads models, interrupt no turn of the event loop.
 
-    It gets the longest slice and a long timer slack. Threads that run a loaded model have to set their own slack.
+    It gets the longest slice and a long timer slack. Threads that it starts inherit the slack. Those that run the model
+    return to ``RUN_SLACK_NS``, so that measured latencies contain no long wait for the lock.
     """
     set_slice(LONGEST_SLICE_NS)
     set_slack(_LOAD_SLACK_NS)

@@ -131,9 +131,6 @@ class Assembly:
         metrics.batching.connect(lambda: _numbers(batcher.learned(), queue, checks, sequences))
         metrics.saturation = batcher.saturation
         _report_instances(loaded, metrics)
-        for instance in loaded.instances:
-            if isinstance(instance, Instance):
-                instance.begin_serving()
         served = ServedModel(
             loaded,
             batcher,

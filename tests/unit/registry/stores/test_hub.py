@@ -187,10 +187,10 @@ def test_fetch_over_tls_that_is_given_up_reads_from_no_other_connection(
 
 
 def test_listing_that_trickles_is_an_error_and_not_begun_again(endpoint: str) -> None:
-    store = store_of("hf://org/slow@v1", timeout_s=0.1)
+    store = store_of("hf://org/slow@v1", timeout_s=0.5)
     asked = set()
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"expected an answer within 0.4 s \(4 times store_timeout_s\)"):
+        with pytest.raises(StoreError, match=r"expected an answer within 2 s \(4 times store_timeout_s\)"):
             store.list({})
         asked.add(store._listing)
     assert len(asked) == 1
