@@ -127,12 +127,18 @@ class MetricsServer(ThreadingHTTPServer):
             return
         request.settimeout(self._handshake_timeout_s)
         # Failed handshakes and closed connections are not reported.
-        with contextlib.suppress(OSError), self._tls().wrap_socket(request, server_side=True) as session:
-            # The session replaces the plain socket, which is detached.
+        with (
+            contextlib.suppress(OSError),
+            self._tls().wrap_socket(request, server_side=True, do_handshake_on_connect=False) as session,
+        ):
+            # The session replaces the plain socket, which is detached: only the session can be disconnected, also in
+            # its handshake.
             self._ends_s[session] = self._ends_s.pop(request)
-            if self._unread.pop(request, False):
-                self._unread[session] = True
+            self._unread[session] = True
             try:
+                if not self._unread.pop(request, False):
+                    return  # a new connection has replaced this one meanwhile
+                session.do_handshake()
                 super().finish_request(session, client_address)
                 session.settimeout(_FAREWELL_S)
                 session.unwrap()
@@ -163,9 +169,12 @@ class MetricsServer(ThreadingHTTPServer):
 
 
 def _disconnect(connection: Any) -> None:
-    """Wake the thread of a connection, which then closes it. It may have closed it already."""
+    """Wake the thread of a connection, which then closes it. It may have closed it already.
+
+    The method of ``SSLSocket`` also removes the session, which its thread still uses.
+    """
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -3,14 +3,17 @@
 import gzip
 import json
 import socket
+import ssl
 import threading
 from http.client import HTTPResponse
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from certificates import Secret
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.responses import HttpResponse
 from ortserve.frontends.metrics_server import MetricsServer
@@ -172,6 +175,30 @@ def test_connection_without_a_request_yields_to_a_new_one() -> None:
         for connection in idle:
             connection.close()
     finally:
+        server.close()
+
+
+def test_connection_in_its_handshake_yields_to_a_new_one(tmp_path: Path) -> None:
+    """Its plain socket was already detached, so it kept its thread until the time limit of handshakes."""
+    secret = Secret(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(secret.cert, secret.key)
+    begun = threading.Semaphore(0)
+
+    def tls() -> ssl.SSLContext:
+        begun.release()
+        return context
+
+    server = MetricsServer(bytes, "127.0.0.1", 0, tls=tls, max_connections=2)
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
+    try:
+        for _ in idle:
+            assert begun.acquire(timeout=60)
+        with urlopen(f"https://127.0.0.1:{server.port}/metrics", timeout=20, context=secret.client_context()) as answer:
+            assert answer.status == 200
+    finally:
+        for connection in idle:
+            connection.close()
         server.close()
 
 
