@@ -74,7 +74,10 @@ class Decodings:
         hold: Hold,
     ) -> InferRequest:
         """Decode the request. A variable for the ``Decoding`` would close a cycle through the frames of an error."""
-        await reserved
+        try:
+            await reserved
+        finally:
+            del reserved  # the same cycle
         try:
             request = await decode()
             measure = partial(memory_bytes, request.inputs)
@@ -98,7 +101,7 @@ class Decodings:
         except ServeError as error:
             if self._running and self._ended < decoding.last:
                 return False
-            decoding.reserved.set_exception(error)
+            decoding.reserved.set_exception(error.with_traceback(None))  # a reference cycle: its frames
         else:
             self._running += 1
             decoding.reserved.set_result(None)
@@ -142,7 +145,11 @@ class Decoding:
         await asyncio.wait((self.task,), timeout=None if left_ns is None else left_ns / 1e9)
         if not self.task.done():
             raise ServeError(ErrorKind.DEADLINE, "deadline cannot be met: it passed before the request was decoded")
-        return self.task.result()
+        task = self.task
+        try:
+            return task.result()
+        finally:
+            del self, task  # a reference cycle: the frames of its error
 
     def release(self, _: object = None) -> None:
         """Release the memory, now that the call has ended: at once, or when the thread that uses it has finished.

@@ -5,6 +5,8 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
+
 from ortserve.codecs.rest import RestRequest
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import DecodingPlace, InferRequest
@@ -215,3 +217,24 @@ async def test_large_tensors_behind_json_are_admitted_alone() -> None:
         assert await decoding.task is DECODED
         decoding.release()
     assert gate.held_bytes == 0
+
+
+async def test_rejected_request_is_freed_without_the_garbage_collector() -> None:
+    """The frames of its error referred to it, and the body stayed while memory was short."""
+    stage = Stage(1)
+    body = Body()
+    hidden = weakref.ref(body)
+    gc.disable()
+    try:
+        with Hold(stage.gate.gate) as tensors:
+            tensors.grow(SIZE)
+            decoding = stage.begin_with(body)
+            del body
+            with pytest.raises(ServeError, match="max_inflight_bytes") as raised:
+                await decoding.result(None)
+        decoding.release()
+        await turns()
+        del decoding, raised
+        assert hidden() is None
+    finally:
+        gc.enable()

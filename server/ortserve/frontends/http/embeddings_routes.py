@@ -169,6 +169,7 @@ class Embeddings:
         finally:
             waiting.cancel()  # otherwise a thread would still decode it
             decoding.release()
+            del decoding  # a reference cycle: the frames of its error
         received.body = b""
         return decoded
 
