@@ -141,7 +141,7 @@ def test_session_of_a_client_certificate_that_has_expired_is_not_resumed(
     mutual: Mutual, tmp_path: Path, version: ssl.TLSVersion
 ) -> None:
     """Its ticket opened connections for hours, without a check of the certificate."""
-    expires = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=3)
+    expires = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=5)
     file = tmp_path / "client.pem"
     made = mutual.secret.authority.issue_cert("client.example", not_after=expires)
     file.write_bytes(made.private_key_and_cert_chain_pem.bytes())

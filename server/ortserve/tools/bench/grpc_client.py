@@ -27,7 +27,7 @@ _FRAME: Final = 16_384
 _FRAME_HEAD: Final = struct.Struct(">BHBBI")
 """The length in its upper 8 and lower 16 bits, type, flags, and stream."""
 _TIMING: Final = b"\0\x0dserver-timing"
-"""The beginning of a literal field. Values of fields contain no zero byte."""
+"""The beginning of a literal field. Texts contain no zero byte."""
 _KEPT_BLOCKS: Final = 64
 _ANSWER: Final = 0x12
 """The tag of ``infer_response`` in ``ModelStreamInferResponse``. Field 1 holds an error instead."""

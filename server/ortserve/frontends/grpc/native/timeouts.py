@@ -115,7 +115,8 @@ class CallTimeouts:
                 yield
 
     def _has_sent_only(self, sent: Mapping[int, int], stream: Stream) -> bool:
-        return bool(stream.unsent) and self._sending.sent_of(stream) <= sent[stream.id]
+        # Another counter applies once the stream no longer waits for the connection: any difference means progress.
+        return bool(stream.unsent) and self._sending.sent_of(stream) == sent[stream.id]
 
     def _is_stalled_now(self, stream: Stream) -> bool:
         return self._is_stalled(stream, self._sending.clock())
