@@ -1,7 +1,7 @@
 """Reports: results as blocks, which the terminal and the page show. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -147,36 +147,6 @@ def cell_text(cell: Cell) -> str:
     return number_text(cell) if isinstance(cell, float) else cell
 
 
-def facts_of(title: str, record: Any, *, without: Sequence[str] = ()) -> Facts:
-    """The fields of a dataclass as facts, except those in ``without``."""
-    values = {one.name: getattr(record, one.name) for one in fields(record) if one.name not in without}
-    return Facts(title, {_label(name): _cell(name, value) for name, value in values.items()})
-
-
-def table_of(
-    title: str, records: Sequence[Any], *, without: Sequence[str] = (), max_rows: int | None = None, note: str = ""
-) -> Table:
-    """A table with a row per dataclass and a column per field, except those in ``without``."""
-    return Table.of(title, [facts_of("", record, without=without).entries for record in records], note, max_rows)
-
-
-def _label(name: str) -> str:
-    return "size" if name == "nbytes" else name.removesuffix("_nbytes").replace("_", " ")
-
-
-def _cell(name: str, value: Any) -> Cell:
-    """The value of a field as a cell. Names that end with ``nbytes`` are sizes in bytes."""
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {cell_text(_cell(name, one))}" for key, one in value.items()) or "none"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, int | float) and name.endswith("nbytes"):
-        return bytes_text(value)
-    if is_dataclass(value):
-        return str(value)
-    return None if value == "" else value
-
-
 def number_text(value: float) -> str:
     """A number with three significant digits: ``12,300``. From a million on and below 0.0001, with an exponent."""
     if value != value:
@@ -205,3 +175,50 @@ def duration_text(seconds: float) -> str:
         if abs(seconds) * factor >= 1:
             return f"{number_text(seconds * factor)} {unit}"
     return f"{number_text(seconds * 1e6)} µs"
+
+
+_Texts: TypeAlias = Mapping[str, Callable[[float], str]]
+
+_SIZES: Final = dict.fromkeys(("nbytes", "_bytes"), bytes_text)
+_TIMES: Final[_Texts] = {
+    "_gb_per_s": lambda speed: f"{number_text(speed)} GB/s",
+    "_per_s": lambda rate: f"{number_text(rate)}/s",
+    "_ms": lambda ms: duration_text(ms / 1e3),
+    "_s": duration_text,
+}
+"""The first ending that matches is used."""
+
+
+def facts_of(title: str, record: Any, *, without: Sequence[str] = ()) -> Facts:
+    """The fields of a dataclass as facts, except those in ``without``. Sizes, times and rates have their units."""
+    return Facts(title, cells_of(record, without, {**_SIZES, **_TIMES}))
+
+
+def table_of(
+    title: str, records: Sequence[Any], *, without: Sequence[str] = (), max_rows: int | None = None, note: str = ""
+) -> Table:
+    """A table with a row per dataclass and a column per field, except those in ``without``."""
+    return Table.of(title, [cells_of(record, without) for record in records], note, max_rows)
+
+
+def cells_of(record: Any, without: Sequence[str] = (), texts: _Texts = _SIZES) -> dict[str, Cell]:
+    """The fields of a dataclass by their columns. ``texts`` formats numbers by the endings of the names of fields."""
+    cells: dict[str, Cell] = {}
+    for name in (one.name for one in fields(record) if one.name not in without):
+        ending = next(filter(name.endswith, texts), "")
+        label = name.removesuffix(ending).strip("_").replace("_", " ")
+        cells[label or "size"] = _cell(getattr(record, name), texts.get(ending))
+    return cells
+
+
+def _cell(value: Any, text: Callable[[float], str] | None) -> Cell:
+    """The value of a field as a cell. ``text`` formats its numbers."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {cell_text(_cell(one, text))}" for key, one in value.items()) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(str, value)) or "none"
+    if is_dataclass(value):
+        return str(value)
+    if value is None or value == "":
+        return None
+    return value if text is None else text(value)

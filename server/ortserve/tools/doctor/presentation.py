@@ -1,19 +1,12 @@
-"""Makes the report of a result. Names of fields become names of rows; their endings determine the units."""
+"""Makes the report of a result."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ortserve.tools.doctor.result import DoctorResult, ModelCheck, RequestPath
-from ortserve.tools.report import Block, Cell, Facts, Findings, Report, Table, bytes_text, duration_text, number_text
+from ortserve.tools.report import Block, Facts, Findings, Report, Table, facts_of, number_text, table_of
 
-_UNITS: Final = {
-    "_gb_per_s": lambda speed: f"{number_text(speed)} GB/s",
-    "_bytes": bytes_text,
-    "_ms": lambda ms: duration_text(ms / 1e3),
-    "_s": duration_text,
-}
-"""Formats of values by the endings of the names of fields. The first ending that matches is used."""
+_MAX_ROWS: Final = 50
 
 
 def present(result: DoctorResult) -> Report:
@@ -25,22 +18,22 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
     yield Findings(result.findings)
     for title in ("processors", "memory", "system", "steadiness", "server"):
         if (record := getattr(result, title)) is not None:
-            yield Facts(title.capitalize(), _entries(record))
+            yield facts_of(title.capitalize(), record, without=("models", "metrics"))
     if (runtime := result.runtime) is not None:
         yield Facts("Versions", {**runtime.versions, **runtime.distributions, "build": runtime.build})
         title = "Execution providers, each tried with a MatMul in a process of its own"
-        yield _table(title, runtime.providers, "name", "is_usable", "problem")
+        yield table_of(title, runtime.providers, without=("is_offered", "libraries"))
         libraries = [(trial.name, *each) for trial in runtime.providers for each in trial.libraries.items()]
         if libraries:
             yield Table("Libraries", ("execution provider", "library", "version, or error of the loader"), libraries)
         none = Facts("GPUs", {"none": runtime.gpu_problem or "NVML reports no GPU"})
-        yield _table("GPUs", runtime.gpus) if runtime.gpus else none
+        yield table_of("GPUs", runtime.gpus, max_rows=_MAX_ROWS) if runtime.gpus else none
     yield from models_table(result.models)
     if result.server is not None:
-        yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), max_rows=50)
+        yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), max_rows=_MAX_ROWS)
         metrics = result.server.metrics
         hint = {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"}
-        found = {_words(name): value for name, value in (metrics or {}).items()}
+        found = {name.replace("_", " "): value for name, value in (metrics or {}).items()}
         yield Facts("Metrics since the start", hint if metrics is None else found)
     if result.request is not None:
         yield _request(result.request)
@@ -49,48 +42,8 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
 def models_table(models: Sequence[ModelCheck]) -> Iterator[Block]:
     """The table of the models of a repository; nothing without models."""
     if models:
-        names = ("name", "version", "execution_provider", "instances", "threads")
-        sizes = ("files_bytes", "memory_bytes", "load_s", "row_ms")
-        yield _table("Models, loaded as the server loads them", tuple(models), *names, *sizes)
-
-
-def _entries(record: Any) -> dict[str, Cell]:
-    """The fields of a dataclass as facts. A mapping becomes one fact per entry. Fields with a table are left out."""
-    entries: dict[str, Cell] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if field.name in ("models", "metrics"):
-            continue
-        if field.name == "instruction_sets":
-            entries["has"] = " ".join(name for name, has in value.items() if has) or None
-            entries["has not"] = " ".join(name for name, has in value.items() if not has) or None
-        elif isinstance(value, Mapping):
-            entries |= {f"{_words(field.name)} {name}": _cell("", each) for name, each in value.items()}
-        else:
-            entries[_words(field.name)] = _cell(field.name, value)
-    return entries
-
-
-def _table(title: str, records: tuple[Any, ...], *chosen: str) -> Table:
-    names = chosen or [field.name for field in fields(records[0])]
-    rows = [[_cell(name, getattr(record, name)) for name in names] for record in records]
-    return Table(title, [_words(name) for name in names], rows, max_rows=50)
-
-
-def _words(name: str) -> str:
-    ending = next((ending for ending in _UNITS if name.endswith(ending)), "")
-    return name.removesuffix(ending).removeprefix("is_").replace("_", " ")
-
-
-def _cell(name: str, value: Any) -> Cell:
-    if value is None or value in ("", ()):
-        return None
-    for ending, text in _UNITS.items():
-        if name.endswith(ending):
-            return text(value)
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return value if isinstance(value, str | int | float) else str(value)
+        hidden, title = ("problem", "skipped", "events", "golden"), "Models, loaded as the server loads them"
+        yield table_of(title, models, without=hidden, max_rows=_MAX_ROWS)
 
 
 def _request(found: RequestPath) -> Table:

@@ -5,7 +5,19 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
 from ortserve.tools.page import chart
-from ortserve.tools.report import Block, Cell, Finding, Findings, Picture, Report, Table, Text, facts_of, table_of
+from ortserve.tools.report import (
+    Block,
+    Cell,
+    Finding,
+    Findings,
+    Picture,
+    Report,
+    Table,
+    Text,
+    cells_of,
+    facts_of,
+    table_of,
+)
 from ortserve.tools.tune.result import Figures, Trial, TuneResult
 from ortserve.tools.tune.search import describe
 
@@ -61,7 +73,7 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
 
 
 def _cells(figures: Figures | None) -> dict[str, Cell]:
-    return dict(facts_of("", figures or Figures(*[None] * len(fields(Figures)))).entries)  # type: ignore[arg-type]
+    return cells_of(figures or Figures(*[None] * len(fields(Figures))))  # type: ignore[arg-type]
 
 
 def _findings(result: TuneResult) -> Iterator[Finding]:
