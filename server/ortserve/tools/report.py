@@ -89,8 +89,9 @@ class Table:
 
     @staticmethod
     def of(title: str, rows: Sequence[Mapping[str, Cell]], note: str = "", max_rows: int | None = None) -> "Table":
-        """A table from rows that map columns to cells. All rows have the same columns; without rows there are none."""
-        return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, max_rows)
+        """A table from rows that map columns to cells. It has the columns of all rows in their order of appearance."""
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        return Table(title, columns, [[row.get(name) for name in columns] for row in rows], note, max_rows)
 
     @property
     def are_numbers(self) -> list[bool]:

@@ -1,6 +1,6 @@
 """Makes reports of results. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
@@ -19,6 +19,7 @@ from ortserve.tools.report import (
     Report,
     Table,
     bytes_text,
+    cells_of,
     number_text,
 )
 
@@ -90,6 +91,10 @@ class _Names:
         cells = self.cells(point).values()
         return ", ".join(f"{cell} rows" if isinstance(cell, int) else str(cell) for cell in cells)
 
+    def row(self, point: Point, cells: Mapping[str, Cell]) -> dict[str, Cell]:
+        """A row with the same words in its first cell."""
+        return {"load": self.text(point), **cells}
+
 
 def _range(low: float | None, high: float | None) -> str | None:
     return None if low is None or high is None else f"{number_text(low)} to {number_text(high)}"
@@ -108,27 +113,21 @@ def _tables(result: BenchResult, names: _Names) -> Iterator[Table]:
     note = f"A sustained rate builds up no backlog, and at most 0.1 % of its requests fail{bound}."
     columns = ["target", "way", "rows", "sustained /s", "not sustained /s"]
     yield Table("Capacity", columns, [astuple(one) for one in result.capacities], note)
-    failures = [(names.text(point), one.kind, one.count, one.example) for point in points for one in point.failures]
-    yield Table("Failures", ["load", "kind", "count", "example"], failures)
-    times = [
-        (
-            names.text(point),
-            {one.name: f"{number_text(one.mean_ms)} / {number_text(one.p99_ms)}" for one in point.phases},
-        )
-        for point in points
-        if point.phases
-    ]
-    phases = list(dict.fromkeys(name for _, found in times for name in found))
-    rows = [(load, *map(found.get, phases)) for load, found in times]
+    yield Table.of("Failures", [names.row(point, cells_of(one)) for point in points for one in point.failures])
     note = "As the server or the batcher reports them."
-    yield Table("Phases of a request in ms, mean / p99", ["load", *phases], rows, note)
+    phases = [names.row(point, _phases(point)) for point in points if point.phases]
+    yield Table.of("Phases of a request in ms, mean / p99", phases, note)
     batches = [
-        (names.text(point), ", ".join(f"{one.rows}: {one.batches:,}" for one in point.batches))
+        names.row(point, {"rows: batches": ", ".join(f"{one.rows}: {one.batches:,}" for one in point.batches)})
         for point in points
         if point.batches
     ]
-    yield Table("Batches", ["load", "rows: batches"], batches, max_rows=30)
-    yield Table.of("Generator", [{"load": names.text(point), **_generator(point)} for point in points])
+    yield Table.of("Batches", batches, max_rows=30)
+    yield Table.of("Generator", [names.row(point, _generator(point)) for point in points])
+
+
+def _phases(point: Point) -> dict[str, Cell]:
+    return {one.name: f"{number_text(one.mean_ms)} / {number_text(one.p99_ms)}" for one in point.phases}
 
 
 def _latencies(point: Point, percent: float) -> dict[str, Cell]:
