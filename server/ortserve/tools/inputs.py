@@ -20,7 +20,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.sample_files import as_samples, fits
 from ortserve.tools.ensemble import Opened
-from ortserve.tools.opening import run_failed
+from ortserve.tools.opening import naming_failures
 
 MAX_FOLDER_BYTES: Final = 2**31
 """Limit of the total size of the files of a folder, which are read into memory."""
@@ -162,11 +162,9 @@ def make_inputs(
     """
     if file is not None:
         samples = read_inputs(file, signature)
-        try:
-            if run is not None:
+        if run is not None:
+            with naming_failures(f"--inputs {file}"):
                 run(samples.take(1, 0))
-        except ORT_ERRORS as error:
-            raise run_failed(f"--inputs {file}", error) from None
         return samples
     variants = InputGenerator(signature, None).variants()
     if run is None:

@@ -1,7 +1,8 @@
 """Opening a model in this process, as the server would open it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ortserve.config.session import SessionSettings
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.ort_errors import run_error
+from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.process_limits import core_budget, intra_op_threads
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, choose_provider
@@ -73,13 +74,17 @@ class OpenModel:
         return arrays_for(self.signature, arrays)
 
 
-def run_failed(subject: object, error: Exception) -> ServeError:
-    """The error for one of ``ORT_ERRORS`` that a run raised: rejected_by_model if the model rejected the inputs.
+@contextmanager
+def naming_failures(subject: object) -> Iterator[None]:
+    """Raise ServeError if a run in the block fails: rejected_by_model if the model rejects the inputs.
 
     ``subject`` is what the message names: the path of the model, or the option with the inputs.
     """
-    failure = run_error(error)
-    return ServeError(failure.kind, f"{subject}: {failure.message}")
+    try:
+        yield
+    except ORT_ERRORS as error:
+        failure = run_error(error)
+        raise ServeError(failure.kind, f"{subject}: {failure.message}") from None
 
 
 def rows_as(signature: ModelSignature, reference: ModelSignature) -> ModelSignature:

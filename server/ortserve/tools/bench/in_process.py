@@ -24,7 +24,7 @@ from ortserve.registry.served_model import ServedModel
 from ortserve.telemetry.series import ModelMetrics
 from ortserve.tools.bench.samples import Ticket
 from ortserve.tools.bench.target import ModelPlan, Target
-from ortserve.tools.opening import open_model, run_failed
+from ortserve.tools.opening import naming_failures, open_model
 
 Caller = Callable[[int], Callable[[], list[np.ndarray]]]
 """Makes run ``number`` and blocks until it ends. The returned function reads the outputs, for runs that are checked."""
@@ -46,15 +46,16 @@ class BareRuns:
             raise invalid_input(f"{plan.subject.path}: {kinds} cannot be bound, so measure it without --way bound")
 
     def caller(self) -> Caller:
-        """A function for one thread that makes runs. It raises ServeError as ``run_failed``."""
+        """A function for one thread that makes runs. It raises ServeError as ``naming_failures``."""
         runner, inputs = self._model.runner(), self._inputs
         run = self._bound() if self._is_bound else lambda n: partial(list, runner.run(inputs[n % len(inputs)]))
 
         def call(number: int) -> Callable[[], list[np.ndarray]]:
             try:
                 return run(number)
-            except ORT_ERRORS as error:
-                raise run_failed(self._model.subject.path, error) from None
+            except ORT_ERRORS:  # a block around each run would take time that is measured
+                with naming_failures(self._model.subject.path):
+                    raise
 
         return call
 

@@ -15,7 +15,6 @@ from ortserve.core.batch import Arrays
 from ortserve.core.conversion import Reshape
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, agree, describe_difference, is_absent
-from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.interface import Interface, resolve_interface
@@ -36,7 +35,7 @@ from ortserve.tools.encoding import (
     tensors_of,
 )
 from ortserve.tools.inputs import Inputs, SyntheticInputs, make_inputs, take_inputs
-from ortserve.tools.opening import OpenModel, open_model, run_failed
+from ortserve.tools.opening import OpenModel, naming_failures, open_model
 from ortserve.tools.subject import find_model
 
 _Answer = TypeVar("_Answer")
@@ -306,11 +305,9 @@ def _reshaped(array: np.ndarray, own: TensorSpec, seen: TensorSpec) -> np.ndarra
 
 
 def bare_run(model: OpenModel, arrays: Arrays) -> Outputs:
-    """Run inputs with their rows on axis 0. Raises ServeError as ``run_failed``."""
-    try:
+    """Run inputs with their rows on axis 0. Raises ServeError as ``naming_failures``."""
+    with naming_failures(model.subject.path):
         return _named(model.signature, model.runner().run(model.for_model(arrays)))
-    except ORT_ERRORS as error:
-        raise run_failed(model.subject.path, error) from None
 
 
 def _named(signature: ModelSignature, outputs: Sequence[np.ndarray]) -> Outputs:

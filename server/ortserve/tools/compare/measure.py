@@ -14,14 +14,13 @@ from ortserve.core.batch import Arrays
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import as_numbers
 from ortserve.engine.child_process import call_in_child
-from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.errors import invalid_input
 from ortserve.tools.compare.arguments import BATCH
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress
 from ortserve.tools.ensemble import Opened
 from ortserve.tools.inputs import FileInputs, Inputs, choose_inputs, take_inputs
-from ortserve.tools.opening import run_failed
+from ortserve.tools.opening import naming_failures
 from ortserve.tools.provenance import describe_model, read_provenance
 from ortserve.tools.signatures import signature_differences
 from ortserve.tools.speed import Feeds, Timed, compare_speed
@@ -124,7 +123,7 @@ def measure_agreement(
         rows: Rows of a run; None for ``common_rows``.
 
     Raises:
-        ServeError: As ``run_failed``; invalid_input: the labels fit no output.
+        ServeError: As ``naming_failures``; invalid_input: the labels fit no output.
     """
     rows = common_rows(reference, candidate, BATCH) if rows is None else rows
     candidate = candidate.with_rows_of(reference.signature)
@@ -133,13 +132,10 @@ def measure_agreement(
     order = [[spec.name for spec in reference.signature.inputs].index(spec.name) for spec in candidate.signature.inputs]
     meter = AgreementMeter([spec.name for spec in candidate.signature.outputs])
     for positions, arrays in _batches(inputs, rows, samples):
-        running = reference
-        try:
+        with naming_failures(reference.subject.path):
             expected = first.run(reference.for_model(arrays))
-            running = candidate
+        with naming_failures(candidate.subject.path):
             got = second.run(candidate.for_model([arrays[index] for index in order]))
-        except ORT_ERRORS as error:
-            raise run_failed(running.subject.path, error) from None
         wanted = [_comparable(expected[index], reference.signature.outputs[index]) for index in chosen]
         found = [_comparable(array, spec) for array, spec in zip(got, candidate.signature.outputs, strict=True)]
         meter.add(wanted, found, len(positions), None if labels is None else labels[positions])

@@ -16,12 +16,11 @@ from typing import Any, Final
 import psutil
 
 from ortserve.engine.child_process import call_in_child
-from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.process_memory import give_back_freed
 from ortserve.engine.scratch import scratch_folder
 from ortserve.tools.inputs import Inputs, choose_inputs
 from ortserve.tools.inspect.result import BatchMemory, Memory
-from ortserve.tools.opening import OpenModel, open_model, run_failed
+from ortserve.tools.opening import OpenModel, naming_failures, open_model
 from ortserve.tools.subject import Subject
 
 FIRST_SIZES: Final = (2, 4)
@@ -95,17 +94,9 @@ def describe_batch(rows: int, samples: Sequence[Sample]) -> BatchMemory:
     last = first[-1] if first else None
     if process is not None and held is not None and last is not None and last.arena is not None and rows > last.rows:
         process = min(process, last.process + held - last.arena.held)  # other growth does not depend on the batch size
-    measured = next((one for one in samples if one.rows == rows), None)
-    use = measured.arena if measured is not None else None
-    return BatchMemory(
-        rows,
-        activations,
-        use.activations if use is not None else None,
-        held,
-        use.held if use is not None else None,
-        process,
-        measured.process if measured is not None else None,
-    )
+    use, grown = next(((one.arena, one.process) for one in samples if one.rows == rows), (None, None))
+    used, size = (use.activations, use.held) if use else (None, None)
+    return BatchMemory(rows, activations, used, held, size, process, grown)
 
 
 def _line(points: Sequence[tuple[int, int]], rows: int) -> int | None:
@@ -180,10 +171,8 @@ def _run(opened: OpenModel, inputs: Inputs, rows: int) -> float:
     for number in range(_RUNS):
         arrays = opened.for_model(inputs.take(rows, number))
         began = time.monotonic()
-        try:
+        with naming_failures(opened.subject.path):
             runner.run(arrays)  # frees the outputs
-        except ORT_ERRORS as error:
-            raise run_failed(opened.subject.path, error) from None
         run_s = time.monotonic() - began
     return run_s
 
@@ -213,11 +202,8 @@ def arena_by_size(events: Iterable[Mapping[str, Any]], runs: int) -> list[ArenaU
             requested, blocks, now = use["mem_bytes_requested_in_use"], use["mem_bytes_in_use"], use["mem_in_use_peak"]
             before = max(0, requested - use["mem_requested_in_use_delta"]) if before is None else before
             freed = now - max(blocks, blocks - use["mem_in_use_delta"]) if now > peak else 0
-            activations, held, peak = (
-                max(activations, requested + freed - before),
-                use["mem_arena_held"],
-                max(peak, now),
-            )
+            activations, peak = max(activations, requested + freed - before), max(peak, now)
+            held = use["mem_arena_held"]
         if event["name"] == "model_run":
             ended += 1
             if ended % runs == 0:

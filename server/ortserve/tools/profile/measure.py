@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.console import Step
 from ortserve.tools.inputs import choose_inputs
-from ortserve.tools.opening import OpenModel, run_failed
+from ortserve.tools.opening import OpenModel, naming_failures
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.trace import read_trace
 from ortserve.tools.speed import Timed
@@ -62,7 +61,8 @@ def measure(variants: Sequence[Variant], folder: Path, given: Namespace, step: S
             break
         step(number, f"run {number + 1} of {WARM_UP + most}")
         for arm in order.sample(arms, len(arms)):
-            arm.run(number, profiled_first=bool(order.getrandbits(1)))
+            with naming_failures(arm.path):
+                arm.run(number, profiled_first=bool(order.getrandbits(1)))
     return [arm.finish() for arm in arms]
 
 
@@ -71,6 +71,7 @@ class _Arm:
 
     def __init__(self, variant: Variant, trace: Path, rows: int, inputs: Path | None) -> None:
         self._variant, self._trace = variant, trace
+        self.path: Final = variant.subject.path
         # The session without profiling must not write its configured optimized model, which a server may read.
         plain = self._plain = self._open(None, None)
         self._inputs, self._has_samples = choose_inputs(plain, inputs), inputs is not None
@@ -79,7 +80,7 @@ class _Arm:
         about = (variant.label, plain.choice.name, plain.threads, settings, self._inputs.origin, self._rows)
         self.runs = Runs(*about, source=graph.graph)
         self._graph_file: Path | None = trace.with_suffix(".onnx")
-        if not graph.external_files and model_nbytes(variant.subject.path, graph) > _LARGE_WEIGHTS:
+        if not graph.external_files and model_nbytes(self.path, graph) > _LARGE_WEIGHTS:
             self._graph_file = None
             self.runs.notes.append("the optimized graph is unknown, because the model is over 1 GiB")
         if rows > 1 and not plain.signature.is_batched:
@@ -103,7 +104,7 @@ class _Arm:
                 events = sum(1 for _ in lines)
         if events > MAX_EVENTS:
             raise invalid_input(
-                f"{self._variant.subject.path}: expected at most {MAX_EVENTS:,} events of ONNX Runtime's profiler in "
+                f"{self.path}: expected at most {MAX_EVENTS:,} events of ONNX Runtime's profiler in "
                 f"a run, got {events:,}"
             )
         most = max(1, MAX_EVENTS // events - WARM_UP)
@@ -117,10 +118,7 @@ class _Arm:
         arrays = self._plain.for_model(self._inputs.take(self._rows, number if self._has_samples else 0))
         for runner, times in self._runners[:: -1 if profiled_first else 1]:
             began_ns, began_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-            try:
-                runner.run(arrays)
-            except ORT_ERRORS as error:
-                raise run_failed(self._variant.subject.path, error) from None
+            runner.run(arrays)
             cpu_ns, elapsed_ns = time.thread_time_ns() - began_cpu_ns, time.perf_counter_ns() - began_ns
             if number >= WARM_UP:
                 times.append(RunTime(elapsed_ns, cpu_ns))
