@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import escape
 
 import jinja2
 
@@ -64,8 +63,3 @@ def chart(draw: Callable[["Axes"], object], *, name: str, height: float = 3.6) -
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
-
-
-def svg_text(text: str) -> str:
-    """Escape a text for an SVG element or attribute."""
-    return escape(text, {'"': "&quot;"})

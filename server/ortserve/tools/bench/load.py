@@ -61,10 +61,8 @@ def arrival_times(load: Load, seconds: float, seed: int) -> np.ndarray:
         times = _read_times(Path(load.arrivals))
         return times[times < seconds * 1e9]
     if kind == "poisson":
-        gaps = np.random.default_rng(seed).exponential(
-            1 / rate, int(rate * seconds + 10 * (rate * seconds) ** 0.5 + 20)
-        )
-        times = np.cumsum(gaps)
+        count = int(rate * seconds + 10 * (rate * seconds) ** 0.5 + 20)
+        times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
     elif kind == "bursts":
         if not re.fullmatch("[1-9][0-9]{0,6}", size):
             raise invalid_input(f"--arrivals: expected bursts:N with the requests of a burst, got '{load.arrivals}'")

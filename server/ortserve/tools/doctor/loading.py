@@ -52,13 +52,7 @@ class LoadItem:
 
 
 def check_models(
-    repository: Path,
-    options: ServerOptions,
-    free_bytes: int,
-    limit_s: float,
-    *,
-    only: str | None = None,
-    jobs: int = 1,
+    repository: Path, options: ServerOptions, free_bytes: int, limit_s: float, *, only: str | None = None, jobs: int = 1
 ) -> list[ModelCheck]:
     """Load all versions whose files and configurations have no problem.
 

@@ -10,13 +10,7 @@ from typing import Final
 
 from cryptography import x509
 
-from ortserve.config.options import (
-    OptionsError,
-    ServerOptions,
-    combination_problems,
-    read_options,
-    unknown_variables,
-)
+from ortserve.config.options import OptionsError, ServerOptions, combination_problems, read_options, unknown_variables
 from ortserve.errors import ServeError, invalid_input
 from ortserve.service.key_files import read_keys
 from ortserve.tools.doctor.catalog import finding

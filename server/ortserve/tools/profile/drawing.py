@@ -3,11 +3,11 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from typing import Final, TypeAlias
 
 import squarify
 
-from ortserve.tools.page import svg_text
 from ortserve.tools.profile.result import NodeCost
 from ortserve.tools.profile.trace import Run, Trace
 from ortserve.tools.report import duration_text, number_text
@@ -42,7 +42,7 @@ def tree_map(nodes: Sequence[NodeCost]) -> str:
         x, y, width, _ = box
         label = f"{op} {number_text(100 * op_ms / whole)} %"
         if width > _LETTER * len(label) + 8:
-            parts.append(f'<text x="{x + 4:.1f}" y="{y + 13:.1f}" font-weight="bold">{svg_text(label)}</text>')
+            parts.append(f'<text x="{x + 4:.1f}" y="{y + 13:.1f}" font-weight="bold">{escape(label)}</text>')
     return _picture(_HEIGHT, parts)
 
 
@@ -82,8 +82,8 @@ def _rectangle(box: _Box, op: str, label: str, title: str) -> str:
     letters, text = int((width - 6) / _LETTER), ""
     if letters >= 3 and height >= 15:
         shown = label if len(label) <= letters else f"{label[: letters - 1]}…"
-        text = f'<text x="{x + 3:.2f}" y="{y + height - 6:.2f}">{svg_text(shown)}</text>'
+        text = f'<text x="{x + 3:.2f}" y="{y + height - 6:.2f}">{escape(shown)}</text>'
     return (
-        f'<g><title>{svg_text(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+        f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
         f'fill="{colour}" stroke="#fff" stroke-width="0.5"/>{text}</g>'
     )
