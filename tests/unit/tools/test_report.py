@@ -5,8 +5,9 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
@@ -29,7 +30,9 @@ from ortserve.tools.report import (
     Text,
     bytes_text,
     duration_text,
+    facts_of,
     number_text,
+    table_of,
 )
 
 SCHEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
@@ -119,6 +122,37 @@ def test_whole_columns_with_numbers_are_aligned_to_the_right_on_pages() -> None:
 
     assert re.findall(r'<(t.)(?: class="number")?>', page).count("th") == 2
     assert re.findall(r'class="number">([^<]+)<', page) == ["ms", NOTHING, "1.50"]
+
+
+def test_tables_have_the_columns_of_all_their_rows() -> None:
+    table = Table.of("Phases", [{"load": "a", "queue": 1.0}, {"load": "b", "run": 2.0}])
+
+    assert list(table.columns) == ["load", "queue", "run"]
+    assert list(table.rows) == [["a", 1.0, None], ["b", None, 2.0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    name: str
+    nbytes: int
+    arena_nbytes: int | None
+    held_bytes: int
+    run_ms: float
+    rate_per_s: float
+    copy_gb_per_s: float
+    files: Mapping[str, tuple[int, ...]]
+
+
+def test_fields_of_dataclasses_get_units_in_facts_and_keep_comparable_times_in_tables() -> None:
+    record = Measured("", 2048, None, 2**20, 0.5, 1234.0, 3.0, {"a": (1, 2), "b": ()})
+    shared = {"name": None, "size": "2.00 KiB", "arena": None, "held": "1.00 MiB"}
+    files = {"files": "a: 1, 2; b: none"}
+
+    facts, table = facts_of("", record), table_of("", [record])
+
+    assert facts.entries == {**shared, "run": "500 µs", "rate": "1,230/s", "copy": "3.00 GB/s", **files}
+    cells = {**shared, "run ms": 0.5, "rate per s": 1234.0, "copy gb per s": 3.0, **files}
+    assert dict(zip(table.columns, table.rows[0], strict=True)) == cells
 
 
 def test_titles_are_not_broken_by_narrow_tables(capsys: pytest.CaptureFixture[str]) -> None:
