@@ -22,7 +22,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import parser
 
 from models import builders
 from ortserve.cli.main import main
@@ -183,14 +182,6 @@ def of_unknown_operators(path: Path) -> Path:
     return path
 
 
-def particular(path: Path) -> Path:
-    """A model that rejects synthetic inputs."""
-    text = """<ir_version: 8, opset_import: ["": 17]>
-        m (float[n, size] x) => (float[n, 1] y) <float[7, 1] w = {1, 2, 3, 4, 5, 6, 7}> { y = MatMul (x, w) }"""
-    onnx.save(parser.parse_model(text), str(path))
-    return path
-
-
 def half(path: Path) -> Path:
     """A model without FP32 numbers."""
     return builders.identity(path, DataType.FP16)
@@ -203,7 +194,7 @@ def half(path: Path) -> Path:
         (of_unknown_operators, (), 2, "/source.onnx: ONNX Runtime cannot load the model"),
         (builders.not_onnx, (), 2, "expected an ONNX model"),
         (builders.scalar_sum, ("--outputs", "z"), 2, "optimize: --outputs: expected outputs out of "),
-        (particular, ("--level", "basic"), 2, "optimize: the model rejects synthetic inputs"),
+        (builders.refuses_synthetic, ("--level", "basic"), 2, "optimize: the model rejects synthetic inputs"),
         (builders.scalar_sum, ("--precision", "bf16"), 1, "cannot run on this machine, so it cannot be checked"),
         (half, ("--precision", "fp16"), 1, "--precision fp16: no node computes with fp32 numbers"),
     ],
