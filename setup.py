@@ -44,6 +44,7 @@ COMPILED: Final = (
     "frontends/http/request_head.py",
     "frontends/http/responses.py",
     "frontends/http/timeouts.py",
+    "frontends/idle_connections.py",
     "frontends/large_body.py",
     "frontends/load_reports.py",
     "frontends/long_reads.py",

@@ -48,18 +48,25 @@ class PeakMemory:
 
 @pytest.fixture
 async def front(grpc_transport: str) -> AsyncIterator[Frontend]:
-    """A frontend that accepts three connections, one of which is this channel's."""
+    """A frontend that accepts three connections."""
     async with frontend(FakeInferenceService(), FakeModelService(), grpc_transport, grpc_max_connections=3) as (
         front,
-        channel,
+        _,
     ):
-        await ask(channel)
         yield front
 
 
 async def ask(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(LIVE)
     return await call(b"", timeout=LONG_S, metadata=metadata)
+
+
+async def begin_stream(channel: grpc.aio.Channel) -> None:
+    """Begin a call that stays open, and wait until it is answered."""
+    call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{SERVICE_NAME}/ModelStreamInfer")
+    stream = call(timeout=LONG_S)
+    await stream.write(infer_request())
+    assert isinstance(await stream.read(), bytes)
 
 
 async def is_answered(front: Frontend) -> bool:
@@ -81,9 +88,9 @@ def open_channel(front: Frontend) -> grpc.aio.Channel:
 @ON_BOTH_TRANSPORTS
 async def test_connection_past_the_limit_is_rejected_until_another_closes(front: Frontend) -> None:
     async with AsyncExitStack() as stack:
-        others = [await stack.enter_async_context(open_channel(front)) for _ in range(2)]
+        others = [await stack.enter_async_context(open_channel(front)) for _ in range(3)]
         for channel in others:
-            await ask(channel)
+            await begin_stream(channel)
         async with open_channel(front) as beyond:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(beyond)

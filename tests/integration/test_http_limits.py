@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from http_wire import reset
 from models import builders, costly
 from servers import (
     LONG_S,
@@ -38,6 +39,8 @@ BODY: Final = json.dumps({"inputs": [json_input("x", np.ones((1, 4), np.float32)
 INFER: Final = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\n"
 GET: Final = b"GET /v2/models/identity HTTP/1.1\r\nHost: x\r\n"
 LOAD: Final = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\n"
+STREAM: Final = b"GET /v2/console/stream HTTP/1.1\r\nHost: x\r\n\r\n"
+"""A request whose response never ends."""
 GOOD: Final = INFER + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
@@ -321,7 +324,7 @@ def test_connections_past_the_limit_are_answered_and_closed(narrow_server: Serve
         pass  # until the server has noticed the end of other tests' connections
     with connected(narrow_server) as first, connected(narrow_server) as second, connected(narrow_server) as third:
         for connection in (first, second, third):
-            connection.sendall(GOOD)
+            connection.sendall(STREAM)
             assert connection.recv(12) == b"HTTP/1.1 200"
         for request in (b"", GOOD):
             with connected(narrow_server) as fourth:
@@ -330,7 +333,8 @@ def test_connections_past_the_limit_are_answered_and_closed(narrow_server: Serve
                 assert answer.startswith(b"HTTP/1.1 429 ")
                 assert b"\r\nretry-after: 1\r\n" in answer
                 assert b"http_max_connections: expected at most 3 open connections, got one more" in answer
-        third.close()
+        for connection in (first, second, third):
+            reset(connection)
         for _ in itertools.takewhile(lambda _: not is_served(narrow_server), range(1000)):
             pass  # until the server has noticed a free place
         assert is_served(narrow_server)

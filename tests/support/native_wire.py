@@ -32,6 +32,7 @@ from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.quick_calls import OnAnswer, OnFailure, QuickCall, RequestHead
+from ortserve.frontends.idle_connections import IdleConnections
 from ortserve.frontends.unsent_answers import UnsentBudget
 from ortserve.service.gate import BodyGate
 
@@ -89,6 +90,7 @@ class Wire:
         self.cut_answers: list[str] = []
         self.connection_errors: list[str] = []
         self.connections: set[Connection] = set()
+        self.idle_connections = IdleConnections(clock)
         self._loop = loop
         self._releases: list[InflightRequest | asyncio.Future[None]] = []
         quick = {ECHO: self._answering(self._complete_soon), FAIL: _fail, HOLD: self._answering(self._keep)}
@@ -118,6 +120,7 @@ class Wire:
             self.clock,
             self.cut_answers.append,
             self.connections,
+            self.idle_connections,
         )
         return Connection(port, max_age_s)
 

@@ -106,8 +106,10 @@ class HttpOptions(BaseModel):
     model_config = DECLARATION
 
     http_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
-    """Maximum number of open HTTP connections; further ones are answered with 429 and closed. The process needs a limit
-    of at least as many open files."""
+    """Maximum number of open HTTP connections. A further one replaces an idle one: first those that have carried no
+    request, then those that were idle for longest, then those whose request arrives slowly, which is answered with
+    429. If none is idle, the further one is answered with 429 and closed. The process needs a limit of at least as many
+    open files."""
     http_max_headers: int = Field(default=100, ge=1, le=10_000)
     """Maximum number of headers of an HTTP request; a request with more is rejected as ``headers_too_large`` (431)."""
     http_max_header_bytes: int = Field(default=32 * 1024, ge=256, le=1024 * 1024)
@@ -159,8 +161,10 @@ class GrpcOptions(BaseModel):
     """Size of the unanswered requests and unsent answers of one gRPC stream at which the server stops reading requests
     from it."""
     grpc_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
-    """Maximum number of open gRPC connections; further ones are closed at once, and their calls fail with UNAVAILABLE.
-    The process needs a limit of at least as many open files."""
+    """Maximum number of open gRPC connections. A further one replaces an idle one, which gets GOAWAY: first those that
+    have carried no call, then those that were idle for longest. If all have open calls, the further one is closed at
+    once, and its calls fail with UNAVAILABLE; grpcio replaces none. The process needs a limit of at least as many open
+    files."""
     grpc_message_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """Time limit for receiving a request message that has begun. The limit is renewed while the message averages at
     least ``grpc_min_message_bytes_per_s``; otherwise the call ends with CANCELLED. ``native`` transport only."""

@@ -6,10 +6,12 @@ from typing import Final
 
 from uvicorn.server import ServerState
 
+from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind
 from ortserve.frontends.http.cross_origin import CrossOrigin
 from ortserve.frontends.http.limits import HttpLimits
 from ortserve.frontends.http.request_head import Header
+from ortserve.frontends.idle_connections import IdleConnections
 from ortserve.frontends.unsent_answers import UnsentBudget
 
 
@@ -24,6 +26,7 @@ class ConnectionContext:
         on_cut_answer: Counts a response that ends before the transport has accepted all of it; its argument is the
             cause.
         cross_origin: The origins whose pages may read responses; None if there are none.
+        idle_connections: The accepted connections, of which one is closed for a new one at the limit.
         is_draining: Whether each response closes its connection, so that callers connect to another server.
     """
 
@@ -43,6 +46,7 @@ class ConnectionContext:
         self.budget: Final = budget
         self.on_cut_answer: Final = on_cut_answer
         self.cross_origin: Final = cross_origin
+        self.idle_connections: Final = IdleConnections(monotonic_ns)
         self.is_draining = False
         self._default_headers: list[Header] = []
         self._default_lines = b""

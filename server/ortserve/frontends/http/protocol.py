@@ -122,7 +122,7 @@ class HttpProtocol(asyncio.Protocol):
         self.connection = Connection(context, self._server_state, self.transport, loop)
         connections.add(self)
         excess = len(connections) - self._limits.max_connections
-        if excess > 0:
+        if excess > 0 and not context.idle_connections.evict_one():
             self.connection.reject_excess(excess)
         else:
             self._timeouts = Timeouts(self, self.connection, self._limits, loop)

@@ -3,11 +3,15 @@
 import asyncio
 import time
 from enum import Enum, auto
-from typing import Protocol
+from typing import Final, Protocol
 
 from ortserve.frontends.http.connection import Connection
-from ortserve.frontends.http.limits import HttpLimits, Stage, too_slow_body, too_slow_headers
+from ortserve.frontends.http.limits import HttpLimits, Stage, too_many_connections, too_slow_body, too_slow_headers
 from ortserve.frontends.http.request_head import Header
+from ortserve.frontends.idle_connections import has_unread_bytes
+
+_SLOW_BODY_SHARE: Final = 1 / 6
+"""Share of ``body_timeout_s`` from which a body below the minimum rate may be rejected for a new connection."""
 
 
 class TimeoutAction(Enum):
@@ -68,6 +72,17 @@ class StageTimer:
             return TimeoutAction.ABORT if waited_s >= limits.send_timeout_s else TimeoutAction.NOTHING
         return TimeoutAction.CLOSE if waited_s >= limits.idle_timeout_s else TimeoutAction.NOTHING
 
+    def waited_ns(self, now_ns: int, stage: Stage, subject: object) -> int:
+        """Return the time since a check first saw this stage and request; 0 if the last check saw others."""
+        return now_ns - self._since_ns if stage is self._stage and subject is self._subject else 0
+
+    def is_slow_body(self, now_ns: int, subject: object, received_bytes: int) -> bool:
+        """Whether the body has arrived below the minimum rate for a part of its timeout."""
+        waited_s = self.waited_ns(now_ns, Stage.BODY, subject) / 1e9
+        came = received_bytes - self._since_bytes
+        is_late = waited_s >= _SLOW_BODY_SHARE * self._limits.body_timeout_s
+        return is_late and came < waited_s * self._limits.min_body_bytes_per_s
+
     def _restart(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
         self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
 
@@ -95,7 +110,10 @@ class Reader(Protocol):
 
 
 class Timeouts:
-    """Ends a connection whose caller is too slow, or has gone while the connection is not read. Loop thread only."""
+    """Ends a connection whose caller is too slow, or has gone while the connection is not read. Loop thread only.
+
+    It is ``Evictable``: it also ends an idle connection for a new one.
+    """
 
     def __init__(
         self, reader: Reader, connection: Connection, limits: HttpLimits, loop: asyncio.AbstractEventLoop
@@ -107,10 +125,57 @@ class Timeouts:
         self._loop = loop
         self._stages = StageTimer(limits)
         self._handle = loop.call_later(limits.tick_s, self._check)
+        connection.context.idle_connections.add(self)
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer: the connection was lost."""
         self._handle.cancel()
+        self._connection.context.idle_connections.discard(self)
+
+    @property
+    def has_begun(self) -> bool:
+        """As ``Evictable.has_begun``."""
+        return self._connection.newest is not None
+
+    def idle_ns(self, now_ns: int) -> int | None:
+        """As ``Evictable.idle_ns``: up to a tick less, so that requests need not note their time."""
+        connection, reader = self._connection, self._reader
+        transport, exchange = connection.transport, connection.newest
+        if transport.get_write_buffer_size():
+            return None
+        if transport.is_closing():
+            return now_ns
+        if connection.is_lingering:
+            return 0
+        if connection.ignores_input or connection.is_read_paused:
+            return None
+        if exchange is not None and not exchange.response_complete:
+            is_receiving = reader.stage is Stage.BODY and exchange is connection.exchange
+            may_reject = is_receiving and not exchange.response_started
+            is_slow = may_reject and self._stages.is_slow_body(now_ns, exchange, reader.received_bytes)
+            return 0 if is_slow else None
+        if reader.stage is not Stage.REQUEST:
+            return 0
+        return max(1, self._stages.waited_ns(now_ns, Stage.REQUEST, exchange))
+
+    def has_unread(self) -> bool:
+        """As ``Evictable.has_unread``."""
+        return has_unread_bytes(self._connection.transport.get_extra_info("socket"))
+
+    def evict(self) -> None:
+        """Close, as between two requests of a connection that has timed out. Reject a request that is incomplete."""
+        connection, reader = self._connection, self._reader
+        transport, exchange = connection.transport, connection.newest
+        is_done = transport.is_closing() or connection.is_lingering
+        if not is_done and reader.stage is not Stage.REQUEST:
+            error = too_many_connections(self._limits)
+            if reader.stage is Stage.BODY and exchange is not None:
+                exchange.reject_body(error)
+            else:
+                connection.reject(error, reader.shown_url, reader.headers)
+        transport.close()
+        if transport.get_write_buffer_size():  # closing must not wait for a caller that does not read
+            transport.abort()
 
     def _check(self) -> None:
         connection, reader = self._connection, self._reader

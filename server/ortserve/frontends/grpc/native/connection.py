@@ -33,6 +33,7 @@ from ortserve.frontends.grpc.native.limits import (
 from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
+from ortserve.frontends.idle_connections import IdleConnections, has_unread_bytes
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
 from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long, resume_reads
 from ortserve.frontends.unsent_answers import UnsentBudget
@@ -65,6 +66,7 @@ class GrpcPort:
         clock: Monotonic nanoseconds.
         on_cut_answer: As in ``Sending``.
         connections: The open connections.
+        idle_connections: The same ones, of which one is closed for a new one at the limit.
     """
 
     dispatcher: CallDispatcher
@@ -75,6 +77,7 @@ class GrpcPort:
     clock: Clock
     on_cut_answer: Callable[[str], None]
     connections: "set[Connection]"
+    idle_connections: IdleConnections
 
 
 class Connection(asyncio.Protocol):
@@ -119,12 +122,14 @@ class Connection(asyncio.Protocol):
         self._receiving = Receiving(port.dispatcher, port.options, sending, writer, self._timeouts, self._life)
         control = ControlFrames(self._receiving, sending, writer, port.options, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving, control)
-        if len(port.connections) >= port.options.grpc_max_connections:
+        is_full = len(port.connections) >= port.options.grpc_max_connections
+        if is_full and not port.idle_connections.evict_one():
             # Without SETTINGS and GOAWAY, as in grpc: clients that have received SETTINGS reconnect at once, others
             # back off.
             self._transport.abort()
             return
         port.connections.add(self)
+        port.idle_connections.add(self)
         ours = {
             frames.MAX_CONCURRENT_STREAMS: max_calls(port.options),
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
@@ -171,6 +176,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._port.connections.discard(self)
+        self._port.idle_connections.discard(self)
         for timer in (self._tick, self._drain_end, self._probing):
             if timer is not None:
                 timer.cancel()
@@ -258,6 +264,32 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._transport.abort()
+
+    # Called by ``IdleConnections``
+
+    @property
+    def has_begun(self) -> bool:
+        """As ``Evictable.has_begun``."""
+        return self._receiving.begun_calls > 0
+
+    def idle_ns(self, now_ns: int) -> int | None:
+        """As ``Evictable.idle_ns``."""
+        if self.has_calls or self._is_turn_due or self._writer.buffered_bytes:
+            return None
+        if self._transport.is_closing():
+            return now_ns
+        return max(1, now_ns - self._life.useful_ns) if self._reader.unfinished_since_ns is None else 0
+
+    def has_unread(self) -> bool:
+        """As ``Evictable.has_unread``."""
+        return has_unread_bytes(self._transport.get_extra_info("socket"))
+
+    def evict(self) -> None:
+        """Close after a GOAWAY that names the last call, so that clients repeat calls that are on their way."""
+        self._life.begin_drain(self._clock(), None)
+        self._end_drain()
+        if self._writer.buffered_bytes:  # closing must not wait for a peer that does not read
+            self._transport.abort()
 
     def _on_tick(self) -> None:
         self._tick = self._loop.call_later(self._tick_s, self._on_tick)

@@ -12,6 +12,7 @@ from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.idle_connections import IdleConnections
 from ortserve.frontends.tls.transport import TlsPort
 from ortserve.frontends.unsent_answers import UnsentBudget
 from ortserve.listening import draw_age_s, open_listener
@@ -53,7 +54,8 @@ class NativeGrpcServer:
         errors = ConnectionErrors(clock, on_connection_error)
         budget = UnsentBudget("grpc_unsent_bytes", max_unsent_bytes, clock)
         ends = CallEnds(asyncio.get_running_loop())
-        self._shared = GrpcPort(dispatcher, options, budget, ends, errors, clock, on_cut_answer, connections=set())
+        idle = IdleConnections(clock)
+        self._shared = GrpcPort(dispatcher, options, budget, ends, errors, clock, on_cut_answer, set(), idle)
         self._streams = streams
         self._options = options
         self._tls = tls

@@ -1050,6 +1050,9 @@ def test_connection_past_the_limit_is_closed_without_settings() -> None:
     """A client that received SETTINGS would reconnect at once."""
 
     async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        client.send(held, framed(b"x"), is_end=True)
+        await client.exchange()
         other = wire.connect(GrpcOptions(grpc_max_connections=1))
         transport = FakeTransport(asyncio.get_running_loop(), other)
         other.connection_made(transport)
@@ -1058,7 +1061,9 @@ def test_connection_past_the_limit_is_closed_without_settings() -> None:
         assert transport.is_lost
         assert other.closed.done()
         assert wire.connections == {wire.connection}
-        assert (await client.call(ECHO, b"x")).messages == [b"x"]
+        wire.release()
+        await client.exchange()
+        assert client.answers[held].messages == [b"x"]
 
     on_wire(test)
 

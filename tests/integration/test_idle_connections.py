@@ -1,0 +1,138 @@
+"""At the limit of connections, a new connection replaces an idle one, and no connection with a request in progress."""
+
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+import httpx
+import pytest
+
+from certificates import Secret
+from http_wire import reset
+from models import builders
+from ortserve.frontends.grpc.calls import SERVICE_NAME
+from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.frames import ErrorCode
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
+
+MOST: Final = 3
+"""Connections of each port."""
+
+LIVE: Final = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+STREAM: Final = b"GET /v2/console/stream HTTP/1.1\r\nHost: x\r\n\r\n"
+"""A request whose response never ends."""
+PART: Final = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n"
+UPLOAD: Final = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("few")
+    add_model(repository, "identity", builders.identity)
+    limits = ("--http-max-connections", str(MOST), "--grpc-max-connections", str(MOST), "--http-body-timeout-s", "3")
+    with serving(repository, *SHORT_WARMUP, *limits) as server:
+        yield server
+
+
+@contextmanager
+def connected(address: str, count: int = MOST) -> Iterator[list[socket.socket]]:
+    """Open connections, one after the other."""
+    host, port = address.split(":")
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection((host, int(port)), timeout=LONG_S)) for _ in range(count)]
+
+
+def ask(connection: socket.socket, request: bytes = LIVE) -> bytes:
+    """Return the status line of the response, of which one read returns the rest; empty if the connection is closed."""
+    connection.sendall(request)
+    return connection.recv(65536)[:12]
+
+
+def is_served(server: ServerProcess) -> bool:
+    with connected(server.http, 1) as (connection,):
+        return ask(connection) == b"HTTP/1.1 200"
+
+
+def test_silent_connections_yield_to_new_ones_before_those_with_requests(server: ServerProcess) -> None:
+    with connected(server.http) as (used, first, second):
+        assert ask(used) == b"HTTP/1.1 200"
+        assert is_served(server)
+        assert first.recv(1) == b""
+        with connected(server.http, 10 * MOST) as flood:
+            assert is_served(server)
+            assert second.recv(1) == b""
+            assert flood[0].recv(1) == b""
+        assert ask(used) == b"HTTP/1.1 200"
+
+
+def test_connections_with_requests_in_progress_do_not_yield(server: ServerProcess) -> None:
+    with busy(server, MOST) as streams:
+        with connected(server.http, 1) as (beyond,):
+            assert ask(beyond) == b"HTTP/1.1 429"
+        reset(streams.pop())
+        assert any(is_served(server) for _ in range(1000))  # until the server has noticed the end
+        for stream in streams:
+            assert stream.recv(1) != b""
+
+
+@contextmanager
+def busy(server: ServerProcess, count: int) -> Iterator[list[socket.socket]]:
+    """Open connections with responses that have begun."""
+    with connected(server.http, count) as streams:
+        for stream in streams:
+            assert ask(stream, STREAM) == b"HTTP/1.1 200"
+        yield streams
+        for stream in streams:
+            reset(stream)
+
+
+def test_idle_connection_yields_before_one_with_an_incomplete_head(server: ServerProcess) -> None:
+    with connected(server.http) as (part, silent, used):
+        assert ask(used) == b"HTTP/1.1 200"
+        part.sendall(PART)
+        assert is_served(server)
+        assert silent.recv(1) == b""
+        assert ask(part, b"\r\n") == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize("request_part", [PART, UPLOAD], ids=["head", "body"])
+def test_slow_request_is_rejected_for_a_new_connection(server: ServerProcess, request_part: bytes) -> None:
+    with busy(server, MOST - 1), connected(server.http, 1) as (slow,):
+        slow.sendall(request_part)
+        assert any(is_served(server) for _ in range(10_000))  # until it counts as slow
+        assert slow.recv(65536).startswith(b"HTTP/1.1 429 ")
+
+
+def test_silent_tls_sessions_yield_to_new_ones(tmp_path: Path) -> None:
+    secret = Secret(tmp_path)
+    limits = ("--http-max-connections", str(MOST))
+    client = ssl.create_default_context(cafile=str(secret.ca))
+    with (
+        serving("--example", *SHORT_WARMUP, *secret.flags, *limits, client=client) as server,
+        connected(server.http) as plain,
+        ExitStack() as stack,
+    ):
+        sessions = [stack.enter_context(client.wrap_socket(each, server_hostname="127.0.0.1")) for each in plain]
+        assert httpx.get(f"{server.url}/v2/health/live", verify=client, timeout=LONG_S).status_code == 200
+        assert sessions[0].recv(1) == b""
+
+
+def test_idle_grpc_connections_yield_to_new_ones(server: ServerProcess) -> None:
+    with connected(server.grpc) as silent:
+        for connection in silent[1:]:
+            connection.sendall(frames.PREFACE + frames.settings({}))
+        with grpc.insecure_channel(server.grpc) as channel:
+            live: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE_NAME}/ServerLive")
+            live(b"", timeout=LONG_S)
+            assert read_all(silent[0]).endswith(frames.goaway(0, ErrorCode.NO_ERROR))
+            with connected(server.grpc, 10 * MOST):
+                assert read_all(silent[1]).endswith(frames.goaway(0, ErrorCode.NO_ERROR))
+                live(b"", timeout=LONG_S)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
