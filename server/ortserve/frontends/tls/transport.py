@@ -1,11 +1,11 @@
 """TLS between a socket and the protocol served over it (HTTP or gRPC).
 
-``TlsTransport`` is the protocol of the socket and the transport of the served protocol. It has no buffer of its own: it
-decrypts received bytes and passes them on at once. It encrypts written bytes and passes them to the transport of the
-socket, which has the only write buffer, limits and pauses. So a protocol behaves the same with and without TLS. A slow
-reader gets the whole last response before the connection closes. A connection closes at once whether or not its peer
-sends close_notify. The TLS transports of asyncio and uvloop wait ``ssl_shutdown_timeout`` for close_notify, and drop
-unsent bytes at the same timeout: either idle clients delay a drain, or slow ones lose the end of their responses.
+``TlsTransport`` is the protocol of the socket and the transport of the served protocol. It has no buffer of its own:
+decrypted bytes go on at once, and encrypted ones to the transport of the socket, which has the only write buffer,
+limits and pauses. So a protocol behaves the same with and without TLS. A slow reader gets the whole last response
+before the connection closes. A connection closes at once whether or not its peer sends close_notify. The TLS transports
+of asyncio and uvloop wait ``ssl_shutdown_timeout`` for close_notify, and drop unsent bytes at the same timeout: either
+idle clients delay a drain, or slow ones lose the end of their responses.
 
 This module also limits the bytes of one peer that are decrypted in a loop turn. ``RecordBudget`` limits the bytes
 without data that a peer sends. No limit of a protocol covers these.
@@ -17,9 +17,11 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final, cast
 
 from ortserve.clock import Clock, monotonic_ns
+from ortserve.frontends.idle_connections import has_unread_bytes
 from ortserve.frontends.long_reads import LONG_READ_BYTES, pause_for_turn
 from ortserve.frontends.tls.record_budget import RecordBudget
 from ortserve.telemetry.logs import log_event
@@ -45,6 +47,9 @@ _PLAIN_HTTP: Final = (
 )
 """The answer to plain HTTP, which the client shows instead of a lost connection."""
 
+_CANDIDATES: Final = 16
+"""Number of the oldest handshakes of which one may be aborted for a new one."""
+
 _UNREAD_BYTES: Final = 64 * 1024
 """Size of the write buffer above which the peer counts as not reading."""
 
@@ -68,7 +73,8 @@ class TlsPort:
             context: Returns the context of the next session.
             port: Name of the port, for the log.
             handshake_timeout_s: Time from the beginning of a connection to the end of its handshake.
-            max_handshakes: Number of concurrent handshakes; further connections are closed.
+            max_handshakes: Number of concurrent handshakes. A further one replaces the oldest whose client has sent
+                nothing new.
             alpn: Protocol that a client must negotiate; None for any.
             clock: Clock of the record budgets.
         """
@@ -79,11 +85,23 @@ class TlsPort:
         self.alpn: Final = alpn
         self.clock: Final = clock
         self.is_closed = False
-        self.handshakes: Final[set[TlsTransport]] = set()
+        self.handshakes: Final[dict[TlsTransport, None]] = {}
+        """The unfinished handshakes, oldest first."""
 
     def wrap(self, make: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
         """Return a protocol factory for a listener. It calls ``make`` with the same arguments after the handshake."""
         return lambda *args, **kwargs: TlsTransport(self, lambda: make(*args, **kwargs))
+
+    def has_room(self) -> bool:
+        """Whether a handshake may begin. At the limit, aborts one of the oldest whose client is silent."""
+        if len(self.handshakes) < self.max_handshakes:
+            return True
+        for session in islice(self.handshakes, _CANDIDATES):
+            if not has_unread_bytes(session.get_extra_info("socket")):
+                del self.handshakes[session]
+                session.abort()
+                return True
+        return False
 
     def close(self) -> None:
         """Accept no more connections, and abort unfinished handshakes: their clients have sent no requests."""
@@ -116,10 +134,10 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = cast("asyncio.Transport", transport)
         port = self._port
-        if port.is_closed or len(port.handshakes) >= port.max_handshakes:
+        if port.is_closed or not port.has_room():
             self.abort()
             return
-        port.handshakes.add(self)
+        port.handshakes[self] = None
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(port.handshake_timeout_s, self.abort)
 
@@ -290,7 +308,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         self._socket.write_eof()
 
     def _end_handshake(self) -> None:
-        self._port.handshakes.discard(self)
+        self._port.handshakes.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -379,8 +379,7 @@ class Mirror:
                 is_due = not self._placing or self._clock() >= self._written_ns + _LISTING_NS
                 if not self._is_unwritten or not is_due:
                     return
-                self._is_unwritten = False
-                self._written_ns = self._clock()
+                self._is_unwritten, self._written_ns = False, self._clock()
                 objects = list(self._state.objects.values())
             others = self._cache.read_listing(self.url)  # has digests of files that other processes fetched
             try:
