@@ -26,6 +26,7 @@ LIVE: Final = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM: Final = b"GET /v2/console/stream HTTP/1.1\r\nHost: x\r\n\r\n"
 """A request whose response never ends."""
 PART: Final = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n"
+CONTROL: Final = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
 UPLOAD: Final = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
 
 
@@ -99,7 +100,7 @@ def test_idle_connection_yields_before_one_with_an_incomplete_head(server: Serve
         assert ask(part, b"\r\n") == b"HTTP/1.1 200"
 
 
-@pytest.mark.parametrize("request_part", [PART, UPLOAD], ids=["head", "body"])
+@pytest.mark.parametrize("request_part", [PART, UPLOAD, CONTROL], ids=["head", "body", "body of a control call"])
 def test_slow_request_is_rejected_for_a_new_connection(server: ServerProcess, request_part: bytes) -> None:
     with busy(server, MOST - 1), connected(server.http, 1) as (slow,):
         slow.sendall(request_part)
