@@ -73,8 +73,7 @@ class TlsPort:
             context: Returns the context of the next session.
             port: Name of the port, for the log.
             handshake_timeout_s: Time from the beginning of a connection to the end of its handshake.
-            max_handshakes: Number of concurrent handshakes. A further one replaces the oldest whose client has sent
-                nothing new.
+            max_handshakes: Number of concurrent handshakes. A further one replaces the oldest whose client is silent.
             alpn: Protocol that a client must negotiate; None for any.
             clock: Clock of the record budgets.
         """
@@ -96,12 +95,12 @@ class TlsPort:
         """Whether a handshake may begin. At the limit, aborts one of the oldest whose client is silent."""
         if len(self.handshakes) < self.max_handshakes:
             return True
-        for session in islice(self.handshakes, _CANDIDATES):
-            if not has_unread_bytes(session.get_extra_info("socket")):
-                del self.handshakes[session]
-                session.abort()
-                return True
-        return False
+        oldest = islice(self.handshakes, _CANDIDATES)
+        silent = next((each for each in oldest if not has_unread_bytes(each.get_extra_info("socket"))), None)
+        if silent is not None:
+            del self.handshakes[silent]
+            silent.abort()
+        return silent is not None
 
     def close(self) -> None:
         """Accept no more connections, and abort unfinished handshakes: their clients have sent no requests."""
