@@ -415,7 +415,7 @@ def test_commands_of_the_page_show_what_it_shows(
     local = [command for command in shown if command.output]
     assert len(local) == 8
     for command in local:
-        assert run_tool("profile", [*command.words[2:], "--runs", "4"]) == 0
+        assert run_tool("profile", [*command.words[2:], "--runs", "20"]) == 0
         output = capsys.readouterr().out
         for line in command.output.splitlines():
             if re.match(r"(Where the time goes|Operator types|Fused nodes|Operators gained| (part|operator) )", line):
