@@ -17,7 +17,6 @@ from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import MakeInputs, OnStep, Prepared
 from ortserve.device.protocol import DEVICE_ERRORS
 from ortserve.device.states import DeviceStates
-from ortserve.engine.thread_priority import RUN_SLACK_NS, set_slack
 from ortserve.errors import ServeError
 
 _Result = TypeVar("_Result")
@@ -182,7 +181,6 @@ class DeviceInstance:
             self._worker.join()
 
     def _serve(self) -> None:
-        set_slack(RUN_SLACK_NS)
         with self._capture_lock.shared(), suppress(*DEVICE_ERRORS):  # a lost device fails the first batch
             self.streams.device.use()
         while (item := self._work.get()) is not None:
@@ -212,7 +210,6 @@ class DeviceInstance:
         del batch, done, outcome  # an error's traceback includes this frame, which would keep the error alive
 
     def _finish_batches(self) -> None:
-        set_slack(RUN_SLACK_NS)
         knows_device = False
         while (item := self._enqueued.get()) is not None:
             if not knows_device:

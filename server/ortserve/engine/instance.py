@@ -19,7 +19,7 @@ from ortserve.engine.host_binding import HostBinding, can_bind
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
-from ortserve.engine.thread_priority import RUN_SLACK_NS, set_nice, set_slack
+from ortserve.engine.thread_priority import set_nice
 from ortserve.errors import ServeError
 
 
@@ -149,7 +149,6 @@ class Instance:
     def _serve(self) -> None:
         if self._nice is not None:
             set_nice(self._nice)
-        set_slack(RUN_SLACK_NS)
         while (item := self._work.get()) is not None:
             batch, done = item
             outcome: BatchResult | Exception

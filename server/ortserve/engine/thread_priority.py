@@ -1,4 +1,4 @@
-"""Orders threads for processors and the interpreter lock: the event loop, runs of models, loads and long decoding."""
+"""Sets how the kernel schedules threads: first the event loop, then runs of models, last loads and long decoding."""
 
 import ctypes
 import os
@@ -24,13 +24,6 @@ LONGEST_SLICE_NS: Final = 100_000_000
 """The kernel's maximum."""
 _LOOP_NICE: Final = -10
 """Nine times the share of a processor that a thread of level 0 gets."""
-
-_SET_TIMER_SLACK: Final = 29
-"""``PR_SET_TIMERSLACK`` of prctl(2)."""
-RUN_SLACK_NS: Final = 50_000
-"""The kernel's default, for threads that run models for requests."""
-_LOAD_SLACK_NS: Final = 5_000_000
-"""As long as Python's own switch interval."""
 
 _OWN_NICE: Final = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -73,28 +66,6 @@ def put_loop_first() -> None:
     """
     if _OWN_NICE != 0 or not _set_schedule(LOOP_SLICE_NS, _LOOP_NICE):
         set_slice(LOOP_SLICE_NS)
-
-
-def put_load_last() -> None:
-    """Let the calling thread, which loads models, interrupt no turn of the event loop.
-
-    It gets the longest slice and a long timer slack. Threads that it starts inherit the slack. Those that run the model
-    return to ``RUN_SLACK_NS``, so that measured latencies contain no long wait for the lock.
-    """
-    set_slice(LONGEST_SLICE_NS)
-    set_slack(_LOAD_SLACK_NS)
-
-
-def set_slack(slack_ns: int) -> None:
-    """Set the timer slack of the calling thread, which threads that it starts inherit. No-op where it does not exist.
-
-    A thread that waits for the interpreter lock asks the holder for it after the switch interval, which is the same for
-    all threads, and at most this slack. With the default, a load that computes in Python takes the lock from the event
-    loop every 0.1 ms, also in the middle of a turn, and doubles the time of requests. With a long slack it waits until
-    the loop gives up the lock anyway.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(slack_ns), 0, 0, 0)
 
 
 def set_slice(slice_ns: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from ortserve.config.model import LoadOptions
 from ortserve.core.thread_pool import ThreadPool
-from ortserve.engine.thread_priority import put_load_last
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.dependents import members_of
 from ortserve.registry.repository.client_model import client_source, read_client_model
@@ -60,7 +60,7 @@ class SourceReader:
         self._defaults = defaults
         self._mirrors = mirrors
         self._named_versions = named_versions
-        self._threads = ThreadPool(_READS, "repositories", put_load_last)
+        self._threads = ThreadPool(_READS, "repositories", set_slice, (LONGEST_SLICE_NS,))
         self._report_due_s = 0.0
         self._late: dict[Future[Any], float] = {}
         """The reads under way that took longer than their callers wait, and when each began."""

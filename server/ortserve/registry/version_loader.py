@@ -14,7 +14,7 @@ from ortserve.clock import Clock, monotonic_ns
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
-from ortserve.engine.thread_priority import put_load_last
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError, invalid_input
 from ortserve.paths import open_file
 from ortserve.registry.catalog import Catalog, State, VersionRecord
@@ -78,7 +78,7 @@ class VersionLoader:
         """A load holds a slot from before it reserves memory until it ends."""
         self._limiter = LoadLimiter(processors)
         threads = 2 * (max_loads + _MAX_GIVEN_UP)
-        self._threads = ThreadPool(threads, "load", put_load_last)
+        self._threads = ThreadPool(threads, "load", set_slice, (LONGEST_SLICE_NS,))
         self._progress_log_interval_s = progress_log_interval_s
         self._tried: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that passed a trial load."""

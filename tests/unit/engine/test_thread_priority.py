@@ -1,32 +1,19 @@
 """Time slices and nice levels of threads, as the kernel reports them."""
 
-import ctypes
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-import numpy as np
-import onnxruntime as ort
 import pytest
 
-from models import builders
-from ortserve.core.batch import Batch
-from ortserve.core.thread_pool import ThreadPool
-from ortserve.engine.instance import Instance
-from ortserve.engine.model_signature import read_signature
-from ortserve.engine.provider_options import CPU
-from ortserve.engine.thread_priority import LONGEST_SLICE_NS, LOOP_SLICE_NS, RUN_SLACK_NS, put_load_last, set_slice
-from servers import LONG_S
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, LOOP_SLICE_NS, set_slice
 
 OWN_LEVEL = os.getpriority(os.PRIO_PROCESS, 0)
 MAY_LOWER = subprocess.run(["nice", "-n", "-10", "nice"], capture_output=True, check=True).stdout == b"-10\n"
-_GET_TIMER_SLACK = 30
-"""``PR_GET_TIMERSLACK`` of prctl(2)."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has slices of threads")
 
@@ -105,32 +92,3 @@ def test_loop_of_an_unprivileged_process_keeps_its_nice_level() -> None:
 def test_process_with_a_nice_level_of_its_own_keeps_it() -> None:
     level = OWN_LEVEL + 3
     assert nice_levels(before="os.nice(3)") == dict.fromkeys(("loop", "own", "thread", "child"), level)
-
-
-def slack_ns() -> int:
-    """The timer slack of the calling thread."""
-    return int(ctypes.CDLL(None).prctl(_GET_TIMER_SLACK, 0, 0, 0, 0))
-
-
-def test_threads_of_a_load_wait_long_for_the_interpreter_lock_and_the_worker_that_they_start_does_not(
-    tmp_path: Path,
-) -> None:
-    """The latency that warm-up and the speed gate measure on the worker must not include such waits."""
-    session = ort.InferenceSession(builders.identity(tmp_path / "model.onnx"), providers=[CPU])
-    found: list[int] = []
-    is_done = threading.Event()
-
-    def done(_: object) -> None:
-        found.append(slack_ns())
-        is_done.set()
-
-    def load() -> None:
-        found.append(slack_ns())
-        instance = Instance(session, read_signature(session), name="m", intra_op_threads=1, clock=time.monotonic_ns)
-        instance.start(Batch(((np.zeros((1, 4), np.float32),),), 1, 1), done)
-        assert is_done.wait(LONG_S)
-        instance.close()
-
-    with ThreadPool(1, "load", put_load_last) as threads:
-        threads.submit(load).result()
-    assert found == [5_000_000, RUN_SLACK_NS]
