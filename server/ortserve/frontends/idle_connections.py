@@ -19,7 +19,6 @@ among all open ones for each."""
 _MOVES: Final = 256
 """Maximum number of connections that one search finds to have begun a request. Each is found once."""
 
-
 _ARRIVAL_NS: Final = 1_000_000_000
 """Time for which the first request of a connection may be on its way."""
 
