@@ -21,10 +21,9 @@ LENGTH_DELIMITED: Final = 2
 """The wire type of texts, messages and packed numbers."""
 _FIXED32: Final = 5
 
-
 _PIECE_BYTES: Final = 1 << 18
-"""Bytes that one call of the system reads. A kernel without preemption interrupts no call: one for 8 MB would keep the
-event loop from its processor for 5 ms."""
+"""Bytes that one call of the system reads. A kernel without preemption interrupts no call: one for a whole file would
+keep the event loop from its processor."""
 _MAX_BYTES: Final = 1 << 31
 """Maximum size of a message (protobuf.dev/programming-guides/proto-limits)."""
 
@@ -34,8 +33,8 @@ def reading_message(path: Path) -> Iterator[memoryview]:
     """A context with the content of a file, to which nothing should refer when it exits.
 
     The file is not mapped: a file that another program truncates would end the process (SIGBUS). The content is in
-    memory that is unmapped without the interpreter lock. To free the same bytes as an object takes 0.05 ms per MB, in
-    which no request would be answered.
+    memory that is unmapped without the interpreter lock. Freeing the same bytes as an object would hold the lock, and no
+    request would be answered meanwhile.
 
     Raises:
         OSError: The file cannot be read, or is no regular file.
