@@ -33,7 +33,7 @@ def reading_message(path: Path) -> Iterator[memoryview]:
     """A context with the content of a file, to which nothing should refer when it exits.
 
     The file is not mapped: a file that another program truncates would end the process (SIGBUS). The content is in
-    memory that is unmapped without the interpreter lock. Freeing the same bytes as an object would hold the lock, and no
+    memory that is unmapped without the interpreter lock. Freeing the same bytes as an object would hold it, and no
     request would be answered meanwhile.
 
     Raises:
