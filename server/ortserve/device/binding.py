@@ -5,7 +5,7 @@ whole device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -42,6 +42,9 @@ _MIN_ANSWER_SETS: Final = SETS + 1
 """An instance may allocate at least this number of answer sets, whatever their size."""
 _TIMED_EVERY: Final = 64
 """One batch in this many has its copies timed, because timed events cost more than plain ones."""
+_WAITED_EVERY: Final = 64
+"""ONNX Runtime waits for one run in this many. Only then does it release the pinned memory from which kernels such as
+Split and Concat copied their arguments (1.31.1); otherwise each run of such a model would take more."""
 
 ElementType: TypeAlias = type[np.generic] | int
 
@@ -122,6 +125,7 @@ class DeviceBinding:
         self._inputs = [(spec.name, element_type(spec.datatype)) for spec in signature.inputs]
         self._outputs = [(spec.name, element_type(spec.datatype)) for spec in signature.outputs]
         self._runs: dict[tuple[int, int], BoundRun] = {}
+        self._waited_options = graph_options(NO_GRAPH, parts.shrink_arenas)
         answer_sets = max(_MIN_ANSWER_SETS, min(MAX_SETS, _MAX_POOL_BYTES // max(1, set_nbytes(outputs, rows))))
         # The partial must not refer to the binding: a cycle of binding and pool would delay the release of memory.
         self._answers = OutputPool(
@@ -236,6 +240,8 @@ class DeviceBinding:
             outputs = outputs[: -len(kept)]
         timing = self._timings[buffers.index] if self._batches % _TIMED_EVERY == 0 else None
         self._batches += 1
+        if bound.graph_id is None and self._batches % _WAITED_EVERY == 0:
+            bound = replace(bound, options=self._waited_options)
         try:
             if timing is not None:
                 timing.begin_copy_in()
