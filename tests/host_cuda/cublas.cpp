@@ -3,6 +3,7 @@
 #include <library_types.h>
 
 #include <memory>
+#include <utility>
 
 namespace {
 
@@ -45,7 +46,10 @@ struct Product {
     }
 };
 
+int status_of_next = 0;
+
 int enqueue(void *handle, const Product &product) {
+    if (int status = std::exchange(status_of_next, 0)) return status;
     auto *kept = new Product(product);  // for good: a graph may hold it
     return cudaLaunchHostFunc(static_cast<Handle *>(handle)->stream,
                               [](void *data) { static_cast<Product *>(data)->compute(); }, kept)
@@ -77,8 +81,17 @@ int cublasGetMathMode(void *handle, int *mode) {
     *mode = static_cast<Handle *>(handle)->mode;
     return 0;
 }
-const char *cublasGetStatusName(int) { return "CUBLAS_STATUS"; }
-const char *cublasGetStatusString(int) { return "cuBLAS on the host"; }
+// The texts of cuBLAS 13.10. ONNX Runtime reports the second one.
+const char *cublasGetStatusName(int status) {
+    return status == 3 ? "CUBLAS_STATUS_ALLOC_FAILED" : status == 13 ? "CUBLAS_STATUS_EXECUTION_FAILED" : "CUBLAS_STATUS";
+}
+const char *cublasGetStatusString(int status) {
+    return status == 3    ? "the resource allocation failed"
+           : status == 13 ? "the function failed to launch on the GPU"
+                          : "cuBLAS on the host";
+}
+// For tests: the next product fails with this status.
+void host_cuda_fail_product(int status) { status_of_next = status; }
 int cublasLtCreate(void **handle) { return cublasCreate_v2(handle); }
 int cublasLtDestroy(void *handle) { return cublasDestroy_v2(handle); }
 

@@ -401,6 +401,16 @@ def test_out_of_memory_error_of_the_provider_reduces_batches(tmp_path: Path) -> 
         assert not made.instance.lost
 
 
+def test_out_of_memory_error_of_cublas_is_recognised(tmp_path: Path) -> None:
+    """ONNX Runtime's message has the description of cuBLAS's status, without its name."""
+    with on_cuda(multiplying(tmp_path / "m.onnx"), captures=False) as made:
+        x = np.ones((4, 16), np.float32)
+        ctypes.CDLL("libcublas.so.13").host_cuda_fail_product(3)  # CUBLAS_STATUS_ALLOC_FAILED
+        with pytest.raises(OutOfMemoryError, match="CUBLAS failure 3: the resource allocation failed"):
+            landed(made.start(batch_of((x,))))
+        np.testing.assert_allclose(landed(made.start(batch_of((x,))))[0], x @ WEIGHTS @ WEIGHTS, rtol=1e-4)
+
+
 _LOSE = """
 import sys
 from pathlib import Path

@@ -32,8 +32,7 @@ _LOST: Final = re.compile(
     r"cudaError(?:IllegalAddress|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|IllegalInstruction|"
     r"MisalignedAddress|InvalidAddressSpace|InvalidPc|LaunchFailure|ECCUncorrectable|NvlinkUncorrectable|"
     r"Contained|TensorMemoryLeak|MpsClientTerminated|ExternalDevice|Unknown\b)|"
-    r"an illegal memory access|unspecified launch failure|device-side assert|uncorrectable ECC error|"
-    r"CUBLAS_STATUS_EXECUTION_FAILED.*700"
+    r"an illegal memory access|unspecified launch failure|device-side assert|uncorrectable ECC error"
 )
 
 

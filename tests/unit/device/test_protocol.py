@@ -22,6 +22,13 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
         ("Available memory of 1024 is smaller than requested bytes of 2048", OutOfMemoryError),
         ("CUDA failure 2: out of memory ; GPU=0", OutOfMemoryError),
         ("cudaErrorMemoryAllocation: out of memory", OutOfMemoryError),
+        # cuBLAS 13.10, cuDNN 9.28
+        ("CUBLAS failure 3: the resource allocation failed ; GPU=0", OutOfMemoryError),
+        ("CUBLAS failure 13: the function failed to launch on the GPU ; GPU=0", ServeError),
+        ("CUDNN failure 4003: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED ; GPU=0", OutOfMemoryError),
+        ("CUDNN failure 4004: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ; GPU=0", OutOfMemoryError),
+        ("CUDNN failure 5000: CUDNN_STATUS_EXECUTION_FAILED ; GPU=0", ServeError),
+        ("CUFFT failure 2: CUFFT_ALLOC_FAILED ; GPU=0", OutOfMemoryError),
         ("CUDA failure 900: operation not permitted when stream is capturing", ServeError),
         ("CUDA failure 1: invalid argument", ServeError),
         ("indices element out of data bounds, idx=99 must be within the inclusive range [-16,15]", ServeError),
