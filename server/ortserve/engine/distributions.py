@@ -1,5 +1,6 @@
 """Finds the installed distributions of ONNX Runtime from their metadata, without importing them."""
 
+import sys
 from collections.abc import Collection
 from importlib import metadata
 from typing import Final
@@ -8,14 +9,16 @@ RUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu")
 
 
 def installed_runtimes() -> dict[str, str]:
-    """The installed distributions of ONNX Runtime with their versions, from their metadata."""
-    found = {}
-    for name in RUNTIMES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """The installed distributions of ONNX Runtime with their versions, from their metadata.
+
+    Only the first folder of the module search path that has one counts, because Python imports the package from there.
+    A distribution in another folder does not share its files.
+    """
+    for folder in sys.path:
+        here = {name: list(metadata.distributions(name=name, path=[folder])) for name in RUNTIMES}
+        if found := {name: each[0].version for name, each in here.items() if each}:
+            return found
+    return {}
 
 
 def runtime_problem(installed: Collection[str]) -> str | None:
