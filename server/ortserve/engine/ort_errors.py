@@ -54,7 +54,7 @@ _CUDA_CALL: Final = re.compile(
     r"\S+:\d+ std::conditional_t<[^\[\n]*? onnxruntime::CudaCall\([^\[\n]*?\) \[with [^\]\n]*\]"
 )
 """The signature of the function that reports a failed CUDA call."""
-_LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")
+_LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\[ONNXRuntimeError\]|\b[A-Z][a-z]+ )")
 
 
 def without_paths(message: str) -> str:

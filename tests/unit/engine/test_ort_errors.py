@@ -118,9 +118,28 @@ def test_rejection_of_a_run_on_a_binding_names_the_node() -> None:
 NODE = "Non-zero status code returned while running Expand node. Name:'' Status Message: "
 
 
+NO_CUDNN = (
+    "[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : Non-zero status code returned while running Conv node. Name:'' Status "
+    "Message: /onnxruntime_src/onnxruntime/core/providers/cuda/cuda_kernel.h:296 static cudnnContext* "
+    "onnxruntime::cuda::CudaKernel::RequireCudnnHandle(cudnnHandle_t) [ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : cuDNN "
+    "is unavailable or disabled for CUDA Execution Provider: dlopen failed for libcudnn.so: libcudnn.so: cannot open "
+    "shared object file: No such file or directory\n"
+)
+
+
+def test_missing_cudnn_is_named() -> None:
+    assert run_error(ort_errors.NotImplemented(NO_CUDNN)).message == (
+        "ONNX Runtime failed to run the model: [ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : Non-zero status code returned "
+        "while running Conv node. Name:'' Status Message: [ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : cuDNN is unavailable "
+        "or disabled for CUDA Execution Provider: dlopen failed for libcudnn.so: libcudnn.so: cannot open shared object "
+        "file: No such file or directory"
+    )
+
+
 @pytest.mark.parametrize(
     "error",
     [
+        ort_errors.NotImplemented(NO_CUDNN),
         ort_errors.Fail(f"{NODE}bfc_arena.cc:360 Failed to allocate memory for requested buffer of size 4398046511104"),
         ort_errors.RuntimeException(f"{NODE}std::bad_alloc"),
         ort_errors.Fail(f"{NODE}CUDA failure 9: invalid configuration argument"),
