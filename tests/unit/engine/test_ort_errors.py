@@ -128,12 +128,10 @@ NO_CUDNN = (
 
 
 def test_missing_cudnn_is_named() -> None:
-    assert run_error(ort_errors.NotImplemented(NO_CUDNN)).message == (
-        "ONNX Runtime failed to run the model: [ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : Non-zero status code returned "
-        "while running Conv node. Name:'' Status Message: [ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : cuDNN is unavailable "
-        "or disabled for CUDA Execution Provider: dlopen failed for libcudnn.so: libcudnn.so: cannot open shared object "
-        "file: No such file or directory"
-    )
+    message = run_error(ort_errors.NotImplemented(NO_CUDNN)).message
+    assert message.startswith("ONNX Runtime failed to run the model: ")
+    assert "cuDNN is unavailable or disabled for CUDA Execution Provider: dlopen failed for libcudnn.so: " in message
+    assert ".h:296" not in message
 
 
 @pytest.mark.parametrize(
