@@ -41,6 +41,7 @@ struct Stream {
 using StreamPtr = std::shared_ptr<Stream>;
 
 struct Event {
+    int device = 0;
     StreamPtr stream;
     size_t position = 0;
     std::chrono::steady_clock::time_point happened;
@@ -442,6 +443,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
     CALL("cudaEventCreateWithFlags");
     auto made = std::make_shared<Event>();
+    made->device = current;
     events[made.get()] = made;
     *event = reinterpret_cast<cudaEvent_t>(made.get());
     return cudaSuccess;
@@ -456,6 +458,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     auto found = events.find(reinterpret_cast<Event *>(event));
     StreamPtr own = stream_of(stream);
     if (found == events.end() || !own) return store_error(cudaErrorInvalidResourceHandle);
+    if (own != legacy && own->device != found->second->device) return store_error(cudaErrorInvalidResourceHandle);
     if (own->recording) return cudaSuccess;
     std::shared_ptr<Event> marked = found->second;
     marked->stream = own;
@@ -605,23 +608,21 @@ const char *cudaGetErrorString(cudaError_t error) {
     }
 }
 
-// Kernels: enqueued, and nothing else.
-cudaError_t cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t stream) {
+// Kernels: enqueued, and nothing else. The stream must be of the thread's device.
+static cudaError_t launch(cudaStream_t stream) {
     CALL("cudaLaunchKernel");
+    StreamPtr own = stream_of(stream);
+    if (!own || (own != legacy && own->device != current)) return store_error(cudaErrorInvalidResourceHandle);
     return enqueue(stream, [] {});
 }
+cudaError_t cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t stream) { return launch(stream); }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void **, size_t, cudaStream_t stream) {
-    CALL("cudaLaunchKernel");
-    return enqueue(stream, [] {});
+    return launch(stream);
 }
 cudaError_t cudaLaunchCooperativeKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t stream) {
-    CALL("cudaLaunchKernel");
-    return enqueue(stream, [] {});
+    return launch(stream);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *how, const void *, void **) {
-    CALL("cudaLaunchKernel");
-    return enqueue(how->stream, [] {});
-}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *how, const void *, void **) { return launch(how->stream); }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
     memset(attributes, 0, sizeof(*attributes));
     attributes->maxThreadsPerBlock = 1024;

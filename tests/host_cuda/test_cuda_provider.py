@@ -307,6 +307,20 @@ def test_instances_are_on_their_own_gpus(tmp_path: Path) -> None:
             instance.close()
 
 
+@pytest.mark.parametrize("device_buffers", [True, False])
+def test_kernels_run_on_the_second_gpu(tmp_path: Path, device_buffers: bool) -> None:
+    """CUDA launches a kernel only in a stream of the thread's own GPU, and each thread begins with the first one."""
+    path = splitting(tmp_path / "m.onnx")
+    loaded = load(path, DeviceRuntime(), gpus=(1,), instances=2, device_buffers=device_buffers, graph_replay=False)
+    try:
+        for instance in loaded.instances:
+            x = numbered(3, 1)
+            assert np.array_equal(instance.run(batch_of((x,))).outputs[0], x)
+    finally:
+        for instance in loaded.instances:
+            instance.close()
+
+
 def free_bytes(opened: OpenDevice) -> int:
     opened.device.use()
     return opened.device.memory().free_bytes
