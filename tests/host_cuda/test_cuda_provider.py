@@ -347,6 +347,22 @@ def test_broken_capture_is_ended_and_its_size_is_served(tmp_path: Path) -> None:
     assert what_is_there() == before
 
 
+def test_graph_of_a_run_that_failed_is_never_replayed(tmp_path: Path) -> None:
+    """ONNX Runtime keeps the nodes up to the failed one as the graph of this id, and would replay them as a success."""
+    nodes = [
+        helper.make_node("Concat", ["x"] * 33, ["wide"], axis=1),  # not capturable with more than 32 inputs
+        helper.make_node("Identity", ["x"], ["y"]),
+    ]
+    path = write(identity_graph(nodes, []), tmp_path / "m.onnx")
+    with on_device(path, CudaDevice(0), provider=CUDA, sizes=(2,), captures=True) as made:
+        assert made.prepared.bound == (2,)
+        assert "at most 32 inputs during CUDA Graph capture" in made.prepared.not_replayed[2]
+        x = numbered(2, 1)
+        with counted("cudaGraphLaunch") as launched:
+            assert np.array_equal(landed(made.start(batch_of((x,))))[0], x)
+        assert launched == [0]
+
+
 @pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
 def test_all_memory_is_released(tmp_path: Path, captures: bool) -> None:
     path = multiplying(tmp_path / "m.onnx")
