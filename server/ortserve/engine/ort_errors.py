@@ -17,7 +17,7 @@ ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
 OUT_OF_MEMORY: Final = re.compile(
     r"out of memory|cudaErrorMemoryAllocation|Failed to allocate memory for requested buffer|"
     r"smaller than requested bytes|bad_alloc|"
-    r"CUBLAS failure 3\b|CUDNN_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED",
+    r"CUBLAS failure 3\b|(?:CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED",
     re.IGNORECASE,
 )
 

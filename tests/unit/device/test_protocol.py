@@ -24,6 +24,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
         ("cudaErrorMemoryAllocation: out of memory", OutOfMemoryError),
         # cuBLAS 13.10, cuDNN 9.28
         ("CUBLAS failure 3: the resource allocation failed ; GPU=0", OutOfMemoryError),
+        ("cublasLtMatmul failed: CUBLAS_STATUS_ALLOC_FAILED", OutOfMemoryError),
         ("CUBLAS failure 13: the function failed to launch on the GPU ; GPU=0", ServeError),
         ("CUDNN failure 4003: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED ; GPU=0", OutOfMemoryError),
         ("CUDNN failure 4004: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ; GPU=0", OutOfMemoryError),
