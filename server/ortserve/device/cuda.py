@@ -141,6 +141,6 @@ class CudaDevice:
         return round(milliseconds * 1e6)
 
     def run(self, bound: BoundRun, stream: int) -> None:
-        # The session computes on this stream. With the options of ``bound`` the call returns without waiting, except
-        # for replays by TensorRT's provider.
+        # The session computes on this stream. The options of ``bound`` say whether the call waits; TensorRT's provider
+        # always waits for replays.
         bound.session.run_with_iobinding(bound.binding, bound.options)

@@ -159,7 +159,8 @@ class Device(Protocol):
         """Enqueue a run of a session whose compute stream is ``stream``.
 
         With a graph id, the first runs capture. Later runs replay the captured graph and ignore the binding. The call
-        waits for a replay by TensorRT's provider; all other runs are only enqueued.
+        waits for a replay by TensorRT's provider, and for a run whose options do not let it return early; all other
+        runs are only enqueued.
         """
         ...
 
