@@ -27,6 +27,8 @@ FORMAT: Final = "encoding_format"
 DIMENSIONS: Final = "dimensions"
 _KEYS: Final = ("model", INPUT, FORMAT, DIMENSIONS, "user")
 
+_SEND_TEXTS: Final = "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False"
+
 _USUAL_OUTPUT: Final = "sentence_embedding"
 """The name that exporters of sentence-transformers give to the vector of a text."""
 _FLOATS: Final = (DataType.FP16, DataType.BF16, DataType.FP32, DataType.FP64)
@@ -56,6 +58,8 @@ def decode_embeddings_request(body: bytes | memoryview) -> InferRequest:
     if type(texts) is str:
         texts = [texts]
     if type(texts) is not list or not texts or type(texts[0]) is not str:
+        if type(texts) is list and texts and type(texts[0]) in (int, list):
+            raise invalid_input(f"Unable to parse '{INPUT}': expected texts, got token ids: {_SEND_TEXTS}")
         raise parse_error(INPUT, "a text, or an array with at least one text and nothing else", texts)
     if len(texts) > MAX_TEXTS:
         raise too_many("texts", MAX_TEXTS, len(texts))
