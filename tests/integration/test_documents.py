@@ -6,6 +6,7 @@
 import json
 import re
 import shlex
+import shutil
 import ssl
 import subprocess
 import sys
@@ -78,6 +79,14 @@ def test_snippet_prints_the_documented_output(example_server: ServerProcess, pag
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node.js")
+def test_javascript_sends_the_bytes_of_an_array(example_server: ServerProcess) -> None:
+    (snippet,) = blocks("js", (DOCS / "protocol.md").read_text())
+    command = ["node", "--input-type=module", "--eval", on_ports_of(example_server, snippet)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "[ 3 ]\n", done.stderr
 
 
 def test_models_are_loaded_and_unloaded_as_the_page_describes(tmp_path: Path) -> None:
