@@ -146,6 +146,19 @@ def test_openapi_document_tells_the_bodies_of_calls(server: ServerProcess) -> No
     assert answers("/v2/models/{model}/generate_stream") == ["text/event-stream"]
 
 
+def test_openapi_document_types_every_body(server: ServerProcess) -> None:
+    """Generators of clients turn an object without keys into one that takes none, and no schema into no type."""
+    untyped = []
+    for path, calls in get(server, "/openapi.json").json()["paths"].items():
+        for method, call in calls.items():
+            for role, part in (("request", call.get("requestBody", {})), ("answer", call["responses"]["200"])):
+                for content in part.get("content", {}).values():
+                    is_open_object = content["schema"].keys() == {"type"} and content["schema"]["type"] == "object"
+                    if is_open_object or not content["schema"]:
+                        untyped.append(f"{method} {path}: {role}")
+    assert not untyped
+
+
 def test_openapi_document_names_the_calls_of_labels_and_rollouts(server: ServerProcess) -> None:
     paths = get(server, "/openapi.json").json()["paths"]
     names = {

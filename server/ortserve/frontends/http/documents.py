@@ -50,6 +50,37 @@ class OpenAiModelsDocument(BaseModel):
     data: list[OpenAiModelDocument]
 
 
+class EmbeddingDocument(BaseModel):
+    object: Literal["embedding"]
+    index: int = Field(description="Index of the text in the request")
+    embedding: list[float] | str = Field(description="In base64 as the request asks: FP32 in little-endian order")
+
+
+class UsageDocument(BaseModel):
+    prompt_tokens: Literal[0]
+    total_tokens: Literal[0]
+
+
+class EmbeddingsDocument(BaseModel):
+    object: Literal["list"]
+    data: list[EmbeddingDocument]
+    model: str
+    usage: UsageDocument
+
+
+class LiveDocument(BaseModel):
+    live: Literal[True]
+
+
+class ReadyDocument(BaseModel):
+    ready: bool
+
+
+class ModelReadyDocument(BaseModel):
+    name: str
+    ready: Literal[True]
+
+
 class TensorMetadataDocument(BaseModel):
     name: str
     datatype: Datatype
@@ -111,6 +142,14 @@ class InferResponseDocument(BaseModel):
     model_name: str
     model_version: str
     outputs: list[InferOutputDocument]
+
+
+class GenerateResponseDocument(BaseModel, extra="allow"):
+    """Beside these, each output by its name: one element, or a flat array of them."""
+
+    id: str | None = None
+    model_name: str
+    model_version: str
 
 
 class LearnedClassDocument(BaseModel):

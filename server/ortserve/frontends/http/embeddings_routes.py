@@ -29,6 +29,7 @@ from ortserve.core.request import InferRequest, JsonRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.documents import (
+    EmbeddingsDocument,
     ModelName,
     OpenAiErrorDocument,
     OpenAiModelDocument,
@@ -83,7 +84,7 @@ def embeddings_routes(embeddings: "Embeddings") -> APIRouter:
     """Create the routes. They read the body as bytes and ignore its Content-Type."""
     router = APIRouter(prefix="/v1", responses=dict.fromkeys(("4XX", "5XX"), _ERRORS))
 
-    @router.post("/embeddings", tags=["inference"], openapi_extra=_REQUEST)
+    @router.post("/embeddings", tags=["inference"], openapi_extra=_REQUEST, response_model=EmbeddingsDocument)
     async def create_embeddings(request: Request) -> Response:
         """Return the vectors of texts, as OpenAI's API does; the model or ensemble takes texts."""
         return await embeddings.answer(request)

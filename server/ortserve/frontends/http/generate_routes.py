@@ -5,7 +5,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from ortserve.codecs.generate import GenerateEncoder, GenerateRequest
-from ortserve.frontends.http.documents import ModelName, ModelVersion
+from ortserve.frontends.http.documents import GenerateResponseDocument, ModelName, ModelVersion
 from ortserve.frontends.http.json_calls import JsonCalls
 
 _JSON: Final = "application/json"
@@ -17,7 +17,7 @@ _REQUEST: Final[dict[str, Any]] = {
         "description": "Inputs of the model by name: a number, string or boolean, or an array of them; beside them "
         "`id`, `priority`, `timeout` and parameters of other names, which have no effect; sampling parameters are "
         "rejected. Inputs and parameters may also be in the object `parameters`.",
-        "content": {_JSON: {"schema": {"type": "object"}, "example": {"text": "hello"}}},
+        "content": {_JSON: {"schema": {"type": "object", "additionalProperties": True}, "example": {"text": "hello"}}},
     }
 }
 
@@ -30,12 +30,12 @@ def generate_routes(generation: "Generation") -> APIRouter:
     """Create the four routes. They read the body as bytes and ignore its Content-Type."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
 
-    @router.post("/generate", openapi_extra=_REQUEST)
+    @router.post("/generate", openapi_extra=_REQUEST, response_model=GenerateResponseDocument)
     async def generate(model: ModelName, request: Request) -> Response:
         """Run the default version of the model like a function: one JSON object in, one out."""
         return await generation.answer(request, model, "", is_stream=False)
 
-    @router.post("/versions/{version}/generate", openapi_extra=_REQUEST)
+    @router.post("/versions/{version}/generate", openapi_extra=_REQUEST, response_model=GenerateResponseDocument)
     async def generate_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
         """Run this version of the model like a function: one JSON object in, one out."""
         return await generation.answer(request, model, version, is_stream=False)

@@ -43,7 +43,12 @@ _LOG_SETTINGS_BODY: Final = request_body(LogSettingsDocument, is_partial=True)
 # Triton's clients send numbers as texts and texts as numbers, so a schema would allow anything.
 _TRACE_SETTINGS_BODY: Final = {
     "requestBody": {
-        "content": {"application/json": {"schema": {"type": "object"}, "example": {"trace_level": ["OFF"]}}}
+        "content": {
+            "application/json": {
+                "schema": {"type": "object", "additionalProperties": True},
+                "example": {"trace_level": ["OFF"]},
+            }
+        }
     }
 }
 _REGISTRATION_BODY: Final = request_body(RegistrationDocument)
@@ -161,7 +166,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
         content = b"".join((orjson.dumps(head)[:-1], b',"trace":', profile.trace, b"}"))
         return Response(content, media_type="application/json")
 
-    @router.post("/profile", openapi_extra=_PROFILE_BODY)
+    @router.post("/profile", openapi_extra=_PROFILE_BODY, response_model=dict[str, Any])
     async def profile(model: ModelName, request: Request) -> Response:
         """Profile copies of the next batches of the model, if the operator allows it. The response follows their runs.
 
@@ -169,7 +174,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
         """
         return await answer(model, "", request)
 
-    @router.post("/versions/{version}/profile", openapi_extra=_PROFILE_BODY)
+    @router.post("/versions/{version}/profile", openapi_extra=_PROFILE_BODY, response_model=dict[str, Any])
     async def profile_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
         """Profile copies of the next batches of this version of the model."""
         return await answer(model, version, request)

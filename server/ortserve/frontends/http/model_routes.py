@@ -19,9 +19,12 @@ from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.documents import (
     BatchingDocument,
+    LiveDocument,
     ModelMetadataDocument,
     ModelName,
+    ModelReadyDocument,
     ModelVersion,
+    ReadyDocument,
     StatisticsDocument,
 )
 from ortserve.frontends.http.responses import JSON_TYPE, HttpResponse, failure
@@ -84,22 +87,22 @@ def health_routes(models: ModelService) -> APIRouter:
     """Create the routes for probes."""
     router = APIRouter(prefix="/v2", tags=["health"])
 
-    @router.get("/health/live")
+    @router.get("/health/live", response_model=LiveDocument)
     async def live() -> Response:
         """Whether the process works: it is not shutting down and has lost no device."""
         return as_response(answer_health(models, "live"))
 
-    @router.get("/health/ready")
+    @router.get("/health/ready", response_model=ReadyDocument, responses={400: {"model": ReadyDocument}})
     async def ready() -> Response:
         """Whether the server accepts requests."""
         return as_response(answer_health(models, "ready"))
 
-    @router.get("/models/{model}/ready")
+    @router.get("/models/{model}/ready", response_model=ModelReadyDocument)
     async def any_version_ready(model: ModelName) -> JSONResponse:
         """Whether some version of the model is ready."""
         return _model_ready(models, model, "")
 
-    @router.get("/models/{model}/versions/{version}/ready")
+    @router.get("/models/{model}/versions/{version}/ready", response_model=ModelReadyDocument)
     async def version_ready(model: ModelName, version: ModelVersion) -> JSONResponse:
         """Whether this version of the model is ready."""
         return _model_ready(models, model, version)
@@ -111,12 +114,12 @@ def model_routes(models: ModelService) -> APIRouter:
     """Create the routes for metadata, configuration and batching."""
     router = APIRouter(prefix="/v2")
 
-    @router.get("/models/{model}/config", tags=["configuration"])
+    @router.get("/models/{model}/config", tags=["configuration"], response_model=dict[str, Any])
     async def model_config(model: ModelName) -> Response:
         """The effective configuration of the model, derived values included."""
         return await _config(models, model, "")
 
-    @router.get("/models/{model}/versions/{version}/config", tags=["configuration"])
+    @router.get("/models/{model}/versions/{version}/config", tags=["configuration"], response_model=dict[str, Any])
     async def version_config(model: ModelName, version: ModelVersion) -> Response:
         """The effective configuration of this version of the model, derived values included."""
         return await _config(models, model, version)
