@@ -46,6 +46,8 @@ def test_keys_are_inputs_and_outputs(server: ServerProcess, route: str) -> None:
 def test_arrays_are_rows_and_are_returned_flat(server: ServerProcess) -> None:
     assert post(server, "echo", {"x": [1.5, 2, 3]}).json()["y"] == [1.5, 2, 3]
     assert post(server, "echo", {"x": [[1, 2], [3, 4]]}).json()["y"] == [1, 2, 3, 4]
+    columns = post(server, "text_stats", {"text": ["two words", "one", ""], "weight": [1.5, 1, 2]}).json()
+    assert (columns["word_count"], columns["score"]) == ([2, 1, 0], [3.0, 1.0, 0.0])
     document = {"INPUT0": list(range(16)), "INPUT1": [1] * 16}
     assert post(server, "simple", document).json()["OUTPUT0"] == list(range(1, 17))
 

@@ -48,7 +48,8 @@ def decode_generate_request(
     """Decode a request.
 
     A number, string or boolean is a tensor of one element; a nested array is a tensor of the same shape. Leading
-    dimensions of 1 are added up to the rank of the model's input, so that a flat array is one row.
+    dimensions of 1 are added up to the rank of the model's input, so that a flat array is one row. If each row of the
+    input has one element, the elements of a flat array are rows: a column of a table.
 
     Args:
         body: A JSON object. Keys other than inputs are parameters. The keys of the object ``parameters`` are read in
@@ -192,7 +193,9 @@ def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:
             f"unexpected shape for input '{spec.name}' for model '{model}'. "
             f"Expected {format_shape(spec.shape)}, got {format_shape(tuple(dims))}"
         )
-    shape = (1,) * (rank - len(dims)) + tuple(dims[:rank])
+    added = (1,) * (rank - len(dims))
+    is_column = len(dims) == 1 and spec.shape == (-1, *added)
+    shape = (*dims, *added) if is_column else (*added, *dims[:rank])
     data = value if type(value) is list else [value]
     return Tensor(spec.name, spec.datatype, decode_json_data(data, spec.datatype, shape, spec.name))
 

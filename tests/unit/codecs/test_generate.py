@@ -38,6 +38,8 @@ def refusal(document: object, *, is_stream: bool = False) -> ServeError:
         ("text", "hi", (1, 1)),
         ("text", ["hi"], (1, 1)),
         ("text", [["hi"], ["you"]], (2, 1)),
+        ("text", ["hi", "you"], (2, 1)),  # a column
+        ("text", [], (0, 1)),
         ("row", [1, 2, 3, 4], (1, 4)),
         ("row", [[1, 2, 3, 4], [5, 6, 7, 8]], (2, 4)),
         ("row", 1.5, (1, 1)),  # the signature rejects it later

@@ -14,7 +14,8 @@ _EVENTS: Final = "text/event-stream; charset=utf-8"
 _REQUEST: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
-        "description": "Inputs of the model by name: a number, string or boolean, or an array of them; beside them "
+        "description": "Inputs of the model by name: a number, string or boolean, or an array of them; a flat array is "
+        "one row, or a column if the rows of the input have one element. Beside them "
         "`id`, `priority`, `timeout` and parameters of other names, which have no effect; sampling parameters are "
         "rejected. Inputs and parameters may also be in the object `parameters`.",
         "content": {_JSON: {"schema": {"type": "object", "additionalProperties": True}, "example": {"text": "hello"}}},
