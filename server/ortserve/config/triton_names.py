@@ -54,6 +54,8 @@ _OTHER_FLAGS_OF_TRITON: Final = frozenset(
         "--allow-grpc",
         "--allow-http",
         "--allow-metrics",
+        "--allow-sagemaker",
+        "--allow-vertex-ai",
         "--backend-config",
         "--backend-directory",
         "--buffer-manager-thread-count",
@@ -75,6 +77,7 @@ _OTHER_FLAGS_OF_TRITON: Final = frozenset(
         "--metrics-interval-ms",
         "--min-supported-compute-capability",
         "--model-config-name",
+        "--model-load-gpu-limit",
         "--model-load-retry-count",
         "--model-load-thread-count",
         "--model-namespacing",
@@ -82,7 +85,13 @@ _OTHER_FLAGS_OF_TRITON: Final = frozenset(
         "--rate-limit",
         "--rate-limit-resource",
         "--repoagent-directory",
+        "--sagemaker-port",
+        "--sagemaker-safe-port-range",
+        "--sagemaker-thread-count",
         "--strict-model-config",
+        "--vertex-ai-default-model",
+        "--vertex-ai-port",
+        "--vertex-ai-thread-count",
     }
 )
 """Flags of ``tritonserver`` that no flag of ``ortserve serve`` replaces; ``docs/migrate.md`` explains most of them."""

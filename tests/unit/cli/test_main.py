@@ -183,6 +183,8 @@ def test_a_word_of_flags_gets_them_as_suggestions(capsys: pytest.CaptureFixture[
         ("--model-repository=/models", "--model-repository of tritonserver is REPOSITORY here"),
         ("--http-address=0.0.0.0", "--http-address of tritonserver is --host here"),
         ("--exit-timeout-secs=30", "--exit-timeout-secs of tritonserver is --drain-timeout-s here"),
+        ("--allow-sagemaker=true", "no flag replaces --allow-sagemaker of tritonserver"),
+        ("--vertex-ai-port=8080", "no flag replaces --vertex-ai-port of tritonserver"),
         ("--http-thread-count=8", "no flag replaces --http-thread-count of tritonserver"),
     ],
 )
