@@ -49,11 +49,10 @@ class Control:
         self.path: Final = path_of(model, version)
         self._model = {"name": model, "version": version}
         self._timeout_s = timeout_s
+        self._is_tried = False
 
     def describe(self) -> tuple[str, ModelSignature]:
         """The name and version of the server, and the signature of the model. Raises not_found for an unknown model."""
-        if self.address.is_grpc:
-            self._try_connection()
         try:
             about = self._ask("GET", "/v2", pb, "ServerMetadata")
             server = f"{about['name']} {about.get('version', '')}".strip()
@@ -83,6 +82,7 @@ class Control:
         if kind != b"\4":  # both sides begin with SETTINGS
             hint = "does it require a client certificate (--cert)" if self.address.is_tls else "or one for grpcs://"
             raise another_kind(self.address, f"got no HTTP/2; is this an HTTP port, {hint}?")
+        self._is_tried = True
 
     def has_sequences(self) -> bool:
         """Whether requests of the model belong to sequences; False if the server does not say."""
@@ -153,6 +153,8 @@ class Control:
         return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
     def _send_rpc(self, rpc: str, body: bytes) -> bytes:
+        if not self._is_tried:
+            self._try_connection()
         address, codes = self.address, grpc.StatusCode
         if address.is_tls:
             ca, cert = (file.read_bytes() if file else None for file in (address.ca, address.cert))

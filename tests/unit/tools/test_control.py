@@ -3,12 +3,14 @@
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import grpc
 import pytest
 
+from certificates import Secret
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import parse_address
 from ortserve.tools.control import Control
@@ -28,6 +30,22 @@ def test_grpc_server_that_lacks_an_extension_is_told_from_one_of_another_kind() 
 
     assert extension.value.message == f"{control.address.url}: UNIMPLEMENTED: Method not found!"
     assert extension.value.kind is another.value.kind is ErrorKind.UNSUPPORTED
+
+
+def test_first_call_over_grpc_explains_a_failed_handshake(tmp_path: Path) -> None:
+    """Recorders of samples infer at once, without a call for metadata before it."""
+    secret, server = Secret(tmp_path / "secret"), grpc.server(ThreadPoolExecutor(1))
+    pair = (secret.key.read_bytes(), secret.cert.read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], secret.ca.read_bytes(), require_client_auth=True)
+    url = f"grpcs://127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    server.start()
+    try:
+        with pytest.raises(ServeError, match=r"\(--ca names a file with certificates to trust\)"):
+            Control(parse_address(url), "m").infer({}, b"")
+        with pytest.raises(ServeError, match="client certificate"):
+            Control(parse_address(url, ca=secret.ca), "m").infer({}, b"")
+    finally:
+        server.stop(None).wait()
 
 
 @pytest.mark.parametrize(
