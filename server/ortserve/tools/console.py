@@ -1,5 +1,6 @@
 """Prints reports and progress bars. Both adapt to pipes, narrow terminals and ASCII."""
 
+import codecs
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from ortserve.tools.report import Facts, Findings, Picture, Report, Table, Text, cell_text
+from ortserve.tools.report import NOTHING, Facts, Findings, Picture, Report, Table, Text, cell_text
 
 _PIPE_WIDTH: Final = 120
 _GAP: Final = 3
@@ -19,6 +20,8 @@ _GAP: Final = 3
 _LONG_WORD: Final = 24
 """Words up to this length, such as ``session.spinning:``, are broken only if a table does not fit otherwise."""
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
+_IN_ASCII: Final = {NOTHING: "-", "→": "->", "µ": "u", "±": "+-", "…": "..."}
+"""Replacements for encodings that lack these characters."""
 _STYLES: Final = {"problem": "bold red", "warning": "yellow", "advice": "cyan"}
 
 
@@ -76,7 +79,8 @@ class _Console(Console):
 
 def _console(stream: TextIO) -> Console:
     if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")  # streams in ASCII cannot show µ
+        codecs.register_error("ortserve", _replace)
+        stream.reconfigure(errors="ortserve")
     is_terminal = stream.isatty()
     # Set explicitly, because FORCE_COLOR would put escape codes into pipes.
     return _Console(
@@ -87,6 +91,12 @@ def _console(stream: TextIO) -> Console:
         markup=False,
         emoji=False,
     )
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    """A replacement for characters that an encoding lacks, and the position after them."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_IN_ASCII.get(one, "?") for one in error.object[error.start : error.end]), error.end
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 from ortserve.cli.main import _TOOLS
 from ortserve.errors import invalid_input
 from ortserve.tools.command import FAILED, INVALID, OK, Outcome, number, run_tool, several
-from ortserve.tools.report import Report, Text
+from ortserve.tools.report import Facts, Finding, Findings, Report, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,17 @@ def test_json_is_utf_8_whatever_the_locale_is(monkeypatch: pytest.MonkeyPatch) -
     assert run_tool("test", outcome, given(as_json=True)) == OK
 
     assert json.loads(written.getvalue().decode("utf-8")) == {"schema": "ortserve.test/1", "name": "größe"}
+
+
+def test_encoding_without_arrows_and_units_gets_legible_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    found = Findings([Finding("kind", "advice", "größe", "it takes 5 µs", "pip install …")])
+
+    run_tool("test", lambda _: Outcome(Result(), Report("title", [Facts("", {"unknown": None}), found])), given())
+
+    text = " ".join(written.getvalue().decode("ascii").split())
+    assert text.endswith("unknown - Findings advice: gr??e it takes 5 us -> pip install ...")
 
 
 @pytest.mark.parametrize("as_json", [True, False])
