@@ -130,9 +130,10 @@ class Measurement:
             if self.is_interrupted:
                 break
             points.append(one.point())
-            tries[rate] = is_sustained(points[-1], given.percentile, given.slo_ms)
-            if points[-1].generator.too_slow_because and not tries[rate]:
-                break  # the generator is the limit
+            verdict = is_sustained(points[-1], given.percentile, given.slo_ms)
+            if verdict is None:
+                break
+            tries[rate] = verdict
             rate = next_rate(tries)
         points.sort(key=lambda point: point.rate or 0.0)
         return points, Capacity(prepared.target, prepared.way, prepared.batch, *bracket(tries))
@@ -169,11 +170,16 @@ def bracket(tries: Mapping[float, bool]) -> tuple[float | None, float | None]:
     return max(good, default=None), high
 
 
-def is_sustained(point: Point, percent: float, slo_ms: float | None) -> bool:
-    """Whether no queue grew, at most 0.1 % of the requests failed, and the percentile is within the bound, if any."""
+def is_sustained(point: Point, percent: float, slo_ms: float | None) -> bool | None:
+    """Whether no queue grew, at most 0.1 % of the requests failed, and the percentile is within the bound, if any.
+
+    None if not, and the generator may be the reason.
+    """
     asked = point.percentile(percent)
     within = slo_ms is None or (asked is not None and asked.ms <= slo_ms)
-    return not point.is_overloaded and point.failed <= 0.001 * point.requests and point.answers > 0 and within
+    if not point.is_overloaded and point.failed <= 0.001 * point.requests and point.answers > 0 and within:
+        return True
+    return None if point.generator.too_slow_because else False
 
 
 def result_problems(points: Sequence[Point], given: Namespace, *, is_search: bool) -> list[str]:

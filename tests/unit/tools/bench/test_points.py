@@ -14,6 +14,7 @@ from ortserve.clock import monotonic_ns
 from ortserve.tools.bench.generator import Finished, LoopDriver, Work
 from ortserve.tools.bench.generators import Seen
 from ortserve.tools.bench.load import Load
+from ortserve.tools.bench.measure import is_sustained
 from ortserve.tools.bench.points import judge_generator, make_point
 from ortserve.tools.bench.result import LoadOnTarget, OutputCheck, Percentile, Point
 from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
@@ -187,6 +188,14 @@ def test_lateness_is_allowed_to_be_a_twentieth_of_the_percentile() -> None:
 
     assert judge_generator(0.1, late, 1.0, Percentile(99.0, 100.0, None, None)) == []
     assert judge_generator(0.1, late, 1.0, ASKED)
+
+
+def test_rate_that_the_generator_may_have_missed_is_no_limit_of_the_target() -> None:
+    growing = np.linspace(0, 5, 10_000)
+
+    assert is_sustained(point(seen_of(np.full(1000, 0.001), late_s=0.01)), 99.0, None) is True
+    assert is_sustained(point(seen_of(growing)), 99.0, None) is False
+    assert is_sustained(point(seen_of(growing, late_s=0.5)), 99.0, None) is None
 
 
 class Bursts(Target):
