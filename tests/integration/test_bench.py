@@ -593,15 +593,22 @@ def test_callers_send_whole_sequences(tmp_path: Path, way: str) -> None:
         assert 5 * ended <= answered <= 5 * (ended + 6)
 
 
-def test_sequences_need_a_closed_loop_on_a_server(server: ServerProcess) -> None:
-    for more, got in (
-        (("--rate", "10"), "--rate, --arrivals and --find-capacity"),
-        (("--processes", "2", "--concurrency", "2"), "more than one of --processes"),
-        (("--protocol", "shm"), "--protocol shm"),
-        (("--compare-outputs", str(EXAMPLE / "digits")), "--compare-outputs"),
-    ):
-        status, text = fails(server.url, "--model", "digits", "--sequences", "3", *more, *SHORT)
-        assert (status, text) == (2, f"--sequences: expected a closed loop on servers, got {got}")
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--rate", "10"), "--rate: expected a closed loop of one process, whose answers are not compared"),
+        (("--find-capacity",), "--find-capacity: expected a closed loop"),
+        (("--processes", "2", "--concurrency", "2"), "--processes: expected a closed loop of one process"),
+        (("--compare-outputs", str(EXAMPLE / "digits")), "--compare-outputs: expected a closed loop"),
+        (("--protocol", "rest,shm"), "--protocol: expected one without shared memory, got shm and --sequences"),
+        ((str(EXAMPLE / "digits"),), "--sequences: expected the URL of a server"),
+    ],
+)
+def test_sequences_need_a_closed_loop_on_a_server(arguments: Sequence[str], problem: str) -> None:
+    ran = bench("http://127.0.0.1:1", *arguments, "--model", "digits", "--sequences", "3")
+
+    assert (ran.status, ran.out) == (2, "")
+    assert f"ortserve bench: error: {problem}" in ran.err
 
 
 def test_server_with_a_private_authority_is_measured_over_tls(tmp_path: Path) -> None:

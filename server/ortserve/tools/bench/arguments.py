@@ -28,12 +28,18 @@ def _check(parser: ToolParser, given: argparse.Namespace) -> None:
     kinds = {is_url(target) for target in given.targets}
     if kinds == {True}:
         parser.refuse(given, _OF_MODELS, "a model in this process, got a URL")
-    if kinds == {False}:
-        parser.refuse(given, _OF_SERVERS, "the URL of a server, which begins with http:// or grpc://, got a model")
+    if False in kinds:
+        flags = _OF_SERVERS if kinds == {False} else ("--sequences", "--processes")
+        parser.refuse(given, flags, "the URL of a server, which begins with http:// or grpc://, got a model")
     if given.inputs:
         parser.refuse(given, ("--free-dim",), "synthetic inputs, got --inputs")
     if given.find_capacity:
         parser.refuse(given, ("--rounds", "--precision"), "--concurrency, --rate or --arrivals, got --find-capacity")
+    if given.sequences:
+        expected = "a closed loop of one process, whose answers are not compared, got --sequences"
+        parser.refuse(given, ("--rate", "--arrivals", "--find-capacity", "--processes", "--compare-outputs"), expected)
+        if "shm" in given.protocol.split(","):
+            parser.error("--protocol: expected one without shared memory, got shm and --sequences")
 
 
 def build_parser() -> ToolParser:

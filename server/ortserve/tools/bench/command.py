@@ -33,10 +33,6 @@ def _measure(given: argparse.Namespace) -> Outcome:
     loads = _loads(given)
     given.callers = max(load.concurrency or 0 for load in loads)
     chosen = [choice for target in given.targets for choice in _choices(target, given)]
-    if given.sequences:
-        _check_sequences(given, chosen)
-    if any(address is None for _, address, _ in chosen) and given.processes > 1:
-        raise invalid_input("--processes: a model in this process has one generator")
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(progress("preparing"))
@@ -94,19 +90,6 @@ def _loads(given: argparse.Namespace) -> list[Load]:
     if is_file or given.rate:
         return [Load(None, rate, given.arrivals) for rate in ([0.0] if is_file else given.rate)]
     return [Load(concurrency) for concurrency in given.concurrency or [1]]
-
-
-def _check_sequences(given: argparse.Namespace, chosen: Sequence[tuple[str, Address | None, str]]) -> None:
-    """Raise ServeError: invalid_input, for options that contradict ``--sequences``."""
-    for option, is_given in (
-        ("--rate, --arrivals and --find-capacity", given.find_capacity or not given.callers),
-        ("more than one of --processes", given.processes > 1),
-        ("--compare-outputs", given.compare_outputs),
-        ("--protocol shm", any(way == "shm" for _, _, way in chosen)),
-        ("a model in this process", any(address is None for _, address, _ in chosen)),
-    ):
-        if is_given:
-            raise invalid_input(f"--sequences: expected a closed loop on servers, got {option}")
 
 
 def _choices(target: str, given: argparse.Namespace) -> list[tuple[str, Address | None, str]]:
