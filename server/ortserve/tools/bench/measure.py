@@ -120,7 +120,7 @@ class Measurement:
         """Search for the highest sustained rate. Each try takes as long as a load."""
         given = self._given
         points: list[Point] = []
-        tries: dict[float, bool] = {}
+        tries: dict[float, bool | None] = {}
         probe = _Series(prepared, _PROBE, given, self._show)
         self._run(probe, min(_PROBE_S, given.seconds), None)
         rate = first_rate(probe.point().throughput.value) if probe.rounds else None
@@ -130,13 +130,12 @@ class Measurement:
             if self.is_interrupted:
                 break
             points.append(one.point())
-            verdict = is_sustained(points[-1], given.percentile, given.slo_ms)
-            if verdict is None:
-                break
-            tries[rate] = verdict
+            tries[rate] = is_sustained(points[-1], given.percentile, given.slo_ms)
             rate = next_rate(tries)
         points.sort(key=lambda point: point.rate or 0.0)
-        return points, Capacity(prepared.target, prepared.way, prepared.batch, *bracket(tries))
+        low, high = bracket(tries)
+        exceeded = high if high is not None and tries[high] is False else None
+        return points, Capacity(prepared.target, prepared.way, prepared.batch, low, exceeded)
 
     def _run(self, series: _Series, seconds: float, precision: float | None) -> None:
         if not self.is_interrupted:
@@ -148,8 +147,10 @@ def first_rate(throughput: float) -> float:
     return max(1.0, throughput * 0.3)
 
 
-def next_rate(tries: Mapping[float, bool]) -> float | None:
+def next_rate(tries: Mapping[float, bool | None]) -> float | None:
     """The next rate to try; None when the bracket is narrow enough. ``tries`` says which rates were sustained.
+
+    Rates without a verdict count as too high, because the generator may manage lower ones.
 
     The rate doubles until one is too high. Then the bracket is halved on a logarithmic scale.
     """
@@ -163,7 +164,7 @@ def next_rate(tries: Mapping[float, bool]) -> float | None:
     return None if high <= low * _BRACKET else (low * high) ** 0.5
 
 
-def bracket(tries: Mapping[float, bool]) -> tuple[float | None, float | None]:
+def bracket(tries: Mapping[float, bool | None]) -> tuple[float | None, float | None]:
     """The highest sustained rate below the lowest rate that is too high, and the latter. None if there is none."""
     high = min((rate for rate, is_sustained in tries.items() if not is_sustained), default=None)
     good = (rate for rate, is_sustained in tries.items() if is_sustained and (high is None or rate < high))

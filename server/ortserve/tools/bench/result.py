@@ -211,8 +211,8 @@ class Capacity:
         way: The protocol, or the kind of run in this process.
         batch: Rows of a request.
         sustained_per_s: The highest rate that was sustained; null if none was.
-        exceeded_per_s: The lowest rate that was not sustained; null if all were, except one that may have been too high
-            for the generator.
+        exceeded_per_s: The lowest rate that was not sustained; null if all were, or if that rate may have been too high
+            for the generator only.
     """
 
     target: str

@@ -1,8 +1,21 @@
 """The search for the capacity, with targets of known capacity."""
 
+from argparse import Namespace
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
 import pytest
 
-from ortserve.tools.bench.measure import bracket, first_rate, next_rate
+from ortserve.tools.bench.generator import Finished, Work
+from ortserve.tools.bench.generators import Generators, Seen
+from ortserve.tools.bench.measure import Measurement, bracket, first_rate, next_rate
+from ortserve.tools.bench.prepare import Prepared
+from ortserve.tools.bench.samples import Chunk
+from ortserve.tools.bench.target import ModelPlan
+from ortserve.tools.subject import Subject
 
 
 def search(capacity: float, start: float) -> dict[float, bool]:
@@ -40,3 +53,35 @@ def test_target_without_a_limit_ends_the_search() -> None:
 def test_noise_below_the_bracket_is_not_believed() -> None:
     """A rate that was sustained once counts only below the lowest rate that was not sustained."""
     assert bracket({100: True, 200: False, 150: False, 170: True}) == (100, 150)
+
+
+class SlowGenerators:
+    """Generators on a busy machine: from ``most`` requests per second on, they fall behind. The target never does."""
+
+    count = 1
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+
+    def offer(self, works: Sequence[Work], _: object) -> Seen:
+        (work,) = works
+        due = np.arange(1000) * 1_000_000 if work.times_ns is None else work.times_ns
+        is_late = work.times_ns is not None and len(due) / work.seconds > self.most
+        sent = due + (np.linspace(0, 5e9, len(due)).astype(np.int64) if is_late else 0)
+        times = np.stack([due, sent, sent + 1_000_000, np.ones_like(due)], axis=1)
+        finished = Finished(0, int(work.seconds * 1e9), 0, None if work.callers else len(due), {})
+        return Seen([Chunk(array("q", times.ravel().tolist()))], [finished])
+
+
+def test_search_goes_on_below_a_rate_that_the_generator_missed() -> None:
+    plan = ModelPlan(Subject("m", Path("m")), "run", None, None, (), 1)
+    given: dict[str, Any] = {"warmup_s": 0.0, "seconds": 1.0, "timeout_s": 1.0, "percentile": 99.0, "slo_ms": None}
+    generators = cast("Generators", SlowGenerators(120.0))
+    measurement = Measurement(generators, Namespace(**given, arrivals="constant"), lambda line: None)
+
+    points, capacity = measurement.find_capacity(Prepared("url", "rest", "s", 1, plan, "", (), "", lambda *_: {}))
+
+    assert capacity.sustained_per_s is not None
+    assert 120 / 1.13 < capacity.sustained_per_s <= 120
+    assert capacity.exceeded_per_s is None, "the target may sustain more"
+    assert [point.rate for point in points if point.generator.too_slow_because]
