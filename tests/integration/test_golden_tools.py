@@ -133,7 +133,8 @@ def test_outputs_of_another_model_are_expected_within_the_given_tolerances(
     ("arguments", "problem"),
     [
         (("record", "mlp", "--tolerance", "y"), "--tolerance: expected OUTPUT:[MEASURE=]N, got 'y'"),
-        (("record", "mlp", "--tolerance", "y:accuracy=1"), "--tolerance: expected max, relative, cosine or top1"),
+        (("record", "mlp", "--tolerance", "y:accuracy=1"), "one of max, relative, cosine, top1, got 'accuracy=1'"),
+        (("record", "mlp", "--tolerance", "y:cosine=x"), "one of max, relative, cosine, top1, got 'cosine=x'"),
         (("record", "mlp", "--tolerance", "z:1"), "expected one of the outputs y, got 'z'"),
         (("check", "mlp"), "mlp/1: expected golden samples, got none; record them with ortserve golden record"),
         (("record", "mlp.onnx"), "expected REPOSITORY/name[/version], got a single file"),

@@ -9,7 +9,8 @@ import numpy as np
 
 from ortserve.errors import invalid_input
 
-MEASURES: Final = ("max", "relative", "cosine", "top1", "accuracy")
+WITHOUT_LABELS: Final = ("max", "relative", "cosine", "top1")
+MEASURES: Final = (*WITHOUT_LABELS, "accuracy")
 """The measures that can be bounded. All are 0 for equal outputs; larger is worse."""
 
 
@@ -85,12 +86,13 @@ class ErrorBound:
         return "" if error <= self.most else f"{self.measure} error {error:.3g} exceeds {self.most:g}"
 
 
-def parse_bound(text: str, option: str = "--max-error") -> ErrorBound:
+def parse_bound(text: str, option: str = "--max-error", measures: Sequence[str] = MEASURES) -> ErrorBound:
     """Read a bound: ``0.001`` bounds the largest difference, ``cosine=0.01`` another measure.
 
     Args:
         text: The value of the option.
         option: Name of the option, for the error.
+        measures: The measures that the command knows; ``WITHOUT_LABELS`` if it takes none.
 
     Raises:
         ServeError: invalid_input, for any other text.
@@ -100,8 +102,8 @@ def parse_bound(text: str, option: str = "--max-error") -> ErrorBound:
         most = float(number)
     except ValueError:
         most = math.nan
-    if (measure or "max") not in MEASURES or bool(measure) != bool(equals) or not 0 <= most < math.inf:
-        expected = f"a number from 0, or MEASURE=NUMBER with one of {', '.join(MEASURES)}"
+    if (measure or "max") not in measures or bool(measure) != bool(equals) or not 0 <= most < math.inf:
+        expected = f"a number from 0, or MEASURE=NUMBER with one of {', '.join(measures)}"
         raise invalid_input(f"{option}: expected {expected}, got '{text}'")
     return ErrorBound(measure or "max", most)
 

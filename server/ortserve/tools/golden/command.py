@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ortserve.core.agreement import parse_bound
+from ortserve.core.agreement import WITHOUT_LABELS, parse_bound
 from ortserve.engine.child_process import call_in_child
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MAX_SAMPLES, golden_folder
@@ -133,8 +133,6 @@ def _tolerances(given: Sequence[str]) -> dict[str, dict[str, float]]:
         output, _, bound = text.rpartition(":")
         if not output:
             raise invalid_input(f"--tolerance: expected OUTPUT:[MEASURE=]N, got '{text}'")
-        parsed = parse_bound(bound, "--tolerance")
-        if parsed.measure == "accuracy":
-            raise invalid_input("--tolerance: expected max, relative, cosine or top1, got accuracy")
+        parsed = parse_bound(bound, "--tolerance", WITHOUT_LABELS)
         found.setdefault(output, {})[parsed.measure] = parsed.most
     return found

@@ -11,7 +11,7 @@ from typing import Final
 import onnx
 import onnxruntime as ort
 
-from ortserve.core.agreement import parse_bound
+from ortserve.core.agreement import WITHOUT_LABELS, parse_bound
 from ortserve.engine.child_process import call_in_child
 from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.command import Outcome
@@ -42,9 +42,7 @@ _FUSABLE: Final = frozenset({"Softmax", "Erf", "Tanh", "Sqrt", "Gelu", "LayerNor
 def run(given: argparse.Namespace) -> Outcome:
     """Optimize a model. Raises ServeError."""
     if given.max_error is not None:
-        given.max_error = parse_bound(given.max_error)
-        if given.max_error.measure == "accuracy":
-            raise invalid_input("--max-error: expected a measure without labels, got accuracy")
+        given.max_error = parse_bound(given.max_error, measures=WITHOUT_LABELS)
     if given.opset is not None and given.opset > (newest := onnx.defs.onnx_opset_version()):
         raise invalid_input(f"--opset: expected an integer from 1 to {newest}, got '{given.opset}'")
     source = find_model(given.model)

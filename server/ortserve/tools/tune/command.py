@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ortserve import __version__
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
-from ortserve.core.agreement import parse_bound
+from ortserve.core.agreement import WITHOUT_LABELS, parse_bound
 from ortserve.core.version_names import version_of
 from ortserve.engine.child_process import call_in_child
 from ortserve.engine.process_limits import cpu_budget
@@ -57,9 +57,7 @@ def run(given: argparse.Namespace) -> Outcome:
         KeyboardInterrupt: The user interrupted the search. The journal keeps its trials.
     """
     began_s = time.monotonic()
-    bound = parse_bound(given.max_error) if given.max_error else None
-    if bound is not None and bound.measure == "accuracy":
-        raise invalid_input("--max-error accuracy: tune takes no labels; ortserve compare does")
+    bound = parse_bound(given.max_error, measures=WITHOUT_LABELS) if given.max_error else None
     subject = find_model(given.model)
     if what := subject.joint_requests:
         expected = f"{given.model}: expected a model that answers requests alone, it has {what}"
