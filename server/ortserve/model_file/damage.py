@@ -9,6 +9,8 @@ from ortserve.paths import MISSING, open_file
 _POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
 _LARGEST_POINTER: Final = 1024
 """Pointers are smaller than this number of bytes, as the specification of Git LFS requires."""
+_ORT_FORMAT: Final = b"ORTM"
+"""Bytes 4 to 7 of a model in ONNX Runtime's own format."""
 
 
 def find_pointer(path: Path, model: Model) -> str:
@@ -32,8 +34,7 @@ def find_damage(path: Path, model: Model) -> str:
     if pointer := find_pointer(path, model):
         return pointer
     if not model.is_readable:
-        problem = _read_error(path) or ("it is not one or is truncated" if path.stat().st_size else "the file is empty")
-        return f"expected an ONNX model, {problem}"
+        return f"expected an ONNX model, {_read_error(path) or _describe_content(path)}"
     for name, needed in model.external_files.items():
         problem = _read_error(file := path.parent / name)
         if not problem and (found := file.stat().st_size) < needed.nbytes:
@@ -41,6 +42,17 @@ def find_damage(path: Path, model: Model) -> str:
         if problem:
             return f"expected weights, as of tensor '{needed.tensor}', in {name}: {problem}"
     return ""
+
+
+def _describe_content(file: Path) -> str:
+    """Describe the content of a file that is no ONNX model."""
+    with open_file(file) as stream:
+        start = stream.read(8)
+    if not start:
+        return "the file is empty"
+    if start[4:] == _ORT_FORMAT:
+        return "it is in ORT format: serve the ONNX model from which it was converted"
+    return "it is not one or is truncated"
 
 
 def _read_error(file: Path) -> str:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import onnxruntime as ort
+
 from models import builders
 from ortserve.model_file.damage import find_damage
 from ortserve.model_file.reading import read_model
@@ -35,3 +37,15 @@ def test_file_behind_a_file_or_a_loop_of_links_is_not_there(tmp_path: Path) -> N
 
     assert find_damage(path, read_model(path)).endswith("in weights.bin: there is no such file")
     assert find_damage(behind, read_model(behind)) == "expected an ONNX model, there is no such file"
+
+
+def test_model_in_ort_format_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(path)
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    ort.InferenceSession(builders.identity(tmp_path / "source.onnx"), options, providers=["CPUExecutionProvider"])
+
+    assert find_damage(path, read_model(path)) == (
+        "expected an ONNX model, it is in ORT format: serve the ONNX model from which it was converted"
+    )
