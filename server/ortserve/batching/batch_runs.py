@@ -312,7 +312,7 @@ class BatchRuns:
             return  # the instance was abandoned, and its requests were settled or scheduled again then
         now_ns = self._clock()
         began_ns = self.instances.give_back(runner, taken_ns, now_ns)
-        self.share.end()
+        self.share.end(run.predicted_ns, now_ns - began_ns)
         if run.is_overdue and not isinstance(outcome, DeviceLostError):
             group.shape_class.batch_latency.observe_terminated(bucket, now_ns - began_ns)
         elif isinstance(outcome, DeviceLostError):

@@ -77,14 +77,32 @@ def _is_cancelled(group: RequestGroup) -> bool:
 class Run:
     """A run on a worker. It is terminated at ``due_ns``, or abandoned if it already ``is_overdue``."""
 
-    __slots__ = ("batch", "begins_ns", "due_ns", "group", "is_overdue", "limit_ns", "runner", "taken_ns")
+    __slots__ = (
+        "batch",
+        "begins_ns",
+        "due_ns",
+        "group",
+        "is_overdue",
+        "limit_ns",
+        "predicted_ns",
+        "runner",
+        "taken_ns",
+    )
 
     def __init__(
-        self, runner: Runner, group: RequestGroup, batch: Batch, taken_ns: int, begins_ns: float, limit_ns: float
+        self,
+        runner: Runner,
+        group: RequestGroup,
+        batch: Batch,
+        predicted_ns: float,
+        taken_ns: int,
+        begins_ns: float,
+        limit_ns: float,
     ) -> None:
         self.runner = runner
         self.group = group
         self.batch = batch
+        self.predicted_ns = predicted_ns
         self.taken_ns = taken_ns
         self.begins_ns = begins_ns
         self.limit_ns = limit_ns
@@ -176,7 +194,7 @@ class RunWatch:
         taken_ns: int,
     ) -> None:
         """Watch a run that was chosen at ``taken_ns`` and begins at ``begins_ns``, after the previous run there."""
-        run = Run(runner, group, batch, taken_ns, begins_ns, self._limits.limit_ns(predicted_ns))
+        run = Run(runner, group, batch, predicted_ns, taken_ns, begins_ns, self._limits.limit_ns(predicted_ns))
         run.end_by(latest_deadline_ns(group))
         self._runs[group] = run
         if run.due_ns < self._fires_ns:

@@ -1,7 +1,8 @@
 """Shares threads fairly between models: by predicted work, not by batches or requests.
 
 Each run holds some of the threads. While all are held, models wait, and the model with the least work so far runs next
-(start-time fair queueing). So a model with long batches gets no more of the threads than one with short batches.
+(start-time fair queueing). So a model with long batches gets no more of the threads than one with short batches. A run
+that has ended counts as at most twice its time.
 
 A short run need not wait for much longer ones to end: it overtakes them, and the operating system divides the
 processors between their threads meanwhile. Runs that are too long for the event loop hold at most twice the threads.
@@ -20,6 +21,9 @@ _MIN_OVERTAKEN: Final = 4
 that is short enough for the event loop may overtake any."""
 _UNKNOWN_NS: Final = 20_000_000
 """The time that a run of unknown time counts as, for runs that may overtake it."""
+_MAX_RATIO: Final = 2.0
+"""A run that has ended counts as at most this multiple of its time. Otherwise, after one slow first batch, predictions
+that are far too long would make a model wait for minutes while others are busy."""
 
 
 class Share:
@@ -113,9 +117,11 @@ class Share:
         if shared.waiting:
             shared.wake_first()
 
-    def end(self) -> None:
-        """Release the threads of a run."""
+    def end(self, predicted_ns: float = 0.0, took_ns: float = 0.0) -> None:
+        """Release the threads of a run. ``predicted_ns`` is that of ``begin``; 0 to count the run as predicted."""
         shared = self._shared
+        if predicted_ns > _MAX_RATIO * took_ns:
+            self.work_ns -= (predicted_ns - _MAX_RATIO * took_ns) * self.threads
         shared.free_threads += self.threads
         self.runs -= 1
         if not self.runs:

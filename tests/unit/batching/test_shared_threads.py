@@ -489,3 +489,18 @@ def test_late_model_gets_its_share_at_once_and_no_more() -> None:
         assert backlogged.worked_ns(1) == pytest.approx(S // 2, abs=20 * MS)
 
     play_backlogged(main)
+
+
+def test_model_gets_its_share_soon_after_a_first_batch_that_was_interrupted() -> None:
+    async def main(backlogged: Backlogged) -> None:
+        backlogged.add(10 * MS, is_known=False)
+        (runner,) = backlogged.runners[0]
+        runner.latency_ns = lambda rows: 10 * MS if runner.runs else 5 * S
+        backlogged.add(10 * MS)
+        await asyncio.sleep(7)
+        before_ns = [backlogged.worked_ns(model) for model in range(2)]
+        await asyncio.sleep(10)
+        after_ns = [backlogged.worked_ns(model) for model in range(2)]
+        assert [after_ns[model] - before_ns[model] for model in range(2)] == pytest.approx([5 * S, 5 * S], rel=0.02)
+
+    play_backlogged(main)
