@@ -7,6 +7,7 @@ __all__ = [
     "admission",
     "batch_runs",
     "batcher",
+    "cached_runs",
     "direct_sequences",
     "inline_runs",
     "kept_sequences",

@@ -241,23 +241,34 @@ def fail_in_turns(requests: Sequence[InflightRequest], error: BaseException) -> 
     settle_in_turns(requests, lambda request: request.fail(error))
 
 
-def settle_in_turns(requests: Sequence[InflightRequest], settle: Callable[[InflightRequest], object]) -> None:
+def settle_in_turns(
+    requests: Sequence[InflightRequest],
+    settle: Callable[[InflightRequest], object],
+    on_end: Callable[[], object] | None = None,
+) -> None:
     """Call ``settle`` with requests that have left their queue, only with some of them in each turn of the loop.
 
-    Requests that are cancelled meanwhile are left out.
+    Requests that are cancelled meanwhile are left out. ``on_end`` is called behind the last one.
     """
     for request in requests:
         request.withdraw = None
-    _settle_some(requests, settle, 0)
+    _settle_some(requests, settle, on_end, 0)
 
 
-def _settle_some(requests: Sequence[InflightRequest], settle: Callable[[InflightRequest], object], first: int) -> None:
+def _settle_some(
+    requests: Sequence[InflightRequest],
+    settle: Callable[[InflightRequest], object],
+    on_end: Callable[[], object] | None,
+    first: int,
+) -> None:
     after = first + _SETTLED_AT_ONCE
     for request in requests[first:after]:
         if not request.is_settled:
             settle(request)
     if after < len(requests):
-        asyncio.get_running_loop().call_soon(_settle_some, requests, settle, after)
+        asyncio.get_running_loop().call_soon(_settle_some, requests, settle, on_end, after)
+    elif on_end is not None:
+        on_end()
 
 
 def _cancel(task: "asyncio.Task[Arrays]", _: InflightRequest) -> None:

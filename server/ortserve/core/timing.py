@@ -16,7 +16,7 @@ class Timing:
 
     Only ``begun_ns`` is earlier than the others: when the head of the request was complete, 0 if the protocol does not
     show it. ``batch_rows`` is the number of rows of the request's batch, 0 if no batch was computed. ``is_cached``:
-    whether the outputs are those of an equal request (``batching/response_cache``). ``steps`` are the ended steps of an
+    whether the outputs are those of an equal request (``batching/cached_runs``). ``steps`` are the ended steps of an
     ensemble.
     """
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Final
 
 from ortserve.batching.batcher import Batcher
+from ortserve.batching.cached_runs import CachedRuns
 from ortserve.batching.queue import Alone
-from ortserve.batching.response_cache import CachedRuns
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions, QueuePolicy

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
-from ortserve.batching.response_cache import CachedRuns, ResponseCache
-from ortserve.core.inflight import COMPUTED, NO_TERMS, InflightRequest, Terms
+from ortserve.batching.cached_runs import CachedRuns
+from ortserve.batching.response_cache import ResponseCache
+from ortserve.core.inflight import COMPUTED, FAILED, NO_TERMS, InflightRequest, Terms
 from ortserve.core.tensor import absent
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -237,6 +238,33 @@ def test_many_requests_that_wait_for_a_failed_run_fail_over_several_turns_of_the
             counts.append(sum(request.is_settled for request in requests))
             await asyncio.sleep(0)
         assert counts == [16, 32, 48]
+
+    run(test)
+
+
+def test_many_requests_whose_run_was_late_are_submitted_again_over_several_turns_of_the_loop() -> None:
+    async def test() -> None:
+        stage = Stage()
+        first = stage.submit(terms=Terms(finish_by_ns=5))
+
+        def reject(request: InflightRequest) -> None:
+            raise MemoryError if request.rows == 2 else ServeError(ErrorKind.OVERLOADED, "full")
+
+        requests = [InflightRequest(Timing(0), (ROW,), rows) for rows in (2, *[1] * 49)]
+        for request in requests:
+            stage.runs.submit(request, NO_TERMS, reject)
+        stage.queue.pop().fail(ServeError(ErrorKind.DEADLINE, "late"))
+        requests[40].cancel()
+        idle = asyncio.create_task(stage.runs.wait_until_idle())
+        counts = []
+        while not all(request.is_settled for request in [first, *requests]):
+            counts.append(sum(request.state == FAILED for request in requests))
+            await asyncio.sleep(0)
+            assert not idle.done(), "the others may still be enqueued"
+        assert counts == [16, 32, 47]
+        with pytest.raises(MemoryError):
+            await requests[0]
+        await idle
 
     run(test)
 

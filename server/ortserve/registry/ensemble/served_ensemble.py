@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from ortserve.batching.cached_runs import CachedRuns
 from ortserve.batching.kept_sequences import Members
-from ortserve.batching.response_cache import CachedRuns
 from ortserve.batching.statistics import Learned
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays

@@ -11,11 +11,12 @@ from typing import Final
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
+from ortserve.batching.cached_runs import CachedRuns
 from ortserve.batching.direct_sequences import DirectRuns
 from ortserve.batching.inline_runs import InlineBudget, InlineRuns
 from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.queue import RequestQueue
-from ortserve.batching.response_cache import CachedRuns, ResponseCache
+from ortserve.batching.response_cache import ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import NO_CALLBACKS, RunEvents, RunLimits
 from ortserve.batching.sequence_admission import SequenceLimits
