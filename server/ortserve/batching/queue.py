@@ -178,6 +178,7 @@ class RequestQueue:
 
     def put_back(self, shape_class: ShapeClass, taken: Sequence[InflightRequest]) -> None:
         """Undo ``take``: enqueue requests again, before those that are due at the same time."""
+        shape_class = self.shape_class(shape_class.key)  # another object, if the class was evicted meanwhile
         for request in reversed(taken):
             insort_left(shape_class.requests, request, key=_order)
             self._count_added(shape_class, request)

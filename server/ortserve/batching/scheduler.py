@@ -59,6 +59,8 @@ class Scheduler:
         self._clock = clock
         self._on_emptied = on_emptied
         self._again: deque[RequestGroup] = deque()
+        self._is_repeated = False
+        """Whether the last group of ``next_group`` had begun to run before."""
         self._timer = LoopTimer(loop, self._sweep)
         self._fires_ns = math.inf
         """When the timer fires (monotonic); infinite if it is not set."""
@@ -80,13 +82,11 @@ class Scheduler:
         return None if first is None else first.run_latency.predict_ns(min(first.rows, max_rows))
 
     def put_back(self, group: RequestGroup) -> None:
-        """Undo ``next_group`` for a group that cannot run yet."""
-        shape_class = group.shape_class
-        is_first_run = group.tries_one_row or shape_class.accepts_one_row or shape_class.runs_alone
-        if group.search is not None or not is_first_run:
+        """Undo ``next_group`` for the group that it returned last and that cannot run yet."""
+        if self._is_repeated:
             self._again.appendleft(group)
-        else:
-            self._queue.put_back(shape_class, group.requests)
+        else:  # without the requests that a callback of a late one has cancelled
+            self._queue.put_back(group.shape_class, [request for request in group.requests if not request.is_settled])
 
     def next_group(self, policy: BatchPolicy, now_ns: int) -> RequestGroup | WaitUntil | None:
         """Dequeue the requests to run now that an instance is free, and evict those that are too late.
@@ -96,12 +96,14 @@ class Scheduler:
         Returns:
             None if no request waits; a ``WaitUntil`` with the earliest time if every batch is delayed.
         """
+        self._is_repeated = True
         while self._again:
             group = self._evict_from_search(self._again.popleft(), now_ns)
             if policy.lone_rows is not None and len(group.requests) > 1:
                 self._again.extendleft(reversed(separate(group)))
             elif group.requests:
                 return group
+        self._is_repeated = False
         earliest: WaitUntil | None = None
         for shape_class in self._queue.waiting():
             if shape_class.has_limits:

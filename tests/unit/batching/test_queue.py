@@ -64,6 +64,20 @@ def test_requests_that_are_put_back_keep_their_places() -> None:
     assert queue.take(shape_class, 5) == [*waiting, later]
 
 
+def test_requests_that_are_put_back_join_the_class_that_replaced_theirs() -> None:
+    queue = RequestQueue()
+    evicted = queue.shape_class("a")
+    requests = [inflight((), 1, Timing(0, number)) for number in range(2)]
+    queue.push(evicted, requests[0], 8)
+    taken = queue.take(evicted, 1)
+    for number in range(MAX_CLASSES):
+        queue.shape_class(number)
+    queue.push(queue.shape_class("a"), requests[1], 8)
+    queue.put_back(evicted, taken)
+    (waiting,) = queue.waiting()
+    assert (waiting.requests, queue.rows) == (requests, 2)
+
+
 def test_higher_level_goes_first_and_within_a_level_the_earlier_deadline() -> None:
     queue = known_queue()
     late, early, urgent, same = (

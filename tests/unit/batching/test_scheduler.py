@@ -8,10 +8,10 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import AT_COST_OF_OTHERS, BatchPolicy
-from ortserve.batching.queue import RequestQueue
+from ortserve.batching.queue import MAX_CLASSES, RequestQueue
 from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.statistics import Decisions
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 
@@ -77,5 +77,49 @@ def test_class_whose_requests_a_callback_cancels_during_the_choice_is_passed_ove
         assert isinstance(group, RequestGroup)
         assert list(group.requests) == [other]
         assert not queue.rows
+
+    run_virtual(main)
+
+
+def test_request_whose_first_row_ran_is_put_back_before_the_queue() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        queue = RequestQueue(KNOWN, KNOWN, tries_one_row=True)
+        scheduler = Scheduler(queue, Decisions(), loop, clock, lambda: None)
+        shape_class = queue.shape_class("a")
+        tried = inflight((), 4, Timing(0, clock()), start_by_ns=clock() + 1000)
+        queue.push(shape_class, tried, POLICY.max_rows)
+        trial = scheduler.next_group(POLICY, clock())
+        assert isinstance(trial, RequestGroup)
+        shape_class.accepts_one_row = True
+        scheduler.run_again([RequestGroup(shape_class, trial.requests, 4)])
+        for number in range(MAX_CLASSES):  # evicts the class
+            queue.shape_class(number)
+        other = inflight((), 1, Timing(0, clock()))
+        queue.push(queue.shape_class("a"), other, POLICY.max_rows)
+        whole = scheduler.next_group(POLICY, clock())
+        assert isinstance(whole, RequestGroup)
+        scheduler.put_back(whole)
+        clock.advance(2000)  # its queue timeout passes, which no longer applies
+        chosen = [scheduler.next_group(POLICY, clock()) for _ in range(2)]
+        assert [list(group.requests) for group in chosen if isinstance(group, RequestGroup)] == [[tried], [other]]
+        assert (queue.rows, bool(queue)) == (0, False)
+
+    run_virtual(main)
+
+
+def test_requests_cancelled_during_the_choice_are_not_put_back() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        queue = RequestQueue(KNOWN, KNOWN)
+        scheduler = Scheduler(queue, Decisions(), loop, clock, lambda: None)
+        shape_class = queue.shape_class(None)
+        requests = [inflight((), 1, Timing(0, clock())) for _ in range(2)]
+        for request in requests:
+            queue.push(shape_class, request, POLICY.max_rows)
+        group = scheduler.next_group(POLICY, clock())
+        assert isinstance(group, RequestGroup)
+        requests[0].cancel()
+        scheduler.put_back(group)
+        assert requests[0].state == CANCELLED
+        assert (queue.rows, shape_class.requests) == (1, requests[1:])
 
     run_virtual(main)
