@@ -385,5 +385,10 @@ class SequenceRuns:
         self._remove(sequence)
 
     def _on_waited(self, sequence: Sequence) -> None:
-        """End a sequence that has waited too long for a slot."""
-        self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT), with_starts=True)
+        """End a sequence that has waited too long for a slot, unless the request with this limit has left."""
+        limits = [turn.terms.start_by_ns for turn in sequence.waiting if turn.terms.start_by_ns is not None]
+        now_ns = self._clock()
+        if limits and min(limits) <= now_ns:
+            self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT), with_starts=True)
+        elif limits:
+            self._timers.limit_wait(sequence, min(limits), now_ns)

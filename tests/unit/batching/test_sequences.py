@@ -631,6 +631,20 @@ async def test_the_shortest_timeout_ends_a_waiting_sequence(stage: Stage) -> Non
 
 
 @virtual(slots=1)
+async def test_the_timeout_of_a_cancelled_request_ends_no_waiting_sequence(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    first, second = (
+        stage.submit(2, 5, flags, Terms(0, None, stage.clock() + timeout_ms * MS))
+        for flags, timeout_ms in (("S", 300), ("", 100))
+    )
+    second.cancel()
+    await asyncio.sleep(0.29)
+    assert not first.is_settled
+    await asyncio.sleep(0.02)
+    assert "has been expired" in error(first).message
+
+
+@virtual(slots=1)
 async def test_a_waiting_sequence_that_is_cancelled_leaves(stage: Stage) -> None:
     stage.submit(1, 1, "S")
     terms = Terms(0, None, stage.clock() + 100 * MS)
