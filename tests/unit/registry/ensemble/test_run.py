@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from fakes.served import FakeVersion
-from ortserve.batching.response_cache import CachedRuns, ResponseCache
+from ortserve.batching.cached_runs import CachedRuns
+from ortserve.batching.response_cache import ResponseCache
 from ortserve.config.model import LoadOptions, make_model_options
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import NO_SCHEDULING, InflightRequest, Scheduling, Terms
