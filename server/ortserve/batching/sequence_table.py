@@ -254,6 +254,11 @@ class SequenceTable:
             del self._open[sequence.id]
         self._idle.pop(sequence, None)
 
+    def reopen(self, sequence: Sequence) -> None:
+        """Accept requests of a closed sequence again, unless another one has its id."""
+        if self._open.setdefault(sequence.id, sequence) is sequence:
+            sequence.is_open = True
+
     def remove(self, sequence: Sequence) -> Sequence | None:
         """Remove a closed sequence. Returns the waiting sequence that receives its slot now; None if there is none."""
         assert not sequence.is_open

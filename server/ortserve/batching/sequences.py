@@ -76,7 +76,7 @@ class SequenceRuns:
         self._admission: Final = SequenceAdmission(model, tensors, limits)
         self._loop: Final = loop
         self._clock: Final = clock
-        self._is_draining = False
+        self._is_draining = self._is_closing = False
         self._ends = dict.fromkeys(END_REASONS, 0)
         self._timers = SequenceTimers(table, loop, clock, self._on_idle, self._on_waited, self._on_late)
         self.kept: Final = KeptSequences(model, table, loop, clock, partial(self._end, with_starts=True))
@@ -169,7 +169,7 @@ class SequenceRuns:
 
     async def close(self) -> None:
         """Run all waiting requests, then drop the states. ``submit`` must not be called any more."""
-        self._is_draining = True
+        self._is_draining = self._is_closing = True
         self.strategy.end_delays()
         remaining = self._table.open_sequences()
         while remaining:
@@ -217,8 +217,8 @@ class SequenceRuns:
     def on_failed(self, turn: Turn, error: BaseException) -> None:
         """Fail the request. Called by the strategy.
 
-        The states do not change, so that the client can repeat the request. The sequence ends if its first request
-        failed, if the client cannot know that this one failed, or if it was dropped before later ones.
+        The states do not change, so that the client can repeat the request, also the last one. The sequence ends if its
+        first request failed, if the client cannot know that this one failed, or if it was dropped before later ones.
         """
         sequence = turn.sequence
         sequence.running = None
@@ -228,6 +228,8 @@ class SequenceRuns:
         if is_over:
             self._end(sequence, FAILED, self._admission.not_started(sequence.id))
         else:
+            if turn.is_end and not self._is_closing:
+                self._table.reopen(sequence)
             self._continue(sequence)
         turn.request.fail(error)
 

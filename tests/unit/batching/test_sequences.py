@@ -314,6 +314,56 @@ async def test_a_rejected_request_can_be_sent_again_if_its_client_awaits_each_an
     assert stage.runs.reading().ended["failed"] == 2
 
 
+@pytest.mark.parametrize("strategy", ["oldest", "direct"])
+@pytest.mark.parametrize("is_rejected", [True, False], ids=["rejected", "failed"])
+def test_the_last_request_of_a_sequence_can_be_sent_again(strategy: str, is_rejected: bool) -> None:
+    @virtual(strategy=strategy)
+    async def test(stage: Stage) -> None:
+        stage.submit(1, 5, "S")
+        await stage.answer()
+        failure = ServeError(ErrorKind.OVERLOADED if is_rejected else ErrorKind.INTERNAL, "no")
+        stage.rejects = failure if is_rejected else None
+        last = stage.submit(1, 1, "E")
+        await asyncio.sleep(0)
+        if not is_rejected:
+            stage.take().fail(failure)
+        await asyncio.sleep(0)
+        assert error(last).message == "no"
+        stage.rejects = None
+        again = stage.submit(1, 1, "E")
+        await stage.answer()
+        assert total(again) == 6
+        assert len(stage.table) == 0
+        assert stage.runs.reading().ended["ended"] == 1
+
+    test()
+
+
+@virtual()
+async def test_a_last_request_that_fails_keeps_no_sequence_whose_id_is_used_again(stage: Stage) -> None:
+    stage.submit(1, 5, "S")
+    await stage.answer()
+    last, other = stage.submit(1, 1, "E"), stage.submit(1, 8, "S")
+    stage.take().fail(ServeError(ErrorKind.INTERNAL, "no"))
+    assert error(last).message == "no"
+    assert len(stage.table) == 1
+    await stage.answer()
+    assert total(other) == 8
+
+
+@virtual()
+async def test_a_last_request_that_fails_while_the_model_is_unloaded_keeps_no_sequence(stage: Stage) -> None:
+    stage.submit(1, 5, "S")
+    await stage.answer()
+    stage.submit(1, 1, "E")
+    closed = asyncio.create_task(stage.runs.close())
+    await asyncio.sleep(0)
+    began_ns = stage.clock()
+    stage.take().fail(ServeError(ErrorKind.INTERNAL, "no"))
+    await closed
+    assert stage.clock() - began_ns < IDLE_NS
+
+
 @virtual()
 async def test_a_rejected_start_begins_nothing(stage: Stage) -> None:
     stage.rejects = ServeError(ErrorKind.OVERLOADED, "full")
