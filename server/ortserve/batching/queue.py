@@ -3,7 +3,6 @@
 from bisect import bisect_left, bisect_right, insort, insort_left
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import islice
 from operator import attrgetter
 from typing import Final
 
@@ -145,23 +144,28 @@ class RequestQueue:
         """The class of a key. A new one may evict a class without queued requests."""
         known = self._classes.get(key)
         if known is None:
+            if len(self._classes) >= MAX_CLASSES:
+                self._evict_idle()
             known = self._classes[key] = ShapeClass(
                 key,
                 LatencyModel(self._known_batches),
                 LatencyModel(self._known_runs, max_ratio=_MAX_RUN_RATIO),
                 accepts_one_row=not self._tries_one_row or key in self._tried,
             )
-            if len(self._classes) > MAX_CLASSES:
-                self._evict_idle(known)
         elif len(self._classes) > 1:
             self._classes.move_to_end(key)
         return known
 
-    def _evict_idle(self, kept: ShapeClass | None = None) -> None:
-        over = len(self._classes) - MAX_CLASSES
-        idle = (key for key, other in self._classes.items() if not other.requests and other is not kept)
-        for key in list(islice(idle, over)):
-            del self._classes[key]
+    def _evict_idle(self) -> None:
+        """Evict the least recently used class without queued requests, if there is one."""
+        if len(self._waiting) == len(self._classes):
+            return
+        # Beyond the maximum, a class that becomes idle is evicted at once, so at most the newest one is idle.
+        keys = self._classes if len(self._classes) == MAX_CLASSES else reversed(self._classes)
+        for key in keys:
+            if key not in self._waiting:
+                del self._classes[key]
+                return
 
     def push(self, shape_class: ShapeClass, request: InflightRequest, max_rows: int) -> None:
         """Enqueue a request whose terms, size and time are set, at its place in the order of its class."""
@@ -262,5 +266,5 @@ class RequestQueue:
             if shape_class.closed_loop is not None:
                 shape_class.closed_loop.abandon_wait()
             del self._waiting[shape_class.key]
-            if len(self._classes) > MAX_CLASSES:
-                self._evict_idle()
+            if len(self._classes) > MAX_CLASSES and self._classes.get(shape_class.key) is shape_class:
+                del self._classes[shape_class.key]

@@ -1,14 +1,16 @@
 """The order and the size of the queue, and the shape classes that it stores."""
 
 import random
-from collections.abc import Hashable
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import pytest
 
 from fakes.inflight import inflight
 from interpreted import interpreted_only
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.queue import DUE_RUNS, MAX_CLASSES, MIN_DUE_NS, RequestQueue, ShapeClass
+from ortserve.batching.queue import DUE_RUNS, MAX_CLASSES, MIN_DUE_NS, Alone, RequestQueue, ShapeClass
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
 
@@ -295,6 +297,39 @@ def test_number_of_idle_classes_is_limited_after_a_burst_of_shapes() -> None:
     for shape_class in busy:
         queue.take(shape_class, 1)
     assert keys(queue.classes()) == [*range(2 * MAX_CLASSES, 3 * MAX_CLASSES)]
+
+
+class WatchedClasses(OrderedDict[Hashable, ShapeClass]):
+    """Shape classes that count how many of their keys are visited."""
+
+    visited = 0
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return self._watch(super().__iter__())
+
+    def __reversed__(self) -> Iterator[Hashable]:  # type: ignore[override]
+        return self._watch(super().__reversed__())
+
+    def _watch(self, keys: Iterator[Hashable]) -> Iterator[Hashable]:
+        for key in keys:
+            self.visited += 1
+            yield key
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+
+@interpreted_only
+def test_number_of_classes_with_queued_requests_does_not_slow_down_the_next_request() -> None:
+    queue = RequestQueue()
+    queue._classes = classes = WatchedClasses()
+    waiting = [push(queue, Alone(), request()) for _ in range(1000)]
+    for _ in range(1000):
+        queue.shape_class(Alone())  # rejected
+    for shape_class in waiting:
+        queue.take(shape_class, 1)
+    assert classes.visited <= 2 * 1000
+    assert len(classes) == MAX_CLASSES
 
 
 class WatchedLevel(int):
