@@ -307,7 +307,7 @@ class WatchedClasses(OrderedDict[Hashable, ShapeClass]):
     def __iter__(self) -> Iterator[Hashable]:
         return self._watch(super().__iter__())
 
-    def __reversed__(self) -> Iterator[Hashable]:  # type: ignore[override]
+    def __reversed__(self) -> Iterator[Hashable]:
         return self._watch(super().__reversed__())
 
     def _watch(self, keys: Iterator[Hashable]) -> Iterator[Hashable]:
