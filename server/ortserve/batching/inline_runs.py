@@ -26,9 +26,9 @@ MAX_OVERRUN_NS: Final = 2_000_000
 something interrupted the run."""
 TRIAL_RUNS: Final = 1000
 """Number of consecutive short runs on a worker after which a barred model may use the loop again. So at most one run in
-a thousand exceeds the limit, and the 99th percentile does not change. The number doubles with each further bar, and
-begins again after as many runs on the loop without a bar as the last one took: a model whose runs are slow at times is
-barred ever longer, and interruptions days apart do not add up."""
+a thousand exceeds the limit, and the 99th percentile does not change. The number doubles with each further bar,
+unless more runs than the last bar took went well on the loop before: a model whose runs are slow at times is barred
+ever longer, and interruptions days apart do not add up."""
 
 
 class InlineBudget:

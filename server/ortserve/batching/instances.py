@@ -62,7 +62,7 @@ class Instances:
         began_ns = max(taken_ns, self._ended_ns.get(runner, 0))
         self._ended_ns[runner] = now_ns
         in_flight = self._in_flight[runner]
-        in_flight.popleft()  # the wrong one for some microseconds, if a plain run overtook the copies of a bound one
+        in_flight.popleft()  # for some microseconds that of the other run, if a plain run overtook a bound one's copies
         if in_flight:
             self._busy_until_ns[runner] = now_ns + in_flight[0]
             return began_ns  # not free yet: ``free_ahead`` frees it shortly before the end of its other run

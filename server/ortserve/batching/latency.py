@@ -25,7 +25,7 @@ _FALL: Final = 0.985
 _RISE: Final = math.pow(_FALL, -_QUANTILE / (1 - _QUANTILE))
 """An observation moves ``residual_ns`` by at least these factors. Other work that slows down all batches for seconds
 raises it to a multiple of the prediction; in steps of the prediction, it would reject requests for hundreds of batches
-afterwards. A rise takes back as many falls as there are for each rise, so the share of larger errors stays the same."""
+afterwards. One rise undoes 19 falls, as many as there are for each rise at this quantile."""
 
 _MEAN_GAIN: Final = 1 / 8
 _DEVIATION_GAIN: Final = 1 / 4

@@ -124,8 +124,8 @@ class RowChecks:
 
     def observe(self, group: RequestGroup, result: BatchResult) -> None:
         """Count a run before its requests are settled. If a check is due, keep a copy of one of them."""
-        # The same measure for both. The time of a check until its judgement has waits for threads and for the event
-        # loop: a model of short runs would hardly be checked on a busy machine.
+        # Both are times of computation. With its waits for threads and for the event loop, a check of a model of short
+        # runs would take so much longer on a busy machine that hardly any would run.
         if group.is_check:
             self._spent_ns += result.run_ns
             return

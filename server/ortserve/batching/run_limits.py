@@ -201,7 +201,7 @@ class RunWatch:
             self._set(run.due_ns, taken_ns)
 
     def on_cancelled(self, request: InflightRequest) -> None:
-        """Terminate the run of a cancelled request early if no other request waits for it, or only until a deadline."""
+        """Terminate the run of a cancelled request at the last deadline of the others, not early if one has none."""
         for run in self._runs.values():
             if request in run.group.requests and not run.is_overdue:
                 run.end_by(latest_deadline_ns(run.group))

@@ -40,7 +40,7 @@ class Share:
         self.runs = 0
         """Runs that hold threads."""
         self.run_ns: float | None = None
-        """Predicted time of the shortest one since there was none; None if the time of one is unknown."""
+        """Predicted time of the shortest run since the model last held no threads; None if that of one is unknown."""
         self.next_ns = math.inf
         """Predicted time of the next run; infinite if it may not overtake others."""
         self.overtakes = False
