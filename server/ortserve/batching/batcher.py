@@ -131,8 +131,14 @@ class Batcher:
             self._runs.enqueue(request, known, now_ns)
             return
         self._divided += 1
-        task = request.settle_by(self._run_in_pieces(request, shape_class, piece_rows))
+        max_queued = max(1, MAX_QUEUED_PIECES * min(piece_rows, self.max_rows) // piece_rows)
+        task = request.settle_by(self._run_in_pieces(request, shape_class, piece_rows, max_queued))
         task.add_done_callback(self._on_pieces_done)  # also for a task that is cancelled before it begins
+        # Its first pieces are queued in the next turn; until then, other requests must not take their place.
+        rows = min(request.rows, max_queued * piece_rows)
+        nbytes = request.nbytes * rows // request.rows
+        self._admission.expect(rows, nbytes)
+        task.get_loop().call_soon(self._admission.expect, -rows, -nbytes)  # just after the task has begun
 
     async def close(self) -> None:
         """Reject new requests, and return when every admitted one is settled."""
@@ -200,9 +206,10 @@ class Batcher:
                 request, shape_class, policy, runs.last_rows, answer_ns, busy_ns, runs.share.slowdown(), now_ns
             )
 
-    async def _run_in_pieces(self, request: InflightRequest, shape_class: Hashable, piece_rows: int) -> Arrays:
+    async def _run_in_pieces(
+        self, request: InflightRequest, shape_class: Hashable, piece_rows: int, max_queued: int
+    ) -> Arrays:
         enqueue = partial(self._enqueue_piece, request, shape_class, request.timing.queued_ns)
-        max_queued = max(1, MAX_QUEUED_PIECES * min(piece_rows, self.max_rows) // piece_rows)
         return await run_in_pieces(
             request.inputs, request.rows, piece_rows, enqueue, self._count_wasted, max_queued=max_queued
         )

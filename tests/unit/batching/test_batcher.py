@@ -506,6 +506,23 @@ def test_number_of_queued_pieces_of_a_request_is_limited() -> None:
     play(main, max_rows=2)
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_large_requests_of_one_turn_of_the_loop_share_the_limit_of_the_queue(is_cancelled: bool) -> None:
+    async def main(stage: Stage) -> None:
+        first = stage.submit(rows_of(1, 2, 3, 4))
+        if is_cancelled:
+            first.cancel()
+        for rows in (rows_of(5, 6, 7), rows_of(5)):
+            with pytest.raises(ServeError, match="4 rows with 64 bytes are queued"):
+                stage.submit(rows)
+        await asyncio.sleep(0)
+        assert stage.queue.rows == (0 if is_cancelled else 4)
+        await asyncio.sleep(10 * RUN_NS / 1e9)
+        assert_answered(await stage.submit(rows_of(5, 6, 7)), rows_of(5, 6, 7))
+
+    play(main, max_rows=2, max_queue_rows=4)
+
+
 def test_rows_without_bytes_count_towards_the_row_limit() -> None:
     async def main(stage: Stage) -> None:
         few, many = np.empty((4, 0), np.float32), np.empty((5, 0), np.float32)
