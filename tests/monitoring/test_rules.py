@@ -9,8 +9,11 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from certificates import Secret
+from models import builders
 from monitoring_expressions import unknown_labels, unknown_metrics
 from pages import sections
+from servers import SHORT_WARMUP, add_model, read_metrics, serving
 
 ROOT: Final = Path(__file__).parents[2]
 RULES: Final = ROOT / "deploy/monitoring/rules/ortserve.yaml"
@@ -70,3 +73,16 @@ def test_rules_use_known_metrics_and_labels_and_have_descriptions(rule: dict[str
         assert f"**{rule['alert']}**" in sections(ROOT / page)[anchor]
     else:
         assert re.fullmatch(r"[a-z_]+:[a-z0-9_]+:[a-z0-9_]+", rule["record"])
+
+
+def test_counters_whose_increase_fires_an_alert_begin_with_0(tmp_path: Path) -> None:
+    """The increase of a series that begins with its first event is 0, unless the alert also compares with an offset."""
+    expressions = [rule["expr"] for rule in all_rules() if "alert" in rule and " offset " not in rule["expr"]]
+    series = {found for expr in expressions for found in re.findall(r"increase\((\w+(?:\{[^}]*\})?)\[", expr)}
+    assert len(series) == 3
+    add_model(tmp_path / "models", "identity", builders.identity)
+    secret = Secret(tmp_path / "tls")
+    with serving(tmp_path / "models", *secret.flags, *SHORT_WARMUP, client=secret.client_context()) as server:
+        text = read_metrics(server).text
+    for name, _, matchers in (one.rstrip("}").partition("{") for one in series):
+        assert re.search(rf"^{name}(\{{.*{matchers}.*\}})? 0(\.0)?$", text, re.MULTILINE), name

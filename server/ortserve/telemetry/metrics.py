@@ -106,6 +106,9 @@ class Metrics(Collector):
         """Expose a version's series instead of those of its previous load, whose later observations are lost."""
         self._models[series.name, series.version] = series
         self._rejected.setdefault(series.name, Counter())
+        # Begin with 0: Prometheus sees no increase in a series that begins with the first overdue run.
+        for outcome in _OVERDUE_OUTCOMES:
+            self._overdue_batches[series.name, outcome] += 0
 
     def models(self) -> list[ModelMetrics]:
         """The series of every version. Any thread may call it."""
@@ -133,8 +136,6 @@ class Metrics(Collector):
 
     def batch_overdue(self, model: str, *, is_abandoned: bool = False) -> None:
         """Count a run that exceeded its time limit and was terminated, or that was abandoned."""
-        for outcome in _OVERDUE_OUTCOMES:
-            self._overdue_batches[model, outcome] += 0
         self._overdue_batches[model, _OVERDUE_OUTCOMES[is_abandoned]] += 1
 
     def certificate_serves(self, expires_s: float) -> None:
