@@ -1,7 +1,5 @@
 """Rules that every overlay for Kubernetes must follow."""
 
-import re
-
 import pytest
 import yaml
 
@@ -239,20 +237,25 @@ def test_gpu_overlays_request_a_gpu_and_exclude_the_cpu(overlay: str, resource: 
     assert installed.environment["ORTSERVE_EXECUTION_PROVIDERS"] == "cuda"
 
 
-def test_both_autoscalers_use_the_same_metric_and_bounds() -> None:
+def test_both_autoscalers_use_the_same_metrics_and_bounds() -> None:
     (hpa,) = read_documents(DEPLOY / "components" / "hpa" / "horizontalpodautoscaler.yaml")
     (keda,) = read_documents(DEPLOY / "components" / "keda" / "scaledobject.yaml")
     adapter = yaml.safe_load((DEPLOY / "components" / "hpa" / "prometheus-adapter.yaml").read_text())
 
-    (pods,) = (metric["pods"] for metric in hpa["spec"]["metrics"])
-    (trigger,) = keda["spec"]["triggers"]
-    (rule,) = adapter["rules"]["custom"]
-    assert pods["metric"]["name"] == "ortserve_saturation" == rule["name"]["as"]
-    assert (
-        re.findall(r"ortserve_\w+", trigger["metadata"]["query"] + rule["seriesQuery"]) == ["ortserve_saturation"] * 2
-    )
-    assert cpus(pods["target"]["averageValue"]) == float(trigger["metadata"]["threshold"])
-    assert trigger["metadata"]["ignoreNullValues"] == "false"  # KEDA takes no value for 0 otherwise
+    pods = [metric["pods"] for metric in hpa["spec"]["metrics"]]
+    triggers = [trigger["metadata"] for trigger in keda["spec"]["triggers"]]
+    rules = adapter["rules"]["custom"]
+    assert [one["metric"]["name"] for one in pods] == [rule["name"]["as"] for rule in rules]
+    selected = '{namespace="ortserve"}'
+    for rule, trigger in zip(rules, triggers, strict=True):
+        series, _, _ = rule["seriesQuery"].partition("{")
+        assert rule["name"]["matches"] == f"^{series}$"
+        query = rule["metricsQuery"].replace("<<.Series>>{<<.LabelMatchers>>}", series + selected)
+        assert trigger["query"] == query.removesuffix(" by (<<.GroupBy>>)")
+        assert trigger["serverAddress"] == triggers[0]["serverAddress"]
+        assert trigger["ignoreNullValues"] == "false"  # KEDA takes no value for 0 otherwise
+    targets = [cpus(one["target"]["averageValue"]) for one in pods]
+    assert targets == [float(trigger["threshold"]) for trigger in triggers]
     assert hpa["spec"]["scaleTargetRef"]["name"] == keda["spec"]["scaleTargetRef"]["name"] == "ortserve"
     assert hpa["spec"]["minReplicas"] == keda["spec"]["minReplicaCount"]
     assert hpa["spec"]["maxReplicas"] == keda["spec"]["maxReplicaCount"]

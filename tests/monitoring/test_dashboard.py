@@ -1,4 +1,4 @@
-"""The dashboard: its form, and every query run in a real Prometheus that scrapes a real server under load."""
+"""The dashboard and the autoscaler: every query, run in a real Prometheus that scrapes a real server under load."""
 
 import json
 import math
@@ -24,7 +24,8 @@ from models import builders
 from monitoring_expressions import unknown_labels, unknown_metrics
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
 
-MONITORING: Final = Path(__file__).parents[2] / "deploy/monitoring"
+DEPLOY: Final = Path(__file__).parents[2] / "deploy"
+MONITORING: Final = DEPLOY / "monitoring"
 DASHBOARD: Final[dict[str, Any]] = json.loads((MONITORING / "grafana/dashboards/ortserve.json").read_text())
 PANELS: Final[list[dict[str, Any]]] = DASHBOARD["panels"]
 QUERIES: Final = [
@@ -193,6 +194,16 @@ def _filled(expression: str, values: dict[str, str]) -> str:
 @pytest.mark.parametrize("expression", QUERIES)
 def test_query_returns_numbers_from_a_real_server(prometheus: Prometheus, expression: str) -> None:
     assert prometheus.wait_for_numbers(as_grafana_would(expression, prometheus))
+
+
+def test_queries_of_the_autoscaler_return_one_number(prometheus: Prometheus) -> None:
+    triggers = yaml.safe_load((DEPLOY / "components/keda/scaledobject.yaml").read_text())["spec"]["triggers"]
+    queries = [trigger["metadata"]["query"] for trigger in triggers]
+    assert len(queries) == 2
+    for query in queries:
+        assert '{namespace="ortserve"}' in query  # a label that only Kubernetes sets
+        (value,) = prometheus.wait_for_numbers(query.replace('{namespace="ortserve"}', ""))
+        assert value >= 0
 
 
 def test_panels_do_not_count_other_jobs(prometheus: Prometheus) -> None:
