@@ -17,7 +17,7 @@ from models import builders
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frames import ErrorCode
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving
 
 MOST: Final = 3
 """Connections of each port."""
@@ -133,6 +133,30 @@ def test_idle_grpc_connections_yield_to_new_ones(server: ServerProcess) -> None:
             with connected(server.grpc, 10 * MOST):
                 assert read_all(silent[1]).endswith(frames.goaway(0, ErrorCode.NO_ERROR))
                 live(b"", timeout=LONG_S)
+
+
+def test_rejected_connections_are_counted_for_both_ports(server: ServerProcess) -> None:
+    rejected = {"name": "ortserve_rejected_requests_total", "model": "", "reason": "overloaded"}
+    with busy(server, MOST), connected(server.http, 1) as (beyond,):
+        assert ask(beyond) == b"HTTP/1.1 429"
+    before = read_metrics(server).value(**rejected)
+    with streams(server.grpc), connected(server.grpc, 1) as (beyond,):
+        assert read_all(beyond) == b""
+    assert read_metrics(server).value(**rejected) == before + 1
+
+
+@contextmanager
+def streams(address: str) -> Iterator[None]:
+    """Hold all connections of the gRPC port with calls in progress."""
+    calls = []  # a call without a reference is cancelled
+    with ExitStack() as stack:
+        for _ in range(MOST):
+            own = [("grpc.use_local_subchannel_pool", 1)]
+            channel = stack.enter_context(grpc.insecure_channel(address, options=own))
+            watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/grpc.health.v1.Health/Watch")
+            calls.append(watch(b"", timeout=LONG_S))
+            next(calls[-1])
+        yield
 
 
 def read_all(connection: socket.socket) -> bytes:

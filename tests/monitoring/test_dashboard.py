@@ -218,7 +218,7 @@ def test_rules_are_loaded_and_evaluated_without_errors(prometheus: Prometheus) -
     assert prometheus.wait_for_numbers("job:ortserve_saturation:avg")
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
-    assert len(rules) == 20
+    assert len(rules) == 21
 
 
 def test_scrape_configuration_reaches_the_server(prometheus: Prometheus) -> None:

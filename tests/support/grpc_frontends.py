@@ -97,6 +97,7 @@ class Frontend:
                 max_unsent_bytes=chosen.grpc_unsent_bytes or 2**30,
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
+                on_rejected=_count_nothing,
                 tls=TlsPort(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
                 )
@@ -109,7 +110,7 @@ class Frontend:
         self.address = f"127.0.0.1:{await self.server.start()}"
 
 
-def _count_nothing(_label: str) -> None:
+def _count_nothing(_label: object) -> None:
     pass
 
 

@@ -65,6 +65,7 @@ class Wire:
         cancelled: Number of cancelled calls.
         timeouts_ns: The timeout of each quick call.
         cut_answers: The cause of each incomplete answer.
+        rejections: The kind of error of each rejected connection.
         connection_errors: The code of each connection error.
     """
 
@@ -88,6 +89,7 @@ class Wire:
         self.cancelled = 0
         self.timeouts_ns: list[int | None] = []
         self.cut_answers: list[str] = []
+        self.rejections: list[ErrorKind] = []
         self.connection_errors: list[str] = []
         self.connections: set[Connection] = set()
         self.idle_connections = IdleConnections(clock)
@@ -119,6 +121,7 @@ class Wire:
             self.errors,
             self.clock,
             self.cut_answers.append,
+            self.rejections.append,
             self.connections,
             self.idle_connections,
         )

@@ -162,6 +162,7 @@ class ProtocolServers:
             max_unsent_bytes=_unsent_limit(options.grpc_unsent_bytes),
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,
+            on_rejected=partial(self.metrics.rejected, ""),
             tls=self._tls_port("grpc", options.grpc_max_connections, alpn="h2"),
         )
 

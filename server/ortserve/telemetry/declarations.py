@@ -186,7 +186,7 @@ REJECTED: Final = counter(
     "ortserve_rejected_requests_total",
     ("model", "reason"),
     "Requests rejected before any work was done for them, by kind of error. model is empty if the request named no "
-    "served model, or if it was rejected before its body was complete.",
+    "served model, or if it was rejected before its body was complete, and for rejected connections.",
 )
 UNAUTHORIZED: Final = counter(
     "ortserve_unauthorized_requests_total",

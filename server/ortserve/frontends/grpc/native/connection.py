@@ -12,6 +12,7 @@ from typing import Final, cast
 
 from ortserve.clock import Clock
 from ortserve.config.option_groups import GrpcOptions
+from ortserve.errors import ErrorKind
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.control_frames import DRAIN_PING, ControlFrames
@@ -65,6 +66,7 @@ class GrpcPort:
         errors: Counts connections that end with an error.
         clock: Monotonic nanoseconds.
         on_cut_answer: As in ``Sending``.
+        on_rejected: Counts rejections of connections.
         connections: The open connections.
         idle_connections: The same ones, of which one is closed for a new one at the limit.
     """
@@ -76,6 +78,7 @@ class GrpcPort:
     errors: ConnectionErrors
     clock: Clock
     on_cut_answer: Callable[[str], None]
+    on_rejected: Callable[[ErrorKind], None]
     connections: "set[Connection]"
     idle_connections: IdleConnections
 
@@ -126,6 +129,7 @@ class Connection(asyncio.Protocol):
         if is_full and not port.idle_connections.evict_one():
             # Without SETTINGS and GOAWAY, as in grpc: clients that have received SETTINGS reconnect at once, others
             # back off.
+            port.on_rejected(ErrorKind.OVERLOADED)
             self._transport.abort()
             return
         port.connections.add(self)

@@ -7,6 +7,7 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.options import ServerOptions
+from ortserve.errors import ErrorKind
 from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
@@ -37,6 +38,7 @@ class NativeGrpcServer:
         max_unsent_bytes: int,
         on_cut_answer: Callable[[str], None],
         on_connection_error: Callable[[str], None],
+        on_rejected: Callable[[ErrorKind], None],
         tls: TlsPort | None = None,
     ) -> None:
         """Store the parameters; ``start`` opens the port.
@@ -49,13 +51,16 @@ class NativeGrpcServer:
             max_unsent_bytes: Limit of the unsent answers of all connections.
             on_cut_answer: As in ``Sending``.
             on_connection_error: As ``on_error`` in ``ConnectionErrors``.
+            on_rejected: Counts rejections of connections.
             tls: Shared state of the TLS sessions; None for plain text.
         """
         errors = ConnectionErrors(clock, on_connection_error)
         budget = UnsentBudget("grpc_unsent_bytes", max_unsent_bytes, clock)
         ends = CallEnds(asyncio.get_running_loop())
         idle = IdleConnections(clock)
-        self._shared = GrpcPort(dispatcher, options, budget, ends, errors, clock, on_cut_answer, set(), idle)
+        self._shared = GrpcPort(
+            dispatcher, options, budget, ends, errors, clock, on_cut_answer, on_rejected, set(), idle
+        )
         self._streams = streams
         self._options = options
         self._tls = tls

@@ -29,6 +29,7 @@ from native_wire import (
 )
 from ortserve.codecs.compression import Encoding, compress
 from ortserve.config.option_groups import GrpcOptions
+from ortserve.errors import ErrorKind
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.connection import MessageReceiver
 
@@ -1061,6 +1062,7 @@ def test_connection_past_the_limit_is_closed_without_settings() -> None:
         assert transport.is_lost
         assert other.closed.done()
         assert wire.connections == {wire.connection}
+        assert wire.rejections == [ErrorKind.OVERLOADED]
         wire.release()
         await client.exchange()
         assert client.answers[held].messages == [b"x"]
