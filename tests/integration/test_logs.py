@@ -28,6 +28,7 @@ from servers import (
     read_metrics,
     rest_url,
     serving,
+    starting,
     triton_clients,
 )
 from transports import ON_BOTH_TRANSPORTS
@@ -168,6 +169,24 @@ def test_misspelt_variable_of_the_environment_is_a_warning_without_its_value() -
     assert line.endswith("""reason="ORTSERVE_HTTP_PROT: unknown variable; did you mean 'ORTSERVE_HTTP_PORT'?\"""")
     assert SECRET_TEXT not in server.output
     assert "ORTSERVE_PORT" not in server.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--example", "--http-port", "99999"], "--http-port: expected integer, 0 to 65535, got '99999'"),
+        (["/nowhere"], "repositories: expected a folder of models or an .onnx file, got '/nowhere': No such file"),
+        (["--example", "--load-model", "m"], "load_model: expected model_control_mode to be 'explicit', got 'none'"),
+    ],
+)
+@pytest.mark.parametrize("is_flag", [True, False])
+def test_invalid_options_are_json_lines_where_the_log_is(arguments: list[str], problem: str, is_flag: bool) -> None:
+    flags, env = (("--log-format", "json"), {}) if is_flag else ((), {"ORTSERVE_LOG_FORMAT": "json"})
+    with starting(*arguments, *flags, env=env) as server:
+        assert server.wait() == 2
+    (line,) = map(json.loads, server.lines)
+    assert line["reason"].startswith(problem)
+    assert (line["level"], line["message"]) == ("error", "the server cannot start")
 
 
 @ON_BOTH_TRANSPORTS

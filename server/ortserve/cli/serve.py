@@ -4,8 +4,10 @@ import argparse
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin
@@ -21,11 +23,13 @@ from ortserve.config.options import (
     flag_name,
     read_options_and_origins,
     split_list,
+    variable_name,
 )
 from ortserve.config.repository_url import Repository
 from ortserve.config.triton_names import hint_for_flag
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
 from ortserve.paths import is_model_file, open_file
+from ortserve.telemetry.logs import json_line
 
 _REPORT_S: Final = 5.0
 """Time after which a repository that does not answer, such as NFS without its server, is reported."""
@@ -44,25 +48,28 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, origins = read_options_and_origins(flags, config_path)
     except OptionsError as error:
-        return _refuse(*error.problems)
+        asked_format = flags.get("log_format") or os.environ.get(variable_name("log_format"))
+        return _refuse(asked_format, *error.problems)
+    refuse = partial(_refuse, options.log_format)
     if not options.repositories and not options.example:
-        return _refuse("repositories: expected at least one folder, .onnx file, URL or --example, got none")
+        return refuse("repositories: expected at least one folder, .onnx file, URL or --example, got none")
     if problems := combination_problems(options):
-        return _refuse(*problems)
-    if problems := list(filter(None, map(_repository_problem, options.repositories))):
-        return _refuse(*problems)
+        return refuse(*problems)
+    find_problem = partial(_repository_problem, log_format=options.log_format)
+    if problems := list(filter(None, map(find_problem, options.repositories))):
+        return refuse(*problems)
     if problem := runtime_problem(installed_runtimes()):
-        return _refuse(problem)
+        return refuse(problem)
     from ortserve.app.run import run  # imported here, because it imports the engine
 
     return run(options, origins)
 
 
-def _repository_problem(repository: Repository) -> str:
+def _repository_problem(repository: Repository, *, log_format: str) -> str:
     """Why a folder of models or a model file cannot be read; empty if it can, and for a repository in a store."""
     if not isinstance(repository, Path):
         return ""
-    report = threading.Timer(_REPORT_S, _report_silence, (repository,))
+    report = threading.Timer(_REPORT_S, _report_silence, (log_format, repository))
     report.daemon = True
     with suppress(RuntimeError):  # the system permits no further thread
         report.start()
@@ -77,8 +84,9 @@ def _repository_problem(repository: Repository) -> str:
         report.cancel()
 
 
-def _report_silence(repository: Path) -> None:
-    sys.stderr.write(f"ortserve serve: repositories: '{repository}' has not answered for {_REPORT_S:g} s; waiting\n")
+def _report_silence(log_format: str, repository: Path) -> None:
+    text = f"repositories: '{repository}' has not answered for {_REPORT_S:g} s; waiting"
+    _write(log_format, "WARNING", "the server waits", text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -148,6 +156,15 @@ def _wide_formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=34, width=width)
 
 
-def _refuse(*problems: str) -> int:
-    sys.stderr.writelines(f"ortserve serve: {problem}\n" for problem in problems)
+def _refuse(log_format: str | None, *problems: str) -> int:
+    for problem in problems:
+        _write(log_format, "ERROR", "the server cannot start", problem)
     return 2
+
+
+def _write(log_format: str | None, level: str, message: str, reason: str) -> None:
+    """Write a line before the log is configured, in its format if that is JSON."""
+    line = f"ortserve serve: {reason}"
+    if log_format == "json":
+        line = json_line(time.time(), level, __name__, message, {"reason": reason})
+    sys.stderr.write(f"{line}\n")
