@@ -20,6 +20,8 @@ import tritonclient.grpc as triton
 
 from apart import UnavailableError
 from models import builders
+from ortserve.config.options import ServerOptions
+from ortserve.frontends.grpc.calls import SERVICE_NAME
 from proxies import find_proxy
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving
 
@@ -200,6 +202,15 @@ def test_status_and_details_are_transmitted(proxy: str) -> None:
         client.infer("nowhere", inputs(np.zeros((1, 4), np.float32)))
     assert caught.value.status() == "StatusCode.NOT_FOUND"
     assert caught.value.message() == "Request for unknown model: 'nowhere' is not found"
+
+
+def test_status_of_an_answer_before_the_end_of_its_request_is_transmitted(proxy: str) -> None:
+    with grpc.insecure_channel(proxy) as channel:
+        infer: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE_NAME}/ModelInfer")
+        too_large = bytes(ServerOptions().max_body_bytes + 1)
+        for _ in range(3):
+            code: grpc.StatusCode = infer.future(too_large, timeout=LONG_S).code()
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_many_concurrent_calls_are_answered(proxy: str) -> None:

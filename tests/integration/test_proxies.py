@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import grpc
 import httpx
 import numpy as np
 import onnxruntime
@@ -310,6 +311,28 @@ async def test_stream_continues_past_the_size_of_one_body(fleet: Fleet) -> None:
             n_answered += 1
             answered.release()
     assert n_answered == 5
+
+
+@pytest.mark.parametrize("fleet", PROXIES, indirect=True)
+async def test_stream_of_a_server_that_drains_ends_with_unavailable(fleet: Fleet) -> None:
+    await fleet.start_both()
+    given = triton_grpc.InferInput("x", (1, 64), "FP32")
+    given.set_data_from_numpy(fleet.load.rows[:1])
+
+    async def requests() -> AsyncIterator[dict[str, object]]:
+        yield {"model_name": "heavy", "inputs": [given]}
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(LONG_S), triton_grpc_aio.InferenceServerClient(fleet.proxy.grpc) as client:
+        answers = client.stream_infer(requests())
+        _, error = await anext(answers)
+        assert error is None
+        for server in fleet.servers.values():
+            server.send(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(answers)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "the server is shutting down" in (caught.value.details() or "")
 
 
 @pytest.mark.parametrize("fleet", ["nginx"], indirect=True)

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Final
 
+from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.long_reads import resume_reads
 
 _MAX_PIECES: Final = 256
@@ -10,6 +11,10 @@ _MAX_PIECES: Final = 256
 
 _MAX_PAUSED_BYTES: Final = 256 * 1024
 """Bytes of frames outside flow control that may be queued while the peer reads nothing. Above this, reading pauses."""
+
+_RESET_DELAY_S: Final = 0.05
+"""Time between the end of an answer and the reset that follows it. HAProxy 2.6 replaces the answer by CANCELLED if it
+reads both at once. The rest of the request that arrives meanwhile, at most a window of the stream, is discarded."""
 
 
 class FrameWriter:
@@ -36,6 +41,10 @@ class FrameWriter:
             self._paused_bytes += len(frame)
             if not self.may_read():
                 self._transport.pause_reading()  # a peer that does not read must not cause more answers
+
+    def reset_later(self, stream_id: int) -> None:
+        """End the request of an answered stream: the peer need not send the rest (RFC 9113, section 8.1)."""
+        self._loop.call_later(_RESET_DELAY_S, self.control, frames.rst_stream(stream_id, frames.ErrorCode.NO_ERROR))
 
     def put(self, part: bytes | memoryview) -> None:
         """Add bytes that the next flush writes. The caller must flush."""

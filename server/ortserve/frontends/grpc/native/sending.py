@@ -17,7 +17,7 @@ from ortserve.frontends.grpc.calls import MetadataEntry, status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.flood_limits import PART_CREDIT
 from ortserve.frontends.grpc.native.frame_writer import FrameWriter
-from ortserve.frontends.grpc.native.frames import ErrorCode, PeerSettings
+from ortserve.frontends.grpc.native.frames import PeerSettings
 from ortserve.frontends.grpc.native.header_blocks import (
     OK_STATUS,
     RESIZED_TO_NOTHING,
@@ -370,8 +370,8 @@ class Sending:
         self._close(stream)
 
     def _close(self, stream: Stream) -> None:
-        if not stream.is_half_closed:  # the rest of the request is not needed (RFC 9113, section 8.1)
-            self._writer.control(frames.rst_stream(stream.id, ErrorCode.NO_ERROR))
+        if not stream.is_half_closed:
+            self._writer.reset_later(stream.id)
         self._end_stream(stream)
 
     def _end_stream(self, stream: Stream) -> None:

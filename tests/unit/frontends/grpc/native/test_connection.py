@@ -299,6 +299,20 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
     on_wire(test)
 
 
+def test_reset_follows_later_than_an_answer_before_the_end_of_its_request() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open("/nothing/Here")
+        client.send(stream, framed(b"x"))
+        await client.exchange()
+        assert client.answers[stream].is_ended
+        await asyncio.sleep(0.01)  # in virtual time
+        assert await wire.turn() == b""
+        await asyncio.sleep(0.1)
+        assert await wire.turn() == frames.rst_stream(stream, frames.ErrorCode.NO_ERROR)
+
+    on_wire(test)
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "status", "text"),
     [
