@@ -90,7 +90,7 @@ def find_version(text: str) -> Subject:
 
 def _other_version(source: ModelSource, folder: Path, version: int, text: str) -> VersionSource:
     """A version that the version policy does not select."""
-    files = next(files for files in read_repositories([folder.parent]) if files.name == source.name)
+    (files,) = read_repositories([folder.parent], source.name)
     if version not in files.versions:
         known = ", ".join(map(str, sorted(files.versions)))
         raise invalid_input(f"{text}: expected a version out of {known}, got {version}")

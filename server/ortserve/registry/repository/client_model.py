@@ -238,10 +238,9 @@ def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelS
 
 def _find(name: str, roots: Sequence[Path]) -> ModelFiles:
     try:
-        found = read_repositories(roots)
+        files = next(iter(read_repositories(roots, name)), None)
     except ServeError:  # Its message names the folder, which clients must not learn.
         raise invalid_input("a repository cannot be read") from None
-    files = next((files for files in found if files.name == name), None)
     if files is None:
         raise invalid_input("it is in no repository and no files were sent")
     if files.problem:

@@ -5,6 +5,8 @@ in the model's folder, or ``<repository>/<name>.onnx``, which is version 1 of ``
 a file itself. No model file is opened here.
 """
 
+import errno
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,15 +80,15 @@ class ModelFiles:
         raise invalid_input(f"version folder {version} has no file {name}: it has {present}")
 
 
-def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
-    """List the models of all repositories, sorted by name.
+def read_repositories(roots: Sequence[Path], only: str | None = None) -> list[ModelFiles]:
+    """List the models of all repositories, sorted by name, or the model ``only``, without a look at the others.
 
     Raises:
         ServeError: invalid_input, if a repository is neither a readable folder nor a model file.
     """
     found: dict[str, ModelFiles] = {}
     for root in roots:
-        for model in _read_repository(root):
+        for model in _read_repository(root, only):
             if other := found.get(model.name):
                 model = ModelFiles(
                     model.name,
@@ -167,9 +169,9 @@ def _extensions_library() -> Path:
     )
 
 
-def _read_repository(root: Path) -> list[ModelFiles]:
+def _read_repository(root: Path, only: str | None) -> list[ModelFiles]:
     try:
-        entries = [root] if is_model_file(root) else sorted(root.iterdir())
+        entries = [root] if is_model_file(root) else _entries(root, only)
     except OSError as error:
         expected = "a folder of models or an .onnx file"
         raise invalid_input(f"repository {root}: expected {expected}, got: {error.strerror}") from None
@@ -181,9 +183,33 @@ def _read_repository(root: Path) -> list[ModelFiles]:
             found = _read_entry(entry)
         except OSError as error:
             found = ModelFiles(_printable(entry.name), problem=f"it cannot be read: {error.strerror}")
-        if found is not None:
+        if found is not None and only in (None, found.name):
             models.append(found)
     return models
+
+
+def _entries(root: Path, only: str | None) -> list[Path]:
+    """The entries of a repository, sorted. With ``only``, those that may be the model of this name."""
+    if only is None or "\\" in only:  # A backslash may be an escape of ``_printable``.
+        return sorted(root.iterdir())
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # Raises OSError as a listing would.
+    try:
+        return [root / name for name in (only, f"{only}.onnx") if _is_listed(name, folder)]
+    finally:
+        os.close(folder)
+
+
+def _is_listed(name: str, folder: int) -> bool:
+    """Whether a listing of an open folder would contain a name, which may come from a client."""
+    if name.startswith(".") or "/" in name or "\0" in name:
+        return False
+    try:
+        os.lstat(name, dir_fd=folder)
+    except UnicodeEncodeError:
+        return False
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENAMETOOLONG)
+    return True
 
 
 def _read_entry(entry: Path) -> ModelFiles | None:

@@ -120,13 +120,12 @@ def read_sources(
 def read_source(
     name: str, roots: Sequence[Path], defaults: LoadOptions, named: Collection[int] = ()
 ) -> ModelSource | None:
-    """Read one model, without the configuration of other models. Returns None if the model does not exist.
+    """Read one model, and nothing of other models. Returns None if the model does not exist.
 
     Raises:
         ServeError: invalid_input, if a repository is not a readable folder.
     """
-    found = next((files for files in read_repositories(roots) if files.name == name), None)
-    return None if found is None else _read_source(found, defaults, named)
+    return next((_read_source(files, defaults, named) for files in read_repositories(roots, name)), None)
 
 
 def make_source(files: ModelFiles, configuration: Configuration, named: Collection[int] = ()) -> ModelSource:

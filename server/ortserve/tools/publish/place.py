@@ -83,9 +83,8 @@ def find_place(target: str) -> Place:
         )
     if not name or name.startswith(".") or not name.isprintable() or name.endswith(".onnx") or "\\" in name:
         raise invalid_input(f"{target}: expected the name of a model after the repository, got '{name}'")
-    models = read_repositories([repository])
-    files = next((files for files in models if files.name == name), None)
-    if version_of(name) and any(model.name == repository.name for model in read_repositories([repository.parent])):
+    files = next(iter(read_repositories([repository], name)), None)
+    if version_of(name) and read_repositories([repository.parent], repository.name):
         raise invalid_input(f"{target}: expected REPOSITORY/name without a version, which publish chooses")
     if (repository / f"{name}.onnx").is_file():
         moved = f"mkdir -p {name}/1 && mv {name}.onnx {name}/1/model.onnx"

@@ -1,7 +1,9 @@
 """Models found in folders of the test. The files are not models, because no file is opened."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -247,3 +249,63 @@ def test_model_file_can_be_a_repository(tmp_path: Path) -> None:
 
 def test_empty_repository_has_no_models(tmp_path: Path) -> None:
     assert read_repositories([tmp_path]) == []
+
+
+def test_one_model_is_read_as_among_all(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    touch(one, "both/1/model.onnx", "both.onnx", "f.onnx/1/model.onnx", "f.onnx.onnx", ".h/1/model.onnx", ".h.onnx")
+    touch(
+        one, "a\nb/1/model.onnx", "a\\nb.onnx", os.fsdecode(b"n\xff.onnx"), "text", "e/", "m.onnx", "z" * 250 + ".onnx"
+    )
+    touch(two, "m/1/model.onnx", "only.onnx")
+    for link, to in (("long", "x" * 300), ("gone.onnx", "none"), ("lost", "none"), ("link", "both")):
+        (one / link).symlink_to(to)
+    others = {
+        "",
+        ".",
+        "..",
+        "/",
+        "m/1",
+        "one/m",
+        "../one/m",
+        "./m",
+        "m/",
+        "f",
+        "a\nb",
+        "m\0",
+        "\ud800",
+        ".h",
+        "text",
+        "lost",
+    }
+    others |= {"none", "m.onnx", "q" * 256, "q" * 5000, os.fsdecode(b"n\xff")}
+    for roots in ([one], [one, two], [one / "m.onnx", two]):
+        found = {files.name: [files] for files in read_repositories(roots)}
+        for name in others | found.keys():
+            assert read_repositories(roots, name) == found.get(name, []), name
+    with pytest.raises(ServeError, match="expected a folder of models"):
+        read_repositories([one, tmp_path / "none"], "both")
+
+
+def test_one_model_is_read_without_a_look_at_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load on demand reads one model, and a repository may have thousands."""
+    touch(tmp_path, *(f"m{number}/1/model.onnx" for number in range(100)))
+    calls: list[Path] = []
+
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(path: Any, *arguments: Any, dir_fd: int | None = None, **options: Any) -> Any:
+            calls.append(Path(path) if dir_fd is None else tmp_path / path)
+            return function(path, *arguments, **options) if dir_fd is None else function(path, dir_fd=dir_fd)
+
+        return noted
+
+    for function in (os.stat, os.lstat, os.listdir, os.scandir, os.open):
+        monkeypatch.setattr(os, function.__name__, note(function))
+    (model,) = read_repositories([tmp_path], "m7")
+    read = set(calls) - {tmp_path}
+    assert model.versions == {1: tmp_path / "m7/1/model.onnx"}
+    assert tmp_path / "m7" in read
+    assert all(path.is_relative_to(tmp_path / "m7") for path in read - {tmp_path / "m7.onnx"})
+    calls.clear()
+    assert len(read_repositories([tmp_path])) == 100
+    assert len(calls) > 100
