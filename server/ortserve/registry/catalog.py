@@ -151,6 +151,8 @@ class Catalog:
         self._records: dict[str, dict[int, VersionRecord]] = {}
         self._serving: dict[tuple[str, str], ServedVersion] = {}
         """Serving versions by model and by the version that a request names: a number, a label, or the empty string."""
+        self._keys: dict[str, list[tuple[str, str]]] = {}
+        """The keys in ``_serving`` of each model of which a version serves."""
         self._labels: dict[str, Mapping[str, int]] = {}
         self._rollouts: dict[str, Rollout] = {}
         self.is_complete = False
@@ -181,6 +183,10 @@ class Catalog:
     def names(self) -> list[str]:
         """The known models, in the order of their first records."""
         return list(self._records)
+
+    def serving(self) -> list[str]:
+        """The models of which a version serves."""
+        return list(self._keys)
 
     def of(self, name: str) -> Mapping[int, VersionRecord]:
         """The records of a model by version; empty for an unknown model."""
@@ -222,21 +228,25 @@ class Catalog:
         """
         was_answered = (name, "") in self._serving
         coming = max((record.version for record in self.of(name).values() if record.is_loading), default=0)
-        for key in [key for key in self._serving if key[0] == name]:
+        for key in self._keys.pop(name, ()):
             del self._serving[key]
+        found: dict[str, ServedVersion] = {}
         for record in self.ready(name):
             assert record.served is not None
-            self._serving[name, str(record.version)] = record.served
+            found[str(record.version)] = record.served
             if was_answered or record.version > coming:
-                self._serving[name, ""] = record.served
+                found[""] = record.served
         labels = self.labels(name)
         for label, version in labels.items():
-            if (served := self._serving.get((name, str(version)))) is not None:
-                self._serving[name, label] = served
+            if (served := found.get(str(version))) is not None:
+                found[label] = served
         if STABLE in labels:
-            self._serving.pop((name, ""), None)
-            if (served := self._serving.get((name, STABLE))) is not None:
-                self._serving[name, ""] = served
+            found.pop("", None)
+            if (served := found.get(STABLE)) is not None:
+                found[""] = served
+        if found:
+            self._keys[name] = [(name, version) for version in found]
+            self._serving.update(zip(self._keys[name], found.values(), strict=True))
         self._attach_rollout(name)
 
     def set_rollout(self, name: str, rollout: Rollout | None) -> None:

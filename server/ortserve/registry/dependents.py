@@ -1,4 +1,4 @@
-"""Computes from the sources of models which ensembles contain which models. Pure."""
+"""Computes the members of ensembles from the sources of models. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -43,19 +43,14 @@ def required_versions(source: ModelSource, member: str) -> list[int]:
     return sorted(found or {LATEST})
 
 
-def dependents_of(name: str, sources: Mapping[str, ModelSource]) -> list[str]:
-    """The ensembles that have the model ``name`` as a direct member."""
-    return [ensemble for ensemble, source in sources.items() if name in members_of(source)]
-
-
 def reject_cycles(sources: Iterable[ModelSource], known: Mapping[str, ModelSource]) -> list[ModelSource]:
     """The sources. For each ensemble that contains itself, the source has a problem instead of versions.
 
     ``known`` are the sources of other models.
     """
     loading = list(sources)
-    members = {name: members_of(source) for name, source in known.items()}
-    members |= {source.name: members_of(source) for source in loading}
+    found = {**known, **{source.name: source for source in loading}}
+    members = {name: members_of(found[name]) for name in closure_of([source.name for source in loading], found)}
     return [
         replace(source, versions={}, problem=circular(cycle)) if (cycle := find_cycle(source.name, members)) else source
         for source in loading

@@ -11,7 +11,7 @@ from ortserve.config.ensemble import LATEST
 from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.changes import Changes
-from ortserve.registry.dependents import closure_of, dependents_of, members_of, reject_cycles, required_versions
+from ortserve.registry.dependents import closure_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
@@ -58,6 +58,8 @@ class Reconciler:
         self._clock = clock
         self._on_versions = on_versions
         self._retries = LoadRetries()
+        self._ensembles: dict[str, None] = {}
+        """The models that have been ensembles since they were loaded: of thousands of models, few or none."""
         self._served: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that served last, for a model that is evicted before its next versions load."""
         self._left: dict[str, dict[int, VersionSource]] = {}
@@ -86,14 +88,15 @@ class Reconciler:
 
     def dependents_of(self, name: str) -> list[str]:
         """The ensembles with a model as a member, by their latest source or by what serves because that failed."""
-        holding = (
-            record.model
-            for record in self._catalog.records()
-            if record.state is State.READY
-            and isinstance(record.served, ServedEnsemble)
-            and name in [member.name for member in record.served.members]
-        )
-        dependents = dict.fromkeys((*dependents_of(name, self._sources), *holding))
+        dependents = [
+            ensemble
+            for ensemble in self._ensembles
+            if name in members_of(self._sources.get(ensemble))
+            or any(
+                isinstance(record.served, ServedEnsemble) and name in [member.name for member in record.served.members]
+                for record in self._catalog.ready(ensemble)
+            )
+        ]
         # An ensemble that contains another one comes after it, so that both never use different loads of the model.
         return sorted(dependents, key=lambda one: len(closure_of([one], self._sources)))
 
@@ -155,6 +158,8 @@ class Reconciler:
         """
         name = source.name
         self._sources[name] = source
+        if members_of(source):
+            self._ensembles[name] = None
         if source.problem:
             if is_forced:
                 await self._load_earlier(source, is_awaited=is_awaited)
@@ -311,6 +316,7 @@ class Reconciler:
     async def remove(self, name: str) -> ModelSource | None:
         """Take a model out of service and forget its source. Returns the source. The caller holds the model's lock."""
         source = self._sources.pop(name, None)
+        self._ensembles.pop(name, None)
         self._retries.forget(name)
         self._served.pop(name, None)
         self._left.pop(name, None)

@@ -229,6 +229,9 @@ class MemoryRoom:
         Raises:
             NoRoomError: There is no room now, nor within the time that the load may wait.
         """
+        needs_gpu = self._gpu_budget_bytes is not None and bool(cost.on_devices)
+        if not needs_gpu and all(budget.excess <= 0 for budget in self._budgets(cost, ())):
+            return 0  # The host has room, and no model need be looked at: there may be thousands.
         now_ns = self._clock()
         residents = self._keep_members(record, self._residents(record.model))
         is_start = not self._catalog.is_complete
@@ -354,8 +357,7 @@ class MemoryRoom:
         return found
 
     def _residents(self, loading: str) -> list[Resident]:
-        names = {record.model for record in self._catalog.records() if record.state is State.READY}
-        return [self._resident(name, self._catalog.ready(name), loading) for name in names]
+        return [self._resident(name, self._catalog.ready(name), loading) for name in self._catalog.serving()]
 
     def _resident(self, name: str, records: list[VersionRecord], loading: str) -> Resident:
         served = [record.served for record in records if record.served is not None]

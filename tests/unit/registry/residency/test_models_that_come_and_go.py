@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import os
+import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -844,3 +847,45 @@ async def test_unloaded_version_does_not_come_back_when_the_next_one_fails(tmp_p
     with pytest.raises(ServeError, match="version 2 is at UNAVAILABLE state: "):
         await registry.load("m")
     assert State.READY not in {state for state, _ in states(registry, "m").values()}
+
+
+@pytest.mark.parametrize(("policy", "budget_bytes"), [("on_demand", 3 * MIB), ("start", 1024 * MIB)])
+async def test_load_costs_the_loop_the_same_beside_many_models(
+    tmp_path: Path, make: Make, policy: str, budget_bytes: int
+) -> None:
+    """With the small budget, ``a`` is loaded in place of ``b``; with the large one, beside all others."""
+    options = f"load_policy: {policy}"
+    for name in ("a", "b"):
+        put(tmp_path, name, options=options)
+    registry = make(budget_bytes)
+    await registry.load_all()
+
+    async def count_calls() -> Counter[str]:
+        """Count calls on the loop's thread, except the ledger's sums, which take 0.1 µs for each model in memory."""
+        await registry.unload("a")
+        await ask(registry, "b")
+        for record in registry.records():
+            record.stays_until_ns = 0  # Otherwise the load might have to wait, which takes further calls.
+        counts: Counter[str] = Counter()
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            if event == "call" and not frame.f_code.co_filename.endswith("ledger.py"):
+                counts[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
+
+        sys.setprofile(note)
+        try:
+            await registry.load("a")
+        finally:
+            sys.setprofile(None)
+        return counts
+
+    await count_calls()  # From the second load on, its cost is known.
+    few = await count_calls()
+    for number in range(60):
+        put(tmp_path, f"other{number}", options=options)
+    await registry.poll()
+    many = await count_calls()
+    in_memory = [record.model for record in registry.records() if record.state is State.READY]
+    assert len(in_memory) == (1 if policy == "on_demand" else 62)
+    assert few.total() > 200
+    assert (many - few).total() < 50, (many - few).most_common(5)
