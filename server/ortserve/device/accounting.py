@@ -120,10 +120,11 @@ def _totals(entries: Iterable[tuple[str, Mapping[str, int]]]) -> dict[str, dict[
 
 def sum_bytes(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Add up bytes by name."""
-    total: Counter[str] = Counter()
+    total: dict[str, int] = {}
     for part in parts:
-        total.update(part)
-    return dict(total)
+        for name, nbytes in part.items():
+            total[name] = total.get(name, 0) + nbytes
+    return total
 
 
 def format_bytes(nbytes: int) -> str:

@@ -199,10 +199,8 @@ class Catalog:
 
     def ready(self, name: str) -> list[VersionRecord]:
         """The versions of a model that serve now, ascending."""
-        return sorted(
-            (record for record in self.of(name).values() if record.state is State.READY),
-            key=lambda record: record.version,
-        )
+        ready = [record for record in self.of(name).values() if record.state is State.READY]
+        return sorted(ready, key=lambda record: record.version) if len(ready) > 1 else ready
 
     def lacks_room(self, name: str) -> bool:
         """Whether a version of a model was evicted, or got no room in memory, which it may get later."""

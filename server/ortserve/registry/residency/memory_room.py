@@ -364,8 +364,8 @@ class MemoryRoom:
         return Resident(
             name,
             self._held(records),
-            max(max(record.ready_ns, record.metrics.last_done_ns) for record in records),
-            max(record.stays_until_ns for record in records),
+            max([max(record.ready_ns, record.metrics.last_done_ns) for record in records]),
+            max([record.stays_until_ns for record in records]),
             is_kept=name == loading or self._must_stay(name) or any(version.has_sequences for version in served),
             is_pinned=any(version.options.is_pinned for version in served),
             is_busy=any(version.is_busy for version in served),
@@ -375,9 +375,10 @@ class MemoryRoom:
         )
 
     def _held(self, records: Iterable[VersionRecord]) -> dict[str, int]:
-        """Bytes that versions hold, by device or ``HOST``."""
-        parts = [record.served.device_bytes() for record in records if record.served is not None]
-        parts += [{HOST: record.account.nbytes} for record in records if record.account is not None]
+        """Bytes that versions hold in the memory with a budget, by device or ``HOST``."""
+        parts: list[Mapping[str, int]] = [{HOST: record.account.nbytes} for record in records if record.account]
+        if self._gpu_budget_bytes is not None:
+            parts += [record.served.device_bytes() for record in records if record.served is not None]
         return sum_bytes(parts)
 
 

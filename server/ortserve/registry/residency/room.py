@@ -77,7 +77,7 @@ def plan_room(excess: Mapping[str, int], residents: Sequence[Resident], now_ns: 
 
     def evicted_with(resident: Resident) -> list[Resident]:
         """The model, and the ensembles that must be evicted before it."""
-        return [resident, *holders[resident.name]]
+        return [resident, *holders.get(resident.name, ())]
 
     def stays_until_ns(resident: Resident) -> int:
         return max(each.stays_until_ns for each in evicted_with(resident))
@@ -96,7 +96,7 @@ def plan_room(excess: Mapping[str, int], residents: Sequence[Resident], now_ns: 
     if until_ns > now_ns:
         return RoomPlan(wait_until_ns=until_ns)
     leaving = dict.fromkeys(each.name for resident in chosen for each in evicted_with(resident))
-    return RoomPlan(tuple(sorted(leaving, key=lambda name: len(holders[name]))))
+    return RoomPlan(tuple(sorted(leaving, key=lambda name: len(holders.get(name, ())))))
 
 
 def choose_holders(
@@ -150,8 +150,8 @@ def in_start_order(residents: Sequence[Resident], order: Mapping[str, int], load
 
 
 def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:
-    """For each model, the ensembles that contain it at any depth."""
-    direct: dict[str, list[Resident]] = {resident.name: [] for resident in residents}
+    """For each model that ensembles contain, these ensembles, at any depth."""
+    direct: dict[str, list[Resident]] = {}
     for resident in residents:
         for member in resident.members:
             direct.setdefault(member, []).append(resident)
@@ -163,7 +163,7 @@ def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:
             holder = pending.pop()
             if holder.name not in above:
                 above[holder.name] = holder
-                pending += direct[holder.name]
+                pending += direct.get(holder.name, ())
         found[name] = list(above.values())
     return found
 
