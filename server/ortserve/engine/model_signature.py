@@ -1,8 +1,9 @@
 """The served inputs and outputs of a model, from its session and its file."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import onnxruntime as ort
@@ -14,7 +15,7 @@ from ortserve.engine.encoded_images import find_images
 from ortserve.engine.runs import can_return_bfloat16
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import UNREADABLE, Dims, Model
-from ortserve.rows import find_needed_sizes
+from ortserve.rows import Sizes, find_sizes
 
 _ELEMENTS: Final = {
     "bool": DataType.BOOL,
@@ -40,7 +41,11 @@ _OPTIONAL: Final = "optional("
 
 
 def read_signature(
-    session: ort.InferenceSession, model: Model = UNREADABLE, *, served_outputs: Collection[str] = ()
+    session: ort.InferenceSession,
+    model: Model = UNREADABLE,
+    *,
+    served_outputs: Collection[str] = (),
+    sizes: Callable[[], Sizes] | None = None,
 ) -> ModelSignature:
     """Derive the served inputs and outputs.
 
@@ -57,19 +62,23 @@ def read_signature(
         session: The session of the model.
         model: The model's file, which declares shapes that the API does not return.
         served_outputs: If not empty, output sequences that it does not contain are left out.
+        sizes: Returns what ``rows.find_sizes`` finds with ``keeps_targets``, if the caller uses it for more; None to
+            find it here.
 
     Raises:
         ServeError: unsupported: the protocols cannot carry an input that the model needs, or any of its outputs;
             invalid_input: the model has no outputs, or a name is not UTF-8.
     """
     try:
-        return _read_signature(session, model, served_outputs)
+        return _read_signature(session, model, served_outputs, sizes or partial(find_sizes, model, keeps_targets=True))
     except UnicodeDecodeError as error:  # ONNX Runtime's Python API gives no better error
         name = error.object.decode("utf-8", "backslashreplace")
         raise invalid_input(f"names of inputs, outputs and dimensions: expected UTF-8, got '{name:.100}'") from None
 
 
-def _read_signature(session: ort.InferenceSession, model: Model, served_outputs: Collection[str]) -> ModelSignature:
+def _read_signature(
+    session: ort.InferenceSession, model: Model, served_outputs: Collection[str], sizes: Callable[[], Sizes]
+) -> ModelSignature:
     declared_inputs, declared_outputs, images = model.graph.inputs, model.graph.outputs, find_images(model)
     inputs, unserved_inputs = _read_inputs(session.get_inputs())
     inputs = [replace(spec, is_image=True) if spec.name in images else spec for spec in inputs]
@@ -82,7 +91,7 @@ def _read_signature(session: ort.InferenceSession, model: Model, served_outputs:
         for spec in _with_any_shape(inputs, names)
     ]
     if any(-1 in spec.shape[1:] for spec in inputs):  # the first axis usually has the rows
-        needed = find_needed_sizes(model)
+        needed = sizes().needed
         inputs = [_with_needed_shape(spec, needed.get(spec.name, ())) for spec in inputs]
     outputs = _with_any_shape(outputs, names)
     dims = {declared.name: declared.element_dims for declared in declared_outputs}

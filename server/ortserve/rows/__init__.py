@@ -12,7 +12,7 @@ a batch as a whole, because of one row or of a node that no output needs; then t
 """
 
 from ortserve.rows.number import DEPENDENT, Atom, N, Number, Product, atoms_of, has_atom
-from ortserve.rows.sizes import find_needed_sizes, find_sizes
+from ortserve.rows.sizes import Sizes, find_sizes
 from ortserve.rows.values import Facts, Kind, Value
 from ortserve.rows.verdict import (
     Axes,
@@ -39,12 +39,12 @@ __all__ = [
     "Outcome",
     "Product",
     "RowVerdict",
+    "Sizes",
     "TooMuchWorkError",
     "Value",
     "atoms_of",
     "claims",
     "constant_value",
-    "find_needed_sizes",
     "find_sizes",
     "has_atom",
     "prove_axes",

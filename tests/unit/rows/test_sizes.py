@@ -9,7 +9,7 @@ from onnx import parser
 
 from ortserve.engine.corrections.operator_checks import check_edits
 from ortserve.model_file.reading import read_model
-from ortserve.rows import Value, find_needed_sizes, find_sizes
+from ortserve.rows import Value, find_sizes
 from rows.brute_force import Observation
 from rows.cases import fill_weights
 from rows.claims import Check
@@ -28,7 +28,7 @@ def known(folder: Path, inputs: str, nodes: str, weights: str = "") -> Value:
 def found(folder: Path, text: str) -> Value:
     onnx.save(parser.parse_model(text), str(folder / "model.onnx"))
     model = read_model(folder / "model.onnx")
-    return find_sizes(model)[id(model.graph)]["y"]
+    return find_sizes(model).tensors[id(model.graph)]["y"]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -37,7 +37,7 @@ def test_claims_hold_for_random_graphs(tmp_path: Path, grown: Callable[[int], Gr
     graph = grown(seed)
     onnx.save(graph.model(), str(tmp_path / "model.onnx"))
     model = read_model(tmp_path / "model.onnx")
-    claims = find_sizes(model)[id(model.graph)]
+    claims = find_sizes(model).tensors[id(model.graph)]
     for run in zip(*graph.values.values(), strict=True):
         check = Check(claims)
         for name, array in zip(graph.values, run, strict=True):
@@ -119,7 +119,7 @@ def test_sizes_that_a_model_needs_are_those_of_its_parameters(
     model = parser.parse_model(text)
     fill_weights(model)
     onnx.save(model, str(tmp_path / "model.onnx"))
-    assert find_needed_sizes(read_model(tmp_path / "model.onnx")) == {"x": [None, needed]}
+    assert find_sizes(read_model(tmp_path / "model.onnx"), keeps_targets=True).needed == {"x": [None, needed]}
 
 
 def test_images_need_the_channels_of_the_first_convolution(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_images_need_the_channels_of_the_first_convolution(tmp_path: Path) -> No
     model = parser.parse_model(text)
     fill_weights(model)
     onnx.save(model, str(tmp_path / "model.onnx"))
-    assert find_needed_sizes(read_model(tmp_path / "model.onnx")) == {"x": [None, 3, None, None]}
+    assert find_sizes(read_model(tmp_path / "model.onnx"), keeps_targets=True).needed == {"x": [None, 3, None, None]}

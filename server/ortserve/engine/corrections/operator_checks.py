@@ -7,7 +7,7 @@ ONNX Runtime. All other results stay as they are, bit by bit.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Final
 
@@ -38,7 +38,7 @@ def check_edits(model: Model) -> Edits:
     if not has_any_rank and not any((node.domain, node.op) in kinds for node in all_nodes(model)):
         return {}
     declared = {declared.name: declared.dims for declared in model.graph.inputs}
-    sizes = cache(partial(find_sizes, model))
+    sizes = cache(lambda: find_sizes(model).tensors)
     edits: dict[tuple[int, str], bytes | Rewired] = {}
     for scope, graph in _graphs(model.graph):
         scales = {node.outputs[1] for node in graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.paths import NO_FILE, is_other, open_file
 from ortserve.registry.load.row_axes import RowAxes, find_row_axes
 from ortserve.registry.repository.model_files import operator_libraries
+from ortserve.rows import Sizes, find_sizes
 
 _PIECE_BYTES: Final = 1 << 20
 
@@ -28,6 +30,8 @@ class AnalysedModel:
         folder: Folder of the model and the files that its options name; None for a model that is a single file.
         content: Content of the file: its graph, without large weights.
         rows: The axes along which rows run together, and the grounds for it.
+        sizes: Returns what ``rows.find_sizes`` finds with ``keeps_targets``. Several steps of a load need it, or none;
+            it is found once.
     """
 
     path: Path
@@ -36,6 +40,7 @@ class AnalysedModel:
     folder: Path | None
     content: Model
     rows: RowAxes
+    sizes: Callable[[], Sizes]
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +81,8 @@ def analyse_model(path: Path, name: str, options: ModelOptions, folder: Path | N
         ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.
     """
     content = read_model(path)
-    return AnalysedModel(path, name, options, folder, content, find_row_axes(content, options))
+    sizes = cache(partial(find_sizes, content, keeps_targets=True))
+    return AnalysedModel(path, name, options, folder, content, find_row_axes(content, options), sizes)
 
 
 def _reject_others(*files: Path) -> None:

@@ -12,7 +12,7 @@ elements crash on several threads. InstanceNormalization of FP16 writes to unmap
 The searches, which generate text, read the word in front of a prompt of length 0.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -27,7 +27,7 @@ from ortserve.model_file.graph import (
     is_plain_product,
     names_read,
 )
-from ortserve.rows import Atom, Value, atoms_of, find_sizes, has_atom
+from ortserve.rows import Atom, Sizes, Value, atoms_of, has_atom
 
 _JOINS: Final = frozenset({"Concat", "ConcatFromSequence", "QLinearConcat"})
 _QUANTIZED_PRODUCTS: Final = {"QGemm": 3, "QLinearMatMul": 3} | dict.fromkeys(
@@ -75,7 +75,9 @@ class _Axis:
     axis: int
 
 
-def find_empty_axes(model: Model, *, computes_empty: bool) -> Mapping[str, frozenset[int]] | None:
+def find_empty_axes(
+    model: Model, sizes: Callable[[], Sizes], *, computes_empty: bool
+) -> Mapping[str, frozenset[int]] | None:
     """The axes along which each input may be empty. None if no node has a problem with empty tensors.
 
     An axis is left out if an empty tensor may reach a Concat along another axis, a quantized product of matrices that
@@ -85,12 +87,13 @@ def find_empty_axes(model: Model, *, computes_empty: bool) -> Mapping[str, froze
 
     Args:
         model: The model.
+        sizes: Returns what ``rows.find_sizes`` finds with ``keeps_targets``. Called only if a node has a problem.
         computes_empty: Whether the execution provider computes products of empty tensors that are not quantized, and
             blocks of empty tensors (``engine.corrections.empty_checks.computes_empty``).
     """
     if not any(_may_fail_on_empty(node, model.graph.constants, computes_empty) for node in all_nodes(model)):
         return None
-    paths = _Paths(model, computes_empty)
+    paths = _Paths(model, sizes(), computes_empty)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
     return {
         declared.name: frozenset(
@@ -103,11 +106,11 @@ def find_empty_axes(model: Model, *, computes_empty: bool) -> Mapping[str, froze
 class _Paths:
     """Follows empty tensors from the inputs of a model through its nodes."""
 
-    def __init__(self, model: Model, computes_empty: bool) -> None:
+    def __init__(self, model: Model, sizes: Sizes, computes_empty: bool) -> None:
         self._functions = model.functions
         self._opset = model.opsets.get("", _JOINED_BY_CONCAT)
         self._computes_empty = computes_empty
-        self._tensors = find_sizes(model, keeps_targets=True)
+        self._tensors = sizes.tensors
         self._known: Mapping[str, Value] = self._tensors.get(id(model.graph), {})
         """What is known about the tensors of the graph that is followed, if no input is empty."""
         self._names: dict[_Axis, str | _Axis] = {}

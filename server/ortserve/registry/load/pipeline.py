@@ -225,7 +225,8 @@ class _Load:
             served = (*served, *(state.output for state in options.sequences.states))
         try:
             self.progress.begin("reading its signature and samples")
-            own = model.rows.apply(read_signature(opened.session, model.content, served_outputs=served))
+            read = read_signature(opened.session, model.content, served_outputs=served, sizes=model.sizes)
+            own = model.rows.apply(read)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
             interface = resolve_interface(options, own, model.folder)
@@ -333,7 +334,9 @@ class _Load:
             unbounded_because=self._why_off_loop(interface),
             classes=self.classes,
             provenance=read_provenance(self.model.path, self.model.folder),
-            empty_axes=find_empty_axes(self.model.content, computes_empty=computes_empty(warm.choice.name)),
+            empty_axes=find_empty_axes(
+                self.model.content, self.model.sizes, computes_empty=computes_empty(warm.choice.name)
+            ),
         )
 
     def _why_off_loop(self, interface: Interface) -> str:

@@ -1,5 +1,6 @@
 """The axes along which inputs may be empty, compared with the outputs that ONNX Runtime does not write."""
 
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -8,6 +9,7 @@ from onnx import parser
 
 from ortserve.model_file.reading import read_model
 from ortserve.registry.load.empty_axes import find_empty_axes
+from ortserve.rows import find_sizes
 
 _PAST = "float[batch,2,past,4] past"
 _NEW = "float[batch,2,length,4] new"
@@ -21,7 +23,7 @@ def found(
     model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
     onnx.save(model, str(folder / "model.onnx"))
     content = read_model(folder / "model.onnx")
-    axes = find_empty_axes(content, computes_empty=computes_empty)
+    axes = find_empty_axes(content, partial(find_sizes, content, keeps_targets=True), computes_empty=computes_empty)
     if axes is None:
         return None
     dims = {declared.name: declared.dims or () for declared in content.graph.inputs}
