@@ -176,6 +176,10 @@ class Catalog:
             return served
         raise self._error(name, version)
 
+    def serves(self, name: str, version: str) -> bool:
+        """Whether a version would answer a request, as ``find`` chooses it."""
+        return (name, version) in self._serving
+
     def knows(self, name: str) -> bool:
         """Whether the model has ever had a record."""
         return name in self._records

@@ -83,7 +83,10 @@ class Reconciler:
         return [
             member
             for member in members_of(ensemble)
-            if not all(self._serves(member, version) for version in required_versions(ensemble, member))
+            if not all(
+                self._catalog.serves(member, "" if version == LATEST else str(version))
+                for version in required_versions(ensemble, member)
+            )
         ]
 
     def dependents_of(self, name: str) -> list[str]:
@@ -99,14 +102,6 @@ class Reconciler:
         ]
         # An ensemble that contains another one comes after it, so that both never use different loads of the model.
         return sorted(dependents, key=lambda one: len(closure_of([one], self._sources)))
-
-    def _serves(self, name: str, version: int) -> bool:
-        """Whether a version of a model serves. LATEST stands for the one that answers requests without a version."""
-        try:
-            self._catalog.find(name, "" if version == LATEST else str(version))
-        except ServeError:
-            return False
-        return True
 
     async def apply_all(self, sources: Iterable[ModelSource], *, forced: Collection[str]) -> None:
         """Apply the sources of different models concurrently, and those of ensembles after their members.
