@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import ortserve  # noqa: F401
 from preloaded import PreloadedPopen
+from rewritten import rewrite_share
 
 # Other work on the machine makes examples slow, which is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +50,14 @@ def importable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def preloaded_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the commands of ``ortserve`` and the processes that they start from one that has imported their packages."""
     monkeypatch.setattr(subprocess, "Popen", PreloadedPopen)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Share the rewriting of assertions between the workers of pytest-xdist."""
+    if worker := getattr(session.config, "workerinput", None):
+        files = sorted(Path(__file__).parent.rglob("test_*.py"))
+        number = int(worker["workerid"].removeprefix("gw"))
+        rewrite_share(session.config, files, number, worker["workercount"])
 
 
 def pytest_collection_finish() -> None:
