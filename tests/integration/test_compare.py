@@ -11,7 +11,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
-from sklearn.datasets import load_digits
 
 from models import builders, members, sequences
 from models.members import add_ensemble
@@ -74,6 +73,8 @@ def noisy(tmp_path: Path) -> Path:
 @pytest.fixture
 def samples(tmp_path: Path) -> tuple[Path, Path]:
     """Images and their digits."""
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     np.savez(tmp_path / "data.npz", image=data.images[:301, None].astype(np.float32))
     np.save(tmp_path / "labels.npy", data.target[:301])

@@ -10,8 +10,6 @@ import onnxruntime
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from ortserve.example import repository_path
 from servers import LONG_S, ServerProcess, json_input, rest_url
@@ -26,6 +24,9 @@ Predict: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 @pytest.fixture(scope="module")
 def held_out() -> tuple[np.ndarray, np.ndarray]:
     """The images FP32 [450, 1, 8, 8] that are not in the model's training data, and their labels."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     data = load_digits()
     images = data.images.astype(np.float32)[:, np.newaxis]
     _, held_out_images, _, held_out_labels = train_test_split(

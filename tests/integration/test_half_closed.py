@@ -58,14 +58,15 @@ def generate(model: str) -> bytes:
     return post(model, b'{"x": [[1, 2, 3, 4]]}').replace(b"/infer", b"/generate")
 
 
+WIDE_BODY: Final = body(0.123, COUNT)
 INDEX: Final = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 CASES: Final = {
     "infer": (post("identity", body()), [200]),
     "slow": (post("slow", body()), [200]),
     "HTTP/1.0": (post("slow", body(), version="1.0").replace(b"Host: x\r\n", b""), [200]),
-    "large body": (post("wide", body(0.123, COUNT)), [200]),
+    "large body": (post("wide", WIDE_BODY), [200]),
     "compressed body": (post("slow", gzip.compress(body()), "Content-Encoding: gzip"), [200]),
-    "compressed answer": (post("wide", body(0.123, COUNT), "Accept-Encoding: gzip"), [200]),
+    "compressed answer": (post("wide", WIDE_BODY, "Accept-Encoding: gzip"), [200]),
     "generate": (generate("slow"), [200]),
     "metadata": (get("/v2/models/identity"), [200]),
     "control": (INDEX, [200]),
@@ -73,7 +74,7 @@ CASES: Final = {
     "pipelined": (post("slow", body()) + get("/v2") + generate("slow") + post("identity", body()), [200] * 4),
     "body that ends early": (post("identity", body())[:-1], [400]),
     "head that ends early": (post("identity", body())[:30], [400]),
-    "large body that ends early": (post("wide", body(0.123, COUNT))[:-1], [400]),
+    "large body that ends early": (post("wide", WIDE_BODY)[:-1], [400]),
     "control body that ends early": (INDEX[:-1], [400]),
     "body that ends early behind another": (post("slow", body()) + post("identity", body())[:-1], [200, 400]),
     "no request behind another": (post("slow", body()) + b"no request\r\n\r\n", [200, 400]),

@@ -16,7 +16,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from sklearn.datasets import load_digits
 
 from models import builders
 from ortserve.cli.main import main
@@ -35,6 +34,8 @@ LIMIT_S = 100.0
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 images: ``images.npz``, the last 100 in ``other.npz``, and their labels."""
+    from sklearn.datasets import load_digits
+
     folder = tmp_path_factory.mktemp("data")
     digits = load_digits()
     images = digits.images[:200].astype(np.float32)[:, np.newaxis]
