@@ -37,7 +37,7 @@ from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
-SCHEDULES = int(os.environ.get("ORTSERVE_TEST_SCHEDULES", "1500"))
+SCHEDULES = int(os.environ.get("ORTSERVE_TEST_SCHEDULES", "750"))
 FIRST_SEED = int(os.environ.get("ORTSERVE_TEST_SEED", "0"))
 BLOCKS = 20
 

@@ -412,10 +412,10 @@ def test_models_with_short_and_long_batches_get_the_same_time(is_known: bool) ->
     async def main(backlogged: Backlogged) -> None:
         backlogged.add(1 * MS, is_known=is_known)
         backlogged.add(20 * MS, is_known=is_known)
-        await asyncio.sleep(10)
+        await asyncio.sleep(4)
         short, long = backlogged.worked_ns(0), backlogged.worked_ns(1)
         assert abs(short - long) <= 2 * 20 * MS
-        assert short + long >= 9.9 * S, "and the device is never idle"
+        assert short + long >= 3.96 * S, "and the device is never idle"
 
     play_backlogged(main)
 
@@ -424,7 +424,7 @@ def test_model_whose_runs_are_on_the_loop_gets_no_more_of_the_device() -> None:
     async def main(backlogged: Backlogged) -> None:
         backlogged.add(MS // 5)  # the longest run that the loop does
         backlogged.add(20 * MS)
-        await asyncio.sleep(4)
+        await asyncio.sleep(2)
         assert all(run.is_inline for run in backlogged.runners[0][0].runs[:100])
         assert backlogged.worked_ns(0) == pytest.approx(backlogged.worked_ns(1), rel=0.02)
 
