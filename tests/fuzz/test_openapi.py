@@ -9,7 +9,7 @@ import pytest
 
 from servers import SHORT_WARMUP, serving
 
-EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "10")
+EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "3")
 
 
 @pytest.mark.timeout(400)  # the cases of `make fuzz` take a minute on an idle machine
