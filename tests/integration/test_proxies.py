@@ -231,7 +231,7 @@ async def test_killed_server_loses_no_retryable_request(fleet: Fleet) -> None:
         assert {failure.protocol for failure in lost} <= {"grpc"}
         assert len(lost) <= CALLERS
 
-        await fleet.load.go_on(300)
+        await fleet.load.go_on(150)
         assert fleet.load.failures == lost
         if fleet.proxy.asks_readiness:  # other proxies would try it before it is ready
             fleet.start("a")
@@ -281,7 +281,7 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
     await fleet.wait_until_loaded("b")
     await fleet.wait_until_ready()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
-        await fleet.load.go_on(300)
+        await fleet.load.go_on(150)
     assert fleet.load.failures == []
     assert await answered_by(fleet.ports["b"]) == {}
 

@@ -19,7 +19,7 @@ from servers import LONG_S
 CALLERS: Final = 6
 """Callers per protocol."""
 
-PAUSE_S: Final = 0.04
+PAUSE_S: Final = 0.1
 """Pause between a caller's answer and its next request, so that requests meet restarts and not a saturated machine."""
 
 Infer = Callable[[np.ndarray], Awaitable[Any]]
