@@ -4,8 +4,8 @@
 ``subprocess.Popen`` for the commands of ``ortserve`` and for the processes that they start, which saves 0.6 to 1.2 s.
 
 Both are ordinary processes: they read their own arguments and environment, and are children of the test run, which
-waits for them. Starts that need ``sitecustomize``, or limits set by another program, use ``subprocess``; so do all
-starts for which the template cannot fork.
+waits for them. Starts that need ``sitecustomize``, except that of ``freezing/``, or limits set by another program, use
+``subprocess``; so do all starts for which the template cannot fork.
 
 Two things differ from a start by the interpreter. All processes of one template share the seed of the hashes of texts.
 And commands are called as ``main(arguments)``, so they neither run ``__main__.py`` nor restart with huge pages: at
@@ -78,9 +78,11 @@ class PreloadedProcess:
     @classmethod
     def start(cls, arguments: Sequence[str], env: Mapping[str, str]) -> Self | None:
         """Fork a server. Returns None if it has to be started by ``subprocess``."""
-        if _is_read_early(env):
+        customizes = "FREEZE_WAY" in env
+        if _is_read_early(_with_own_path(env) if customizes else env):
             return None
-        order = {"module": "ortserve", "arguments": list(arguments), "env": dict(env), "cwd": str(Path.cwd())}
+        order: dict[str, Any] = {"module": "ortserve", "arguments": list(arguments), "env": dict(env)}
+        order |= {"cwd": str(Path.cwd()), "customizes": customizes}
         reading, writing = os.pipe()
         output = os.fdopen(reading)
         try:
@@ -342,6 +344,9 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     os.environ.update(order["env"])
     if folders := [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]:
         sys.path[1:] = [*folders, *(folder for folder in sys.path[1:] if folder not in {*replaced, *folders})]
+    if order.get("customizes"):
+        sys.modules.pop("sitecustomize", None)  # Debian's
+        import_module("sitecustomize")
     tempfile.tempdir = None  # read from the environment again
     if order.get("session"):
         os.setsid()

@@ -37,8 +37,8 @@ class ServerProcess:
 
     ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens. ``client`` is the context of a client
     of the HTTP port if that uses TLS. ``through`` is a command that sets limits and then executes its arguments. A
-    server starts preloaded, unless it has ``through``, or variables other than options, credentials and
-    OpenTelemetry's.
+    server starts preloaded, unless it has ``through``, or variables other than options, credentials, OpenTelemetry's
+    and those of ``freezing``.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class ServerProcess:
         self.client = client
         words = ["serve", *map(str, arguments)]
         environment = _clean_environment() | dict(env or {})
-        is_plain = not through and all(name.startswith(("ORTSERVE_", "AWS_", "OTEL_")) for name in env or ())
+        plain = ("ORTSERVE_", "AWS_", "OTEL_", *(("PYTHONPATH", "FREEZE_") if "FREEZE_WAY" in (env or ()) else ()))
+        is_plain = not through and all(name.startswith(plain) for name in env or ())
         forked = PreloadedProcess.start(words, environment) if is_plain else None
         self._process: Final = forked or subprocess.Popen(
             [*through, sys.executable, "-m", "ortserve", *words],
