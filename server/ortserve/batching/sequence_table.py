@@ -196,7 +196,8 @@ class SequenceTable:
     def __init__(self, slots: int, max_idle_ns: int) -> None:
         self.max_idle_ns: Final = max_idle_ns
         self.slots: Final = slots
-        self._open: dict[SequenceId, Sequence] = {}
+        self._latest: dict[SequenceId, Sequence] = {}
+        """The sequence that began last with each id, until it is removed."""
         self._holders: set[Sequence] = set()
         # Not a plain dict: finding its first key takes time in proportion to the keys removed before it.
         self._backlog: OrderedDict[Sequence, None] = OrderedDict()
@@ -222,7 +223,8 @@ class SequenceTable:
 
     def find(self, sequence_id: SequenceId) -> Sequence | None:
         """The sequence that accepts requests with this id; None if there is none."""
-        return self._open.get(sequence_id)
+        sequence = self._latest.get(sequence_id)
+        return sequence if sequence is not None and sequence.is_open else None
 
     def holders(self) -> Iterable[Sequence]:
         """The sequences with a slot, in no particular order."""
@@ -234,11 +236,11 @@ class SequenceTable:
 
     def open_sequences(self) -> list[Sequence]:
         """All sequences that accept requests."""
-        return list(self._open.values())
+        return [sequence for sequence in self._latest.values() if sequence.is_open]
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence. It receives a slot, or waits for one behind the others."""
-        self._open[sequence.id] = sequence
+        self._latest[sequence.id] = sequence
         if self._free:
             self._hold(sequence, heappop(self._free))
         elif self._next_slot < self.slots:
@@ -249,19 +251,21 @@ class SequenceTable:
 
     def close(self, sequence: Sequence) -> None:
         """Stop accepting requests of a sequence. Its id is free for a new sequence at once."""
-        if sequence.is_open:
-            sequence.is_open = False
-            del self._open[sequence.id]
+        sequence.is_open = False
         self._idle.pop(sequence, None)
 
     def reopen(self, sequence: Sequence) -> None:
-        """Accept requests of a closed sequence again, unless another one has its id."""
-        if self._open.setdefault(sequence.id, sequence) is sequence:
-            sequence.is_open = True
+        """Accept requests of a closed sequence again, unless a later one has begun with its id, even if that has ended.
+
+        Otherwise requests that were sent to the later one would run on the states of this one.
+        """
+        sequence.is_open = self._latest.get(sequence.id) is sequence
 
     def remove(self, sequence: Sequence) -> Sequence | None:
         """Remove a closed sequence. Returns the waiting sequence that receives its slot now; None if there is none."""
         assert not sequence.is_open
+        if self._latest.get(sequence.id) is sequence:
+            del self._latest[sequence.id]
         self._backlog.pop(sequence, None)
         if sequence not in self._holders:
             return None

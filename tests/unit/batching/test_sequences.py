@@ -351,6 +351,28 @@ async def test_a_last_request_that_fails_keeps_no_sequence_whose_id_is_used_agai
     assert total(other) == 8
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_last_request_that_fails_does_not_bring_back_a_sequence_that_a_later_one_has_replaced(has_run: bool) -> None:
+    @virtual()
+    async def test(stage: Stage) -> None:
+        stage.submit(1, 5, "S")
+        await stage.answer()
+        last, other = stage.submit(1, 1, "E"), stage.submit(1, 8, "SE")
+        run, other_run = stage.take(), stage.take()
+        if has_run:
+            finish(other_run)
+        run.fail(ServeError(ErrorKind.INTERNAL, "no"))
+        if not has_run:
+            finish(other_run)
+        assert error(last).message == "no"
+        assert total(other) == 8
+        assert len(stage.table) == 0
+        with pytest.raises(ServeError, match="must specify the START flag"):
+            stage.submit(1, 1)
+
+    test()
+
+
 @virtual()
 async def test_a_last_request_that_fails_while_the_model_is_unloaded_keeps_no_sequence(stage: Stage) -> None:
     stage.submit(1, 5, "S")
