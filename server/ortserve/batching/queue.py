@@ -144,17 +144,21 @@ class RequestQueue:
         """The class of a key. A new one may evict a class without queued requests."""
         known = self._classes.get(key)
         if known is None:
-            if len(self._classes) >= MAX_CLASSES:
-                self._evict_idle()
-            known = self._classes[key] = ShapeClass(
+            known = ShapeClass(
                 key,
                 LatencyModel(self._known_batches),
                 LatencyModel(self._known_runs, max_ratio=_MAX_RUN_RATIO),
                 accepts_one_row=not self._tries_one_row or key in self._tried,
             )
+            self._add(known)
         elif len(self._classes) > 1:
             self._classes.move_to_end(key)
         return known
+
+    def _add(self, shape_class: ShapeClass) -> None:
+        if len(self._classes) >= MAX_CLASSES:
+            self._evict_idle()
+        self._classes[shape_class.key] = shape_class
 
     def _evict_idle(self) -> None:
         """Evict the least recently used class without queued requests, if there is one."""
@@ -182,7 +186,11 @@ class RequestQueue:
 
     def put_back(self, shape_class: ShapeClass, taken: Sequence[InflightRequest]) -> None:
         """Undo ``take``: enqueue requests again, before those that are due at the same time."""
-        shape_class = self.shape_class(shape_class.key)  # another object, if the class was evicted meanwhile
+        present = self._classes.get(shape_class.key)
+        if present is None:  # evicted meanwhile; a new class would not know how long its runs take
+            self._add(shape_class)
+        else:
+            shape_class = present
         for request in reversed(taken):
             insort_left(shape_class.requests, request, key=_order)
             self._count_added(shape_class, request)

@@ -80,6 +80,19 @@ def test_requests_that_are_put_back_join_the_class_that_replaced_theirs() -> Non
     assert (waiting.requests, queue.rows) == (requests, 2)
 
 
+def test_class_whose_requests_are_put_back_keeps_its_learned_times_among_many_waiting_classes() -> None:
+    queue = known_queue()
+    for number in range(MAX_CLASSES):
+        push(queue, number, request())
+    waiting = request()
+    shape_class = push(queue, "a", waiting)
+    shape_class.run_latency.observe(1, 5)
+    taken = queue.take(shape_class, 1)  # evicts the class, which is idle
+    queue.put_back(shape_class, taken)
+    assert queue.shape_class("a") is shape_class
+    assert (shape_class.requests, len(queue.waiting())) == ([waiting], MAX_CLASSES + 1)
+
+
 def test_higher_level_goes_first_and_within_a_level_the_earlier_deadline() -> None:
     queue = known_queue()
     late, early, urgent, same = (
