@@ -106,13 +106,6 @@ class Admission:
         self._limits = limits
         self._decisions = decisions
         self._instances = instances
-        self._coming_rows = 0
-        self._coming_nbytes = 0
-
-    def expect(self, rows: int, nbytes: int) -> None:
-        """Count rows as queued that an admitted request enqueues in the next turn of the loop. Negative to end that."""
-        self._coming_rows += rows
-        self._coming_nbytes += nbytes
 
     def check_weight(self, nbytes: int, rows: int) -> None:
         """Reject a request with more rows than may be queued and less than one byte per row.
@@ -135,14 +128,13 @@ class Admission:
             ServeError: overloaded.
         """
         queue, limits = self._queue, self._limits
-        rows, nbytes = queue.rows + self._coming_rows, queue.nbytes + self._coming_nbytes
-        if rows and (rows + request.rows > limits.rows or nbytes + request.nbytes > limits.nbytes):
+        if queue.rows and (queue.rows + request.rows > limits.rows or queue.nbytes + request.nbytes > limits.nbytes):
             self._decisions.refused_full += 1
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"Exceeds maximum queue size: {rows} rows with {nbytes} bytes are queued, the limits are "
+                f"Exceeds maximum queue size: {queue.rows} rows with {queue.nbytes} bytes are queued, the limits are "
                 f"max_queue_rows {limits.rows} and max_queue_bytes {limits.nbytes}",
-                retry_after_s=self._queued_ns(rows, shape_class, policy) / 1e9 or _RETRY_AFTER_S,
+                retry_after_s=self._queued_ns(queue.rows, shape_class, policy) / 1e9 or _RETRY_AFTER_S,
             )
         most = limits.requests.get(request.level)
         if most is not None and queue.requests(request.level) >= most:

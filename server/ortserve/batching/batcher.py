@@ -11,7 +11,7 @@ from typing import Final
 
 from ortserve.batching.admission import Admission, QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
-from ortserve.batching.large_requests import MAX_QUEUED_PIECES, long_piece_rows, most_rows, run_in_pieces, text_units
+from ortserve.batching.large_requests import MAX_QUEUED_PIECES, Pieces, long_piece_rows, most_rows, text_units
 from ortserve.batching.queue import ShapeClass
 from ortserve.batching.statistics import Learned, describe_class, saturation
 from ortserve.clock import Clock
@@ -114,7 +114,7 @@ class Batcher:
             ServeError: overloaded if the queue is full or the deadline cannot be met; deadline if an idle server could
                 not meet it either; not_ready if the batcher is closed; invalid_input for more rows than may be queued
                 with less than one byte per row. A request in pieces may later fail with the errors of
-                ``run_in_pieces``.
+                ``Pieces.join``.
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
@@ -130,15 +130,12 @@ class Batcher:
         if known.runs_alone or request.rows <= piece_rows:
             self._runs.enqueue(request, known, now_ns)
             return
-        self._divided += 1
         max_queued = max(1, MAX_QUEUED_PIECES * min(piece_rows, self.max_rows) // piece_rows)
-        task = request.settle_by(self._run_in_pieces(request, shape_class, piece_rows, max_queued))
-        task.add_done_callback(self._on_pieces_done)  # also for a task that is cancelled before it begins
-        # Its first pieces are queued in the next turn; until then, other requests must not take their place.
-        rows = min(request.rows, max_queued * piece_rows)
-        nbytes = request.nbytes * rows // request.rows
-        self._admission.expect(rows, nbytes)
-        task.get_loop().call_soon(self._admission.expect, -rows, -nbytes)  # just after the task has begun
+        enqueue = partial(self._enqueue_piece, request, shape_class, now_ns)
+        pieces = Pieces(request.inputs, request.rows, piece_rows, enqueue, self._count_wasted, max_queued=max_queued)
+        self._divided += 1
+        task = request.settle_by(pieces.join())
+        task.add_done_callback(partial(self._on_joined, pieces))  # also for a task that is cancelled before it begins
 
     async def close(self) -> None:
         """Reject new requests, and return when every admitted one is settled."""
@@ -206,14 +203,6 @@ class Batcher:
                 request, shape_class, policy, runs.last_rows, answer_ns, busy_ns, runs.share.slowdown(), now_ns
             )
 
-    async def _run_in_pieces(
-        self, request: InflightRequest, shape_class: Hashable, piece_rows: int, max_queued: int
-    ) -> Arrays:
-        enqueue = partial(self._enqueue_piece, request, shape_class, request.timing.queued_ns)
-        return await run_in_pieces(
-            request.inputs, request.rows, piece_rows, enqueue, self._count_wasted, max_queued=max_queued
-        )
-
     def _count_wasted(self, rows: int) -> None:
         self._runs.decisions.wasted_rows += rows
 
@@ -238,7 +227,8 @@ class Batcher:
         piece.timing.queued_ns = queued_ns  # its queue time counts from the admission of the request
         return piece
 
-    def _on_pieces_done(self, _: object) -> None:
+    def _on_joined(self, pieces: Pieces, _: object) -> None:
+        pieces.cancel()
         self._divided -= 1
         if not self._divided and self._no_divided is not None:
             self._no_divided.set()

@@ -9,6 +9,7 @@ output plus 1.2 to 2 ns per byte.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -64,47 +65,62 @@ def long_piece_rows(max_rows: int, row_nbytes: float, latency: LatencyModel) -> 
     return rows
 
 
-async def run_in_pieces(
-    inputs: Arrays,
-    rows: int,
-    max_rows: int,
-    enqueue: Callable[[Arrays], InflightRequest],
-    count_wasted: Callable[[int], object],
-    *,
-    max_queued: int = MAX_QUEUED_PIECES,
-) -> Arrays:
-    """Run a request in pieces of at most ``max_rows`` rows.
+class Pieces:
+    """A request that runs in pieces, some of which are queued at a time. Loop thread only."""
 
-    Args:
-        inputs: Inputs in the order of the signature.
-        rows: Length of the batch axis.
-        max_rows: Maximum rows of a piece.
-        enqueue: Enqueues a piece.
-        count_wasted: Called with the number of rows that were computed already, if the request is cancelled.
-        max_queued: Maximum number of queued pieces.
+    def __init__(
+        self,
+        inputs: Arrays,
+        rows: int,
+        max_rows: int,
+        enqueue: Callable[[Arrays], InflightRequest],
+        count_wasted: Callable[[int], object],
+        *,
+        max_queued: int = MAX_QUEUED_PIECES,
+    ) -> None:
+        """Enqueue the first pieces, so that they count as queued before the next request is admitted.
 
-    Raises:
-        ServeError: The error of ``enqueue``, of ``JoinedRows.add``, or of the first piece that failed. The other pieces
-            are cancelled.
-    """
-    pieces: deque[InflightRequest] = deque()
-    joined = JoinedRows(rows)
-    dropped_rows = 0
-    """Rows of the pieces that are joined and no longer needed."""
-    try:
-        for piece in split_rows(inputs, rows, max_rows):
-            if len(pieces) == max_queued:
-                await _join(joined, pieces[0])
-                dropped_rows += pieces.popleft().rows
-            pieces.append(enqueue(piece))
-        for request in pieces:
-            await _join(joined, request)
-        return joined.outputs()
-    except asyncio.CancelledError:
-        count_wasted(dropped_rows + sum([piece.rows for piece in pieces if piece.state == COMPUTED]))
-        raise
-    finally:
-        for request in pieces:
+        Args:
+            inputs: Inputs in the order of the signature.
+            rows: Length of the batch axis.
+            max_rows: Maximum rows of a piece.
+            enqueue: Enqueues a piece.
+            count_wasted: Called with the number of rows that were computed already, if the request is cancelled.
+            max_queued: Maximum number of queued pieces.
+
+        Raises:
+            ServeError: The error of ``enqueue``.
+        """
+        self._rows = rows
+        self._enqueue = enqueue
+        self._count_wasted = count_wasted
+        self._rest = split_rows(inputs, rows, max_rows)
+        self._queued = deque([enqueue(piece) for piece in islice(self._rest, max_queued)])
+
+    async def join(self) -> Arrays:
+        """Wait for the outputs of all pieces, enqueue the rest meanwhile, and join them. Call ``cancel`` afterwards.
+
+        Raises:
+            ServeError: The error of ``enqueue``, of ``JoinedRows.add``, or of the first piece that failed.
+        """
+        queued, joined = self._queued, JoinedRows(self._rows)
+        dropped_rows = 0
+        """Rows of the pieces that are joined and no longer needed."""
+        try:
+            for piece in self._rest:
+                await _join(joined, queued[0])
+                dropped_rows += queued.popleft().rows
+                queued.append(self._enqueue(piece))
+            for request in queued:
+                await _join(joined, request)
+            return joined.outputs()
+        except asyncio.CancelledError:
+            self._count_wasted(dropped_rows + sum([piece.rows for piece in queued if piece.state == COMPUTED]))
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the pieces that have not ended."""
+        for request in self._queued:
             request.cancel()
 
 

@@ -515,12 +515,26 @@ def test_large_requests_of_one_turn_of_the_loop_share_the_limit_of_the_queue(is_
         for rows in (rows_of(5, 6, 7), rows_of(5)):
             with pytest.raises(ServeError, match="4 rows with 64 bytes are queued"):
                 stage.submit(rows)
-        await asyncio.sleep(0)
-        assert stage.queue.rows == (0 if is_cancelled else 4)
+        await asyncio.sleep(RUN_NS / 1e10)
+        assert stage.queue.rows == (0 if is_cancelled else 2)  # the first piece runs
         await asyncio.sleep(10 * RUN_NS / 1e9)
         assert_answered(await stage.submit(rows_of(5, 6, 7)), rows_of(5, 6, 7))
 
     play(main, max_rows=2, max_queue_rows=4)
+
+
+def test_large_requests_of_one_turn_of_the_loop_count_for_the_deadlines_of_the_next() -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        terms = stage.within(finish_ns=5 * RUN_NS)
+        admitted = [stage.submit(rows_of(1, 2, 3, 4), terms=terms) for _ in range(2)]
+        for _ in range(8):
+            with pytest.raises(ServeError, match="deadline"):
+                stage.submit(rows_of(1, 2, 3, 4), terms=terms)
+        for outputs in await asyncio.gather(*admitted):
+            assert_answered(outputs, rows_of(1, 2, 3, 4))
+
+    play(main, max_rows=2, known_ns=RUN_NS)
 
 
 def test_rows_without_bytes_count_towards_the_row_limit() -> None:

@@ -9,8 +9,8 @@ from fakes.inflight import inflight
 from ortserve.batching.large_requests import (
     MAX_QUEUED_PIECES,
     JoinedRows,
+    Pieces,
     long_piece_rows,
-    run_in_pieces,
     split_rows,
 )
 from ortserve.batching.latency import LatencyModel
@@ -75,7 +75,7 @@ async def test_large_outputs_of_pieces_are_joined_off_the_event_loop(columns: in
         request.complete((piece[0].repeat(columns).reshape(-1, columns),))
         return request
 
-    task = asyncio.create_task(run_in_pieces((np.arange(4),), 4, 2, answer, wasted.append))
+    task = asyncio.create_task(Pieces((np.arange(4),), 4, 2, answer, wasted.append).join())
     await asyncio.sleep(0)
     assert task.done() == (columns == 1)
     (joined,) = await task
@@ -94,13 +94,15 @@ async def test_piece_that_cannot_be_enqueued_fails_the_request_and_cancels_the_o
         queued.append(inflight(piece, len(piece[0]), Timing(0)))
         return queued[-1]
 
-    task = asyncio.create_task(run_in_pieces((np.arange(1000),), 1000, 2, enqueue, wasted.append))
+    pieces = Pieces((np.arange(1000),), 1000, 2, enqueue, wasted.append)
+    task = asyncio.create_task(pieces.join())
     for answered in range(3):
         await asyncio.sleep(0)
         assert len(queued) == MAX_QUEUED_PIECES + min(answered, 2)
         queued[answered].complete((np.zeros(2),))
     with pytest.raises(ServeError, match="the device is lost"):
         await task
+    pieces.cancel()
     assert [request.state for request in queued] == [COMPUTED] * 3 + [CANCELLED] * (len(queued) - 3)
     assert not wasted, "the request failed and was not cancelled"
 
@@ -113,7 +115,7 @@ async def test_computed_rows_of_a_cancelled_request_are_counted_once() -> None:
         queued.append(inflight(piece, len(piece[0]), Timing(0)))
         return queued[-1]
 
-    task = asyncio.create_task(run_in_pieces((np.arange(1000),), 1000, 2, enqueue, wasted.append))
+    task = asyncio.create_task(Pieces((np.arange(1000),), 1000, 2, enqueue, wasted.append).join())
     for answered in (0, 1, 5):
         await asyncio.sleep(0)
         queued[answered].complete((np.zeros(2),))
