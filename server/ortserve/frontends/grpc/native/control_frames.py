@@ -123,6 +123,7 @@ class ControlFrames:
         stream = self._streams.get(stream_id)
         if stream is None:
             self._receiving.check_begun(stream_id, "RST_STREAM")
+            self._writer.forget_reset(stream_id)
         begun_ns = None if stream is None else stream.begun_ns
         if not self._resets.admit(begun_ns, self._receiving.begun_calls, len(self._streams), self._life.heard_ns):
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, FLOOD)

@@ -32,6 +32,7 @@ class FrameWriter:
         self.is_paused = False
         self._paused_bytes = 0
         self._written_bytes = 0
+        self._resets: dict[int, asyncio.TimerHandle] = {}
 
     def control(self, frame: bytes) -> None:
         """Write a frame at the end of this turn of the loop. No window limits the frame."""
@@ -44,7 +45,15 @@ class FrameWriter:
 
     def reset_later(self, stream_id: int) -> None:
         """End the request of an answered stream: the peer need not send the rest (RFC 9113, section 8.1)."""
-        self._loop.call_later(_RESET_DELAY_S, self.control, frames.rst_stream(stream_id, frames.ErrorCode.NO_ERROR))
+        self._resets[stream_id] = self._loop.call_later(_RESET_DELAY_S, self._reset, stream_id)
+
+    def forget_reset(self, stream_id: int) -> bool:
+        """Send no reset, because the stream has closed (RFC 9113, section 5.1). Returns False if none was due."""
+        timer = self._resets.pop(stream_id, None)
+        if timer is None:
+            return False
+        timer.cancel()
+        return True
 
     def put(self, part: bytes | memoryview) -> None:
         """Add bytes that the next flush writes. The caller must flush."""
@@ -85,6 +94,10 @@ class FrameWriter:
         self._paused_bytes = 0
         if has_paused_reading:
             resume_reads(self._transport)
+
+    def _reset(self, stream_id: int) -> None:
+        del self._resets[stream_id]
+        self.control(frames.rst_stream(stream_id, frames.ErrorCode.NO_ERROR))
 
     @property
     def buffered_bytes(self) -> int:

@@ -96,7 +96,8 @@ class Receiving:
         credit = self._window.credit()
         if credit:
             self._writer.control(frames.window_update(0, credit))
-        if length == 0 and (stream is None or not is_end):
+        ends_request = is_end and (stream is not None or self._writer.forget_reset(stream_id))
+        if length == 0 and not ends_request:
             self.charge()
         self._data_stream, self._data_is_end = stream, is_end
         if stream is None:
@@ -207,6 +208,8 @@ class Receiving:
             return
         if stream_id <= self.last_id:
             self.check_begun(stream_id, "HEADERS")
+            if is_end and self._writer.forget_reset(stream_id):
+                return  # trailers of a request that was answered before its end
             self.reset(stream_id, ErrorCode.STREAM_CLOSED)
             return
         if stream_id > self.last_id + 2:
@@ -309,6 +312,7 @@ class Receiving:
     def reset(self, stream_id: int, code: ErrorCode) -> None:
         """Send RST_STREAM, which costs a token, and end the stream if it is open."""
         self.charge()
+        self._writer.forget_reset(stream_id)
         self._writer.control(frames.rst_stream(stream_id, code))
         stream = self._streams.get(stream_id)
         if stream is not None:

@@ -313,6 +313,45 @@ def test_reset_follows_later_than_an_answer_before_the_end_of_its_request() -> N
     on_wire(test)
 
 
+@pytest.mark.parametrize("path", [ECHO, "/nothing/Here"])
+@pytest.mark.parametrize("ending", ["data", "trailers", "reset"])
+def test_request_that_ends_after_its_answer_is_not_reset(path: str, ending: str) -> None:
+    """An endpoint must not send frames on a closed stream (RFC 9113, section 5.1)."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(path)
+        client.send(stream, framed(b"x"))
+        await client.exchange()
+        assert client.answers[stream].is_ended
+        if ending == "data":
+            client.h2.end_stream(stream)
+        elif ending == "trailers":
+            client.h2.send_headers(stream, [("key", "value")], end_stream=True)
+        else:
+            client.h2.reset_stream(stream, ErrorCodes.CANCEL)
+        await client.exchange()
+        await asyncio.sleep(1)  # in virtual time
+        assert await wire.turn() == b""
+
+    on_wire(test)
+
+
+def test_empty_frames_that_end_answered_requests_are_no_flood() -> None:
+    """Some clients and proxies send the end of a request apart from its message, which may be answered before."""
+
+    async def test(_: Wire, client: Client) -> None:
+        for _ in range(2_100):
+            stream = client.open(ECHO)
+            client.send(stream, framed(b"x"))
+            await client.exchange()
+            assert client.answers[stream].is_ended
+            client.h2.end_stream(stream)
+        await client.exchange()
+        assert not client.goaways
+
+    on_wire(test)
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "status", "text"),
     [
