@@ -43,8 +43,8 @@ _MIN_ANSWER_SETS: Final = SETS + 1
 _TIMED_EVERY: Final = 64
 """One batch in this many has its copies timed, because timed events cost more than plain ones."""
 _WAITED_EVERY: Final = 64
-"""ONNX Runtime waits for one run in this many. Only then does it release the pinned memory from which kernels such as
-Split and Concat copied their arguments (1.31.1); otherwise each run of such a model would take more."""
+"""ONNX Runtime waits for one run without a graph in this many. Only then does it release the pinned memory from which
+kernels such as Split and Concat copied their arguments (1.31.1); otherwise each run of such a model would take more."""
 
 ElementType: TypeAlias = type[np.generic] | int
 
@@ -240,7 +240,7 @@ class DeviceBinding:
             outputs = outputs[: -len(kept)]
         timing = self._timings[buffers.index] if self._batches % _TIMED_EVERY == 0 else None
         self._batches += 1
-        if bound.graph_id is None and self._batches % _WAITED_EVERY == 0:
+        if bound.graph_id is None and (self._counts.bound + 1) % _WAITED_EVERY == 0:
             bound = replace(bound, options=self._waited_options)
         try:
             if timing is not None:

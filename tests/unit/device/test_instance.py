@@ -32,6 +32,7 @@ from models import builders, interfaces
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.device import preparation
+from ortserve.device.binding import _WAITED_EVERY
 from ortserve.device.devices import Devices, OpenDevice
 from ortserve.device.graph_sessions import SETS, graph_id
 from ortserve.device.protocol import BoundRun, MemoryInfo
@@ -305,6 +306,36 @@ def test_captured_sizes_stay_within_the_limit(tmp_path: Path, monkeypatch: pytes
         assert made.prepared.not_replayed == dict.fromkeys((4, 8), "2 sizes are already captured")
         assert made.instance.counts.not_captured == {"over_limit": 2}
         assert made.instance.counts.captured == 2 * SETS
+
+
+def test_runs_between_replays_are_awaited_as_often_as_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recording(HostDevice):
+        runs: Final[list[BoundRun]] = []
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            self.runs.append(bound)
+            super().run(bound, stream)
+
+    monkeypatch.setattr(preparation, "MAX_GRAPHS", 1)
+    device = Recording()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
+        assert made.prepared.replayed == (1,)
+        device.runs.clear()
+        for number in range(2 * _WAITED_EVERY):
+            for rows in (2, 1):  # so that each second batch is a replay
+                landed(made.start(batch_of((numbered(rows, number),))))
+    bound = [run for run in device.runs if run.graph_id is None]
+    assert (len(device.runs), len(bound)) == (4 * _WAITED_EVERY, 2 * _WAITED_EVERY)
+    awaited = [number for number, run in enumerate(bound, 1) if not returns_early(run.options)]
+    assert awaited == [_WAITED_EVERY, 2 * _WAITED_EVERY]
+
+
+def returns_early(options: ort.RunOptions) -> bool:
+    """Whether a run returns before its end."""
+    try:
+        return bool(options.get_run_config_entry("disable_synchronize_execution_providers") == "1")
+    except RuntimeError:  # there is no such entry
+        return False
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
