@@ -134,6 +134,7 @@ def test_long_body_is_decoded_in_another_process(client: openai.OpenAI) -> None:
             "expected texts, got token ids: LangChain's",
         ),
         ({"model": "words", "input": [1, 2]}, 400, "expected texts, got token ids: LangChain's"),
+        ({"model": "words", "input": [["a"]]}, 400, "at least one text and nothing else, got an array"),
         ({"model": "words", "input": ["a", 1]}, 400, "expected strings for BYTES, got 1"),
         ({"model": "words", "input": ["a"] * (MAX_TEXTS + 1)}, 400, f"at most {MAX_TEXTS} texts, got {MAX_TEXTS + 1}"),
         ({"model": "words", "input": "a", "encoding_format": "hex"}, 400, "expected 'float' or 'base64', got 'hex'"),

@@ -58,7 +58,7 @@ def decode_embeddings_request(body: bytes | memoryview) -> InferRequest:
     if type(texts) is str:
         texts = [texts]
     if type(texts) is not list or not texts or type(texts[0]) is not str:
-        if type(texts) is list and texts and type(texts[0]) in (int, list):
+        if type(texts) is list and _begins_with_token_id(texts):
             raise invalid_input(f"Unable to parse '{INPUT}': expected texts, got token ids: {_SEND_TEXTS}")
         raise parse_error(INPUT, "a text, or an array with at least one text and nothing else", texts)
     if len(texts) > MAX_TEXTS:
@@ -134,6 +134,11 @@ def find_vector_output(model: str, outputs: Sequence[TensorSpec]) -> TensorSpec:
         f"model '{model}' returns no embeddings: expected one output of floating-point numbers, or one with the name "
         f"'{_USUAL_OUTPUT}', got {_show(outputs)}"
     )
+
+
+def _begins_with_token_id(values: Sequence[object]) -> bool:
+    first = values[0] if values else None
+    return type(first) is int or (type(first) is list and len(first) > 0 and type(first[0]) is int)
 
 
 def _show(specs: Sequence[TensorSpec]) -> str:
