@@ -179,14 +179,26 @@ def test_misspelt_variable_of_the_environment_is_a_warning_without_its_value() -
         (["--example", "--load-model", "m"], "load_model: expected model_control_mode to be 'explicit', got 'none'"),
     ],
 )
-@pytest.mark.parametrize("is_flag", [True, False])
-def test_invalid_options_are_json_lines_where_the_log_is(arguments: list[str], problem: str, is_flag: bool) -> None:
-    flags, env = (("--log-format", "json"), {}) if is_flag else ((), {"ORTSERVE_LOG_FORMAT": "json"})
+@pytest.mark.parametrize("origin", ["flag", "variable", "file"])
+def test_invalid_options_are_json_lines_where_the_log_is(
+    tmp_path: Path, arguments: list[str], problem: str, origin: str
+) -> None:
+    (tmp_path / "options.yaml").write_text("log_format: json")
+    flags = {"flag": ("--log-format", "json"), "file": ("--config", tmp_path / "options.yaml")}.get(origin, ())
+    env = {"ORTSERVE_LOG_FORMAT": "json"} if origin == "variable" else {}
     with starting(*arguments, *flags, env=env) as server:
         assert server.wait() == 2
     (line,) = map(json.loads, server.lines)
     assert line["reason"].startswith(problem)
     assert (line["level"], line["message"]) == ("error", "the server cannot start")
+
+
+def test_invalid_options_file_is_reported_in_its_log_format(tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text("log_format: json\nhttp_port: -1")
+    with starting("--example", "--config", tmp_path / "options.yaml") as server:
+        assert server.wait() == 2
+    (line,) = map(json.loads, server.lines)
+    assert "options.yaml: http_port: " in line["reason"]
 
 
 @ON_BOTH_TRANSPORTS

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, origins = read_options_and_origins(flags, config_path)
     except OptionsError as error:
-        asked_format = flags.get("log_format") or os.environ.get(variable_name("log_format"))
+        asked_format = flags.get("log_format") or os.environ.get(variable_name("log_format")) or error.file_log_format
         return _refuse(asked_format, *error.problems)
     refuse = partial(_refuse, options.log_format)
     if not options.repositories and not options.example:
@@ -156,13 +156,13 @@ def _wide_formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=34, width=width)
 
 
-def _refuse(log_format: str | None, *problems: str) -> int:
+def _refuse(log_format: object, *problems: str) -> int:
     for problem in problems:
         _write(log_format, "ERROR", "the server cannot start", problem)
     return 2
 
 
-def _write(log_format: str | None, level: str, message: str, reason: str) -> None:
+def _write(log_format: object, level: str, message: str, reason: str) -> None:
     """Write a line before the log is configured, in its format if that is JSON."""
     line = f"ortserve serve: {reason}"
     if log_format == "json":

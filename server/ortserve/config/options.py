@@ -195,11 +195,17 @@ class ServerOptions(
 
 
 class OptionsError(Exception):
-    """Invalid options. ``problems`` holds one readable line per option."""
+    """Invalid options.
 
-    def __init__(self, *problems: str) -> None:
+    Attributes:
+        problems: One readable line per option.
+        file_log_format: ``log_format`` of the options file, which may be of any type; None without one.
+    """
+
+    def __init__(self, *problems: str, file_log_format: object = None) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+        self.file_log_format = file_log_format
 
 
 def variable_name(option: str) -> str:
@@ -282,7 +288,8 @@ def _combine(flags: Mapping[str, Any], in_file: Mapping[str, object]) -> ServerO
                 if name in flags
                 else f"{variable_name(name)}: {problem}{_hint_of_kubernetes(name, in_environment[name])}"
                 for name, problem in problems.items()
-            )
+            ),
+            file_log_format=in_file.get("log_format"),
         ) from None
 
 
@@ -347,5 +354,6 @@ def _read_file(path: Path) -> dict[str, object]:
     try:
         validate(ServerOptions, given)
     except InvalidValuesError as error:
-        raise OptionsError(*(f"{path}: {name}: {problem}" for name, problem in error.problems.items())) from None
+        problems = [f"{path}: {name}: {problem}" for name, problem in error.problems.items()]
+        raise OptionsError(*problems, file_log_format=given.get("log_format")) from None
     return given
