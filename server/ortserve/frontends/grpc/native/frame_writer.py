@@ -12,9 +12,9 @@ _MAX_PIECES: Final = 256
 _MAX_PAUSED_BYTES: Final = 256 * 1024
 """Bytes of frames outside flow control that may be queued while the peer reads nothing. Above this, reading pauses."""
 
-_RESET_DELAY_S: Final = 0.05
+_RESET_DELAY_S: Final = 0.25
 """Time between the end of an answer and the reset that follows it. HAProxy 2.6 replaces the answer by CANCELLED if it
-reads both at once. The rest of the request that arrives meanwhile, at most a window of the stream, is discarded."""
+reads both at once. Most peers end or reset the request meanwhile. What they send until then is discarded."""
 
 
 class FrameWriter:

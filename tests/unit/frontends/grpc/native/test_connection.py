@@ -305,9 +305,9 @@ def test_reset_follows_later_than_an_answer_before_the_end_of_its_request() -> N
         client.send(stream, framed(b"x"))
         await client.exchange()
         assert client.answers[stream].is_ended
-        await asyncio.sleep(0.01)  # in virtual time
+        await asyncio.sleep(0.2)  # in virtual time
         assert await wire.turn() == b""
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         assert await wire.turn() == frames.rst_stream(stream, frames.ErrorCode.NO_ERROR)
 
     on_wire(test)
