@@ -340,7 +340,7 @@ def test_empty_frames_that_end_answered_requests_are_no_flood() -> None:
     """Some clients and proxies send the end of a request apart from its message, which may be answered before."""
 
     async def test(_: Wire, client: Client) -> None:
-        for _ in range(2_100):
+        for _call in range(2_100):
             stream = client.open(ECHO)
             client.send(stream, framed(b"x"))
             await client.exchange()
