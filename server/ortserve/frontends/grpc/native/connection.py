@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         port = self._port
-        self._writer = writer = FrameWriter(self._loop, self._transport)
+        self._writer = writer = FrameWriter(self._loop, self._transport, self._close_if_drained)
         self._sending = sending = Sending(
             self._loop,
             self._clock,
@@ -292,6 +292,7 @@ class Connection(asyncio.Protocol):
         """Close after a GOAWAY that names the last call, so that clients repeat calls that are on their way."""
         self._life.begin_drain(self._clock(), None)
         self._end_drain()
+        self._close()  # also before pending resets
         if self._writer.buffered_bytes:  # closing must not wait for a peer that does not read
             self._transport.abort()
 
@@ -337,7 +338,12 @@ class Connection(asyncio.Protocol):
         self._close_if_drained()
 
     def _close_if_drained(self) -> None:
-        is_drained = not self._receiving.accepts_calls and not self._sending.streams
+        """Close if no call is left, after the end of the requests that were answered before their end.
+
+        Most peers reset such requests. If the socket were closed before those frames are read, the system would reset
+        the connection, and the peer could lose answers.
+        """
+        is_drained = not (self._receiving.accepts_calls or self._sending.streams or self._writer.has_resets)
         if is_drained and not self._is_failed:
             self._close()
 

@@ -1,6 +1,7 @@
 """Writes the frames of one connection to its transport, and joins the frames of one turn of the event loop."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from ortserve.frontends.grpc.native import frames
@@ -24,15 +25,24 @@ class FrameWriter:
         is_paused: Whether the transport accepts no more, because the peer reads too slowly.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, on_resets_ended: Callable[[], object]
+    ) -> None:
+        """``on_resets_ended`` is called soon after the last pending reset was sent or forgotten."""
         self._loop = loop
         self._transport = transport
+        self._on_resets_ended = on_resets_ended
         self._pending: list[bytes | memoryview] = []
         self._is_flush_due = False
         self.is_paused = False
         self._paused_bytes = 0
         self._written_bytes = 0
         self._resets: dict[int, asyncio.TimerHandle] = {}
+
+    @property
+    def has_resets(self) -> bool:
+        """Whether resets of answered streams are pending."""
+        return bool(self._resets)
 
     def control(self, frame: bytes) -> None:
         """Write a frame at the end of this turn of the loop. No window limits the frame."""
@@ -53,6 +63,7 @@ class FrameWriter:
         if timer is None:
             return False
         timer.cancel()
+        self._end_reset()
         return True
 
     def put(self, part: bytes | memoryview) -> None:
@@ -98,6 +109,11 @@ class FrameWriter:
     def _reset(self, stream_id: int) -> None:
         del self._resets[stream_id]
         self.control(frames.rst_stream(stream_id, frames.ErrorCode.NO_ERROR))
+        self._end_reset()
+
+    def _end_reset(self) -> None:
+        if not self._resets:
+            self._loop.call_soon(self._on_resets_ended)
 
     @property
     def buffered_bytes(self) -> int:

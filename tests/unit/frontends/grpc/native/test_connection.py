@@ -754,6 +754,30 @@ def test_drain_finishes_started_and_in_flight_calls_only() -> None:
 
 
 @pytest.mark.parametrize("how", ["reset", "silence"])
+def test_drain_waits_for_the_end_of_an_answered_request(how: str) -> None:
+    """Otherwise the socket is closed while the peer's reset is unread, and the peer may lose answers."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(HOLD)
+        client.send(stream, framed(b"x"))
+        await client.exchange()
+        wire.connection.begin_drain()
+        wire.feed(frames.frame(frames.PING, frames.ACK, 0, b"draining"))
+        await wire.turn()
+        wire.release()
+        assert framed(b"x") in await wire.turn()
+        assert not wire.transport.is_closing()
+        if how == "reset":
+            wire.feed(frames.rst_stream(stream, frames.ErrorCode.CANCEL))
+        else:
+            await asyncio.sleep(0.3)  # in virtual time
+        await wire.turn()
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("how", ["reset", "silence"])
 def test_drain_ends_with_the_last_call(how: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
