@@ -257,7 +257,7 @@ class Samples:
         self.text = text
 
     def _samples(self, name: str) -> list[Sample]:
-        """All samples of a metric. Only families with the beginning of its name are parsed: all would take 5 ms."""
+        """All samples of a metric. Families with other names are not parsed, which would take most of a poll."""
         families = re.split(r"^(?=# HELP )", self.text, flags=re.MULTILINE)
         text = "".join(one for one in families if name.startswith(one[7:].partition(" ")[0].removesuffix("_total")))
         # The library adds a suffix to the names of Triton's counters.

@@ -95,7 +95,13 @@ class Pieces:
         self._enqueue = enqueue
         self._count_wasted = count_wasted
         self._rest = split_rows(inputs, rows, max_rows)
-        self._queued = deque([enqueue(piece) for piece in islice(self._rest, max_queued)])
+        self._queued: deque[InflightRequest] = deque()
+        try:
+            for piece in islice(self._rest, max_queued):
+                self._queued.append(enqueue(piece))
+        except BaseException:
+            self.cancel()
+            raise
 
     async def join(self) -> Arrays:
         """Wait for the outputs of all pieces, enqueue the rest meanwhile, and join them. Call ``cancel`` afterwards.

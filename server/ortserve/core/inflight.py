@@ -248,7 +248,7 @@ def settle_in_turns(
 ) -> None:
     """Call ``settle`` with requests that have left their queue, only with some of them in each turn of the loop.
 
-    Requests that are cancelled meanwhile are left out. ``on_end`` is called behind the last one.
+    Requests that are cancelled meanwhile are left out. ``on_end`` is called after the last one.
     """
     for request in requests:
         request.withdraw = None

@@ -49,7 +49,7 @@ class Sizes:
 
 
 def find_sizes(model: Model, *, keeps_targets: bool = False) -> Sizes:
-    """Follow the sizes of tensors through a model. Takes about 50 µs per node.
+    """Follow the sizes of tensors through a model.
 
     With ``keeps_targets``, the result of a Reshape has the sizes of the target shape, although ONNX Runtime may replace
     computed ones.

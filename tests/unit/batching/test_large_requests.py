@@ -123,3 +123,17 @@ async def test_computed_rows_of_a_cancelled_request_are_counted_once() -> None:
     task.cancel()
     await asyncio.wait({task})
     assert wasted == [6]
+
+
+def test_pieces_are_cancelled_if_one_of_the_first_cannot_be_enqueued() -> None:
+    queued: list[InflightRequest] = []
+
+    def enqueue(piece: Arrays) -> InflightRequest:
+        if len(queued) == 3:
+            raise MemoryError
+        queued.append(inflight(piece, len(piece[0]), Timing(0)))
+        return queued[-1]
+
+    with pytest.raises(MemoryError):
+        Pieces((np.arange(1000),), 1000, 2, enqueue, lambda rows: None)
+    assert [request.state for request in queued] == [CANCELLED] * 3

@@ -84,7 +84,7 @@ class WorkerRuns:
             LoadCancelledError: The load was cancelled before the run ended.
             Exception: The error of the run.
         """
-        # A queue of C costs a tenth of an event, and a load of a small model makes about 20 runs.
+        # A queue of C costs less than an event, which is a lock and a condition in Python.
         outcomes: SimpleQueue[BatchResult | Exception | None] = SimpleQueue()
         self._runner.start(batch, outcomes.put)
         bounds = self._bounds

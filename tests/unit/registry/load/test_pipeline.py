@@ -112,7 +112,7 @@ def test_load_reads_the_number_of_cores_once(tmp_path: Path, monkeypatch: pytest
 
 
 def test_load_follows_the_sizes_of_tensors_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes that the graph needs and the axes that may be empty come from the same walk, 50 µs per node."""
+    """The sizes that the graph needs and the axes that may be empty come from the same walk."""
     walks: list[bool] = []
 
     def find_noted(model: Model, *, keeps_targets: bool = False) -> Sizes:

@@ -861,7 +861,7 @@ async def test_load_costs_the_loop_the_same_beside_many_models(
     await registry.load_all()
 
     async def count_calls() -> Counter[str]:
-        """Count calls on the loop's thread, except the ledger's sums, which take 0.1 µs for each model in memory."""
+        """Count calls on the loop's thread, except the sums of the ledger, which still grow with the models."""
         await registry.unload("a")
         await ask(registry, "b")
         for record in registry.records():
