@@ -1,7 +1,8 @@
 """Takes versions out of service: they receive no new requests, answer admitted ones, and are then freed."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from ortserve.batching.sequences import SequenceRuns
@@ -98,12 +99,11 @@ class Draining:
                 self.drain(record)
         await asyncio.gather(*self._leaving)
 
-    async def release(self, record: VersionRecord) -> None:
-        """Close the memory account, if any, of a version that no longer holds memory."""
+    async def release(self, record: VersionRecord, free: Callable[[], None] = lambda: None) -> None:
+        """Free the memory of a version with ``free``, on a thread, and close its memory account, if any."""
         account, record.account = record.account, None
-        if account is not None:
-            record.metrics.memory = dict
-            await asyncio.to_thread(self._ledger.release, account)
+        record.metrics.memory = dict
+        await asyncio.to_thread(free if account is None else partial(self._ledger.release, account, free))
 
     def _start(self, record: VersionRecord, ending: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(ending)
@@ -117,8 +117,9 @@ class Draining:
             self._metrics.forget(record.model, record.shown_version)
 
     async def _free(self, record: VersionRecord) -> None:
-        assert record.served is not None
-        await record.served.close()
+        served = record.served
+        assert served is not None
+        await served.drain()
         record.served = None
         record.metrics.release_sources()  # The series may be shown for long and must not keep buffers alive.
-        await self.release(record)
+        await self.release(record, served.free)

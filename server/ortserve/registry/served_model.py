@@ -271,8 +271,8 @@ class ServedModel(ServedVersion):
         self._batcher.submit(child, shape_class, terms)
         return await child
 
-    async def close(self) -> None:
-        """Answer all admitted requests, including those of ensembles, then close the instances."""
+    async def drain(self) -> None:
+        """Answer all admitted requests, including those of ensembles."""
         await self.wait_until_released()
         if self.sequences is not None:
             await self.sequences.close()
@@ -284,7 +284,10 @@ class ServedModel(ServedVersion):
         await self._batcher.close()
         if self._cached is not None:
             await self._cached.close()
-        await asyncio.to_thread(self.loaded.close)
+
+    def free(self) -> None:
+        """Close the instances, which blocks. Any thread."""
+        self.loaded.close()
 
 
 def _cancel_row(row: InflightRequest, _: InflightRequest) -> None:

@@ -175,9 +175,18 @@ class ServedVersion(ABC):
     def learned(self) -> Learned:
         """The batcher's measurements and decisions. Raises ServeError: unsupported, for a version without a batcher."""
 
-    @abstractmethod
     async def close(self) -> None:
-        """Wait until no ensemble holds the version, answer all admitted requests, then free the version."""
+        """Drain the version, then free it."""
+        await self.drain()
+        await asyncio.to_thread(self.free)
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Wait until no ensemble holds the version, and answer all admitted requests."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free the memory of a drained version, which blocks. Any thread."""
 
     @property
     def is_held(self) -> bool:

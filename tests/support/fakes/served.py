@@ -54,7 +54,10 @@ class FakeVersion(ServedVersion):
     def learned(self) -> Learned:
         raise NotImplementedError
 
-    async def close(self) -> None:
+    async def drain(self) -> None:
         await self.wait_until_released()
         if self.sequences is not None:
             await self.sequences.close()
+
+    def free(self) -> None:
+        """Do nothing: there is no session."""

@@ -187,7 +187,7 @@ class ServedEnsemble(ServedVersion):
         """An ensemble has no batcher. Raises ServeError: unsupported."""
         raise ServeError(ErrorKind.UNSUPPORTED, f"model '{self.name}' is an ensemble: its members form batches")
 
-    async def close(self) -> None:
+    async def drain(self) -> None:
         """Answer all admitted requests, then release the members."""
         await self.wait_until_released()
         self._is_closed = True
@@ -200,6 +200,9 @@ class ServedEnsemble(ServedVersion):
             await self._cached.close()
         for member in self.members:
             member.release()
+
+    def free(self) -> None:
+        """Do nothing: the memory is that of the members."""
 
     def _numbers(self) -> BatchingNumbers:
         """The requests that wait in the ensemble itself, for metrics. Any thread.

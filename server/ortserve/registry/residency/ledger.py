@@ -19,6 +19,8 @@ RUNS: Final = "runs"
 MAPPED: Final = "mapped"
 EXPECTED: Final = "expected"
 """The four names above are the kinds of ``HostAccount.entries``."""
+_MAX_FREEING_S: Final = 10
+"""Maximum time for which a measurement waits for versions that are being freed, if a device does not answer."""
 
 
 class HostAccount:
@@ -70,7 +72,8 @@ class HostAccount:
 class HostLedger:
     """The accounts of all loads that hold memory. Any thread.
 
-    ``begin``, ``note_open``, ``end`` and ``release`` take milliseconds and wait for each other. Other calls do not.
+    ``begin``, ``note_open``, ``end`` and ``release`` take milliseconds and wait for each other;
+    ``begin`` and ``end`` wait while versions are being freed. Other calls do not wait.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class HostLedger:
         """``read`` reads the memory of the process; ``give_back`` returns freed memory to the kernel before that."""
         self._read: Final = read
         self._give_back: Final = give_back
-        self._lock: Final = threading.Lock()
+        self._changed: Final = threading.Condition()
+        self._freeing = 0
+        """Number of versions that are being freed."""
         self._accounts: set[HostAccount] = set()
         self._loading: list[HostAccount] = []
         self._last = HeldMemory(0, 0)
@@ -102,13 +107,14 @@ class HostLedger:
 
     def begin(self, account: HostAccount) -> None:
         """Start the measurement of a load."""
-        with self._lock:
+        with self._changed:
+            self._wait_until_freed()
             self._divide_growth()
             self._loading.append(account)
 
     def note_open(self, account: HostAccount) -> None:
         """Record that the first session of a load is open. Called again if the session was opened again."""
-        with self._lock:
+        with self._changed:
             if account in self._loading:
                 self._divide_growth()
                 account._opened = account._grown
@@ -118,26 +124,38 @@ class HostLedger:
 
         Does nothing for an account that ``release`` has closed.
         """
-        with self._lock:
+        with self._changed:
+            self._wait_until_freed()
             if account in self._loading:
                 self._divide_growth()
                 self._loading.remove(account)
                 account._finish()
 
-    def release(self, account: HostAccount) -> None:
-        """Close the account of a freed version, or of a load that was given up.
+    def release(self, account: HostAccount, free: Callable[[], None] = lambda: None) -> None:
+        """Free a version, or what is left of a load that was given up, with ``free``, and close its account.
 
-        Loads under way are not credited with the memory that this freed.
+        Meanwhile no measurement begins or ends: the freed memory would count as growth of a load that began, and would
+        be taken from one that ended.
         """
-        self._accounts.discard(account)
-        freed = account._measured or {SESSIONS: 0, RUNS: 0, MAPPED: 0}
-        with self._lock:
-            self._last = HeldMemory(
-                self._last.private - freed[SESSIONS] - freed[RUNS], self._last.mapped - freed[MAPPED]
-            )
-            self._divide_growth()
-            if account in self._loading:
-                self._loading.remove(account)
+        with self._changed:
+            self._freeing += 1
+        try:
+            free()
+        finally:
+            freed = account._measured or {SESSIONS: 0, RUNS: 0, MAPPED: 0}
+            with self._changed:
+                self._freeing -= 1
+                self._changed.notify_all()
+                self._accounts.discard(account)
+                self._last = HeldMemory(
+                    self._last.private - freed[SESSIONS] - freed[RUNS], self._last.mapped - freed[MAPPED]
+                )
+                self._divide_growth()
+                if account in self._loading:
+                    self._loading.remove(account)
+
+    def _wait_until_freed(self) -> None:
+        self._changed.wait_for(lambda: not self._freeing, _MAX_FREEING_S)
 
     def _divide_growth(self) -> None:
         self._give_back()

@@ -435,9 +435,9 @@ def test_members_agree_on_the_requests_of_a_sequence(
                     models.append(stage.models[name])
                     loaded_ns.append(clock())
                 replaced += stage.load()
-                closing += [asyncio.create_task(served.close()) for served in replaced]
+                closing += [asyncio.create_task(served.drain()) for served in replaced]
         closing += [
-            asyncio.create_task(served.close()) for served in (*stage.ensembles.values(), *stage.models.values())
+            asyncio.create_task(served.drain()) for served in (*stage.ensembles.values(), *stage.models.values())
         ]
         for _ in range(10_000):
             if all(task.done() for task in closing):

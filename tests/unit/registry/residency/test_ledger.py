@@ -1,5 +1,9 @@
 """The ledger of the host's memory, with a process whose memory the test sets."""
 
+import threading
+
+import pytest
+
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
 
@@ -69,6 +73,41 @@ def test_memory_freed_meanwhile_is_not_taken_from_a_load() -> None:
     process.private += 10
     ledger.end(coming)
     assert coming.entries() == {"sessions": 100, "runs": 60}
+
+
+@pytest.mark.parametrize("is_begun", [False, True], ids=["begins", "ends"])
+def test_load_that_begins_or_ends_while_a_version_is_freed_is_measured_exactly(is_begun: bool) -> None:
+    process, ledger = open_ledger()
+    leaving, coming = ledger.reserve(100, 1), ledger.reserve(100, 1)
+    ledger.begin(leaving)
+    process.private += 100
+    ledger.end(leaving)
+    is_freed, may_return = threading.Event(), threading.Event()
+
+    def free() -> None:
+        process.private -= 100
+        is_freed.set()
+        assert may_return.wait(5)
+
+    def load() -> None:
+        if not is_begun:
+            ledger.begin(coming)
+            process.private += 150
+        ledger.end(coming)
+
+    if is_begun:
+        ledger.begin(coming)
+        process.private += 150
+    freeing, loading = threading.Thread(target=ledger.release, args=(leaving, free)), threading.Thread(target=load)
+    freeing.start()
+    assert is_freed.wait(5)
+    loading.start()
+    loading.join(0.1)
+    assert loading.is_alive(), "the load waits"
+    may_return.set()
+    freeing.join(5)
+    loading.join(5)
+    assert coming.measured_bytes == 150
 
 
 def test_growth_that_is_negative_counts_as_none() -> None:
