@@ -249,10 +249,11 @@ class Admission:
         """The work of other shape classes ahead of a request of this order: full batches and a rest for each class."""
         if self._queue.rows == shape_class.rows:
             return _NO_OTHER_WORK
-        others = iter(self._queue.others(shape_class))
         max_rows = policy.max_rows
         work_ns = error_ns = 0.0
-        for other in islice(others, _PRICED_CLASSES):
+        unpriced_rows = self._queue.rows - shape_class.rows
+        for other in islice(self._queue.others(shape_class), _PRICED_CLASSES):
+            unpriced_rows -= other.rows
             full, rest = divmod(other.rows_ahead(order), max_rows)
             latency = other.batch_latency
             if full:
@@ -260,7 +261,7 @@ class Admission:
             if rest:
                 work_ns += policy.batch_ns(rest, latency)
             error_ns = math.hypot(error_ns, latency.residual_ns * math.sqrt(full + (rest > 0)))
-        return _OtherWork(work_ns, error_ns, sum([other.rows for other in others]))
+        return _OtherWork(work_ns, error_ns, unpriced_rows)
 
     def _queued_ns(self, rows: int, shape_class: ShapeClass, policy: BatchPolicy) -> float:
         full_ns = shape_class.batch_latency.predict_ns(policy.max_rows) or 0.0

@@ -1,5 +1,6 @@
 """Queued requests, one queue for each shape class: requests of another shape neither delay nor join a batch."""
 
+import math
 from bisect import bisect_left, bisect_right, insort, insort_left
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
@@ -25,6 +26,7 @@ _MAX_RUN_RATIO: Final = 1000.0
 the next one off the event loop."""
 
 _order = attrgetter("order")
+_NO_ORDER: Final = (0, math.inf)
 
 
 class Alone:
@@ -40,6 +42,7 @@ class ShapeClass:
     Attributes:
         key: Equal for requests that may share a batch.
         requests: Sorted by priority level, then by due time: in order of arrival, except for early deadlines.
+        order: The order of the first of ``requests``, by which the queue sorts its classes.
         rows: Total rows of ``requests``.
         batch_latency: Time from the formation of a batch, or the end of the run before it on its instance, until its
             outputs reach the event loop.
@@ -59,6 +62,7 @@ class ShapeClass:
         self.key = key
         # A list: removing from its front moves some kilobytes at most, and bisection finds any request by its order.
         self.requests: list[InflightRequest] = []
+        self.order: tuple[int, float] = _NO_ORDER
         self.rows = 0
         self.batch_latency = batch_latency
         self.run_latency = run_latency
@@ -128,8 +132,8 @@ class RequestQueue:
         self._known_batches = tuple(known_batches)
         self._known_runs = tuple(known_runs)
         self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
-        self._waiting: dict[Hashable, ShapeClass] = {}
-        """The classes with queued requests."""
+        self._waiting: list[ShapeClass] = []
+        """The classes with queued requests, sorted by ``order``. ``_classes`` has them, too: they are never evicted."""
         self._requests_by_level: dict[int, int] = {}
         """The number of queued requests of each priority level."""
         self.rows = 0
@@ -167,7 +171,7 @@ class RequestQueue:
         # Beyond the maximum, a class that becomes idle is evicted at once, so at most the newest one is idle.
         keys = self._classes if len(self._classes) == MAX_CLASSES else reversed(self._classes)
         for key in keys:
-            if key not in self._waiting:
+            if not self._classes[key].requests:
                 del self._classes[key]
                 return
 
@@ -183,6 +187,8 @@ class RequestQueue:
         else:
             insort(requests, request, key=_order)
         self._count_added(shape_class, request)
+        if requests[0] is request:
+            self._place(shape_class)
 
     def put_back(self, shape_class: ShapeClass, taken: Sequence[InflightRequest]) -> None:
         """Undo ``take``: enqueue requests again, before those that are due at the same time."""
@@ -194,26 +200,24 @@ class RequestQueue:
         for request in reversed(taken):
             insort_left(shape_class.requests, request, key=_order)
             self._count_added(shape_class, request)
+        self._place(shape_class)
 
     def _count_added(self, shape_class: ShapeClass, request: InflightRequest) -> None:
         request.state = QUEUED
         if request.finish_by_ns is not None or request.start_by_ns is not None:
             shape_class.has_limits = True
         shape_class.rows += request.rows
-        self._waiting[shape_class.key] = shape_class
         self.rows += request.rows
         self.nbytes += request.nbytes
         self._requests_by_level[request.level] = self._requests_by_level.get(request.level, 0) + 1
 
     def waiting(self) -> list[ShapeClass]:
         """The classes with queued requests, in the order in which they are served."""
-        if len(self._waiting) == 1:
-            return list(self._waiting.values())
-        return sorted(self._waiting.values(), key=lambda shape_class: shape_class.requests[0].order)
+        return self._waiting.copy()
 
     def first(self) -> ShapeClass | None:
         """The class with queued requests that is served first; None if no request is queued."""
-        return min(self._waiting.values(), key=lambda shape_class: shape_class.requests[0].order, default=None)
+        return self._waiting[0] if self._waiting else None
 
     def classes(self) -> list[ShapeClass]:
         """Every known class, least recently used first."""
@@ -224,8 +228,8 @@ class RequestQueue:
         return self._requests_by_level.get(level, 0)
 
     def others(self, shape_class: ShapeClass) -> Iterable[ShapeClass]:
-        """The other classes with queued requests, in any order."""
-        return (other for other in self._waiting.values() if other is not shape_class)
+        """The other classes with queued requests, in the order in which they are served."""
+        return (other for other in self._waiting if other is not shape_class)
 
     def take(self, shape_class: ShapeClass, count: int) -> Sequence[InflightRequest]:
         """Dequeue the first ``count`` requests of a class, to run."""
@@ -247,7 +251,7 @@ class RequestQueue:
 
     def remove_one(self, request: InflightRequest) -> bool:
         """Remove one request at any position. Returns False if it is not queued."""
-        shape_class = self._waiting.get(request.shape_class_key)
+        shape_class = self._classes.get(request.shape_class_key)
         if shape_class is None:
             return False
         requests, order = shape_class.requests, request.order
@@ -269,10 +273,27 @@ class RequestQueue:
         self.rows -= rows
         self.nbytes -= nbytes
         shape_class.rows -= rows
+        self._place(shape_class)
         if not shape_class.requests:
             shape_class.has_limits = False
             if shape_class.closed_loop is not None:
                 shape_class.closed_loop.abandon_wait()
-            del self._waiting[shape_class.key]
             if len(self._classes) > MAX_CLASSES and self._classes.get(shape_class.key) is shape_class:
                 del self._classes[shape_class.key]
+
+    def _place(self, shape_class: ShapeClass) -> None:
+        """Keep ``_waiting`` sorted after the first request of a class may have changed."""
+        waiting, requests = self._waiting, shape_class.requests
+        order = requests[0].order if requests else _NO_ORDER
+        if order == shape_class.order:
+            return
+        if shape_class.order != _NO_ORDER:
+            first = 0 if waiting[0] is shape_class else bisect_left(waiting, shape_class.order, key=_order)
+            del waiting[waiting.index(shape_class, first)]
+        shape_class.order = order
+        if order == _NO_ORDER:
+            return
+        if not waiting or order >= waiting[-1].order:
+            waiting.append(shape_class)
+        else:
+            insort(waiting, shape_class, key=_order)

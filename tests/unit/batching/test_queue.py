@@ -358,6 +358,22 @@ class WatchedLevel(int):
 
 
 @interpreted_only
+def test_choice_of_the_next_class_compares_few_of_thousands() -> None:
+    queue, rng = RequestQueue(), random.Random(0)
+    classes = 4096
+    for due_ns in rng.sample(range(classes), classes):
+        push(queue, Alone(), request(level=WatchedLevel(1), finish_by_ns=due_ns))
+    for due_ns in range(100):
+        WatchedLevel.comparisons = 0
+        first = queue.first()
+        assert first is queue.waiting()[0]
+        (taken,) = queue.take(first, 1)
+        push(queue, Alone(), request(level=WatchedLevel(1), finish_by_ns=due_ns + classes // 2))
+        assert taken.finish_by_ns == due_ns
+        assert WatchedLevel.comparisons < 50
+
+
+@interpreted_only
 def test_counting_the_requests_of_a_level_visits_no_request() -> None:
     queue = known_queue()
     for key in "ab":
@@ -381,5 +397,7 @@ def test_requests_of_a_level_are_counted_correctly() -> None:
                 assert queue.remove_one(rng.choice(requests))
             case "remove":
                 queue.remove(queue.shape_class(key), requests[:2])
+        orders = [shape_class.requests[0].order for shape_class in queue.classes() if shape_class.requests]
+        assert [shape_class.requests[0].order for shape_class in queue.waiting()] == sorted(orders)
         waiting = [one.level for shape_class in queue.classes() for one in shape_class.requests]
         assert [queue.requests(level) for level in (1, 2, 3, 4)] == [waiting.count(level) for level in (1, 2, 3, 4)]
