@@ -174,10 +174,15 @@ class BatchRuns:
             self._is_woken = True
             self._loop.call_soon(self._start_batch)
 
+    @property
+    def _has_more(self) -> bool:
+        """Whether there is more to run."""
+        checks = self._row_checks
+        return bool(self._scheduler) or (checks is not None and checks.is_due and not self.closed_because)
+
     def _wake_if_needed(self) -> bool:
         """Wake if there is more to run. Returns whether there is."""
-        checks = self._row_checks
-        has_more = bool(self._scheduler) or (checks is not None and checks.is_due and not self.closed_because)
+        has_more = self._has_more
         if has_more:
             self._wake()
         elif self._idle is not None:
@@ -199,7 +204,7 @@ class BatchRuns:
         now_ns = self._clock()
         usual, limit, checks = self.policy, self._row_limit, self._row_checks
         if not self.share.may_start() and not self.share.may_start(self._scheduler.predict_ns(usual.max_rows)):
-            if not (self._scheduler or (checks is not None and checks.is_due)):
+            if not self._has_more:
                 self._withdraw_share()
             return  # the share wakes this batcher when its turn comes
         policy = usual if limit is None else limit.next_policy(self.queue, usual, now_ns)
@@ -221,6 +226,8 @@ class BatchRuns:
             batch = form_batch(group.requests, group.rows, bucket)
         if self.share.overtakes and not self.share.may_start(group.shape_class.run_latency.predict_ns(bucket)):
             self._scheduler.put_back(group)
+            if not self._has_more:  # a callback of a late request has cancelled the group
+                self._withdraw_share()
             return
         if limit is not None and policy is not usual and not group.is_check:
             limit.begin(group)

@@ -18,8 +18,8 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.inline_runs import TRIAL_RUNS, InlineBudget, InlineRuns
 from ortserve.batching.large_requests import MAX_QUEUED_PIECES
-from ortserve.batching.latency import MIN_OBSERVATIONS
-from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
+from ortserve.batching.planner import AT_COST_OF_OTHERS, BatchPolicy
 from ortserve.batching.queue import MAX_CLASSES, Alone, RequestQueue
 from ortserve.batching.run_limits import NO_CALLBACKS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
@@ -376,6 +376,30 @@ def test_model_whose_last_request_ended_while_it_waited_holds_up_no_other(ends_b
         await asyncio.gather(waiting, return_exceptions=True)
 
     play(main, run_ns=900 * MS, known_ns=900 * MS, device_threads=1)
+
+
+def test_model_whose_chosen_requests_a_callback_cancels_holds_up_no_other() -> None:
+    async def main(stage: Stage) -> None:
+        long, short = stage.shared.share(1, lambda: None), stage.shared.share(1, lambda: None)
+        assert long.may_start()
+        long.begin(1500 * MS)
+        short.charge(1, wants_more=False)  # so that it is not the first because of its time
+        shape_class = stage.queue.shape_class((2,))
+        shape_class.batch_latency = shape_class.run_latency = LatencyModel([(1, 250 * MS), (8, 400 * MS)])
+        # Six requests would overtake the long run. The five without the first are padded to eight rows, too many for it.
+        tight = stage.submit(rows_of(0), terms=stage.within(finish_ns=300 * MS))
+        others = [stage.submit(rows_of(n), terms=stage.within(finish_ns=600 * MS)) for n in range(5)]
+        tight.add_done_callback(lambda _: [other.cancel() for other in others])
+        stage.practise()
+        stage.clock.advance(1000)
+        await asyncio.sleep(0)
+        assert AT_COST_OF_OTHERS in refusal_of(tight).message
+        assert not stage.queue
+        assert short.may_start(MS)
+        long.end()
+        short.withdraw()
+
+    play(main, buckets=(1, 8), device_threads=1)
 
 
 def test_only_the_failing_request_of_a_batch_gets_the_error() -> None:
