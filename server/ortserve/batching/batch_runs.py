@@ -129,8 +129,8 @@ class BatchRuns:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests wait or run."""
-        return bool(self._scheduler) or self.instances.are_busy
+        """Whether requests wait, run, or were evicted and have not failed yet."""
+        return bool(self._scheduler) or self.instances.are_busy or self._scheduler.is_failing
 
     def enqueue(self, request: InflightRequest, shape_class: ShapeClass, now_ns: int) -> None:
         """Enqueue a request whose size, level and deadlines are set. It runs later."""
@@ -154,8 +154,9 @@ class BatchRuns:
 
     async def close(self) -> None:
         """Return when every enqueued request is settled."""
-        if self.is_busy:
+        while self.is_busy:  # perhaps again: a batch whose outputs cannot be divided runs again after it has ended
             self._idle = self._idle or asyncio.Event()
+            self._idle.clear()
             self._wake()
             await self._idle.wait()
         self._timer.close()
@@ -182,12 +183,12 @@ class BatchRuns:
 
     def _wake_if_needed(self) -> bool:
         """Wake if there is more to run. Returns whether there is."""
-        has_more = self._has_more
-        if has_more:
+        if self._has_more:
             self._wake()
-        elif self._idle is not None:
+            return True
+        if self._idle is not None:
             self._withdraw_share()
-        return has_more
+        return False
 
     def _withdraw_share(self) -> None:
         """Let other models go first, because nothing can run now. End a close if nothing is left."""
@@ -199,7 +200,7 @@ class BatchRuns:
         """Start a batch if an instance is free and requests wait; called again while there may be more."""
         self._is_woken = False
         if not self.instances.free and not (self.instances.lends_ahead and self._free_ahead()):
-            self.share.withdraw()  # the instance for which it waited may be lost
+            self._withdraw_share()  # the instance for which it waited may be lost
             return
         now_ns = self._clock()
         usual, limit, checks = self.policy, self._row_limit, self._row_checks
@@ -287,7 +288,8 @@ class BatchRuns:
         begins_ns = self.instances.lend_next(predicted_ns, now_ns)
         self.share.begin(predicted_ns)
         self._watch.begin(runner, group, batch, predicted_ns, begins_ns, now_ns)
-        runner.start(batch, partial(self._on_done_in_worker, runner, group, bucket, now_ns))
+        done, call = self._on_done, self._loop.call_soon_threadsafe
+        runner.start(batch, lambda outcome: call(done, runner, group, bucket, now_ns, outcome))
         if self.instances.free or self.instances.lends_ahead:
             self._wake_if_needed()
 
@@ -303,12 +305,6 @@ class BatchRuns:
             return False
         self.instances.free_ahead()
         return True
-
-    def _on_done_in_worker(
-        self, runner: Runner, group: RequestGroup, bucket: int, taken_ns: int, outcome: BatchResult | Exception
-    ) -> None:
-        """Called on the runner's thread."""
-        self._loop.call_soon_threadsafe(self._on_done, runner, group, bucket, taken_ns, outcome)
 
     def _on_done(
         self, runner: Runner, group: RequestGroup, bucket: int, taken_ns: int, outcome: BatchResult | Exception
@@ -370,10 +366,7 @@ class BatchRuns:
                 self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if now_ns >= self.answer_time.due_ns:
             # Callbacks have answered by now. Waiting tasks answer in the next turn, before this one.
-            self._loop.call_soon(self._on_answered, now_ns)
-
-    def _on_answered(self, computed_ns: int) -> None:
-        self.answer_time.observe(computed_ns, self._clock())
+            self._loop.call_soon(lambda: self.answer_time.observe(now_ns, self._clock()))
 
     def _on_failed(self, group: RequestGroup, bucket: int, taken_ns: int, error: Exception) -> None:
         """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""

@@ -28,7 +28,7 @@ from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
 from ortserve.batching.timers import LoopTimer
 from ortserve.clock import Clock
-from ortserve.core.inflight import InflightRequest, fail_in_turns, settle_in_turns
+from ortserve.core.inflight import InflightRequest, settle_in_turns
 from ortserve.errors import ErrorKind, ServeError
 
 _MIN_SWEEP_INTERVAL_NS: Final = 1_000_000
@@ -53,11 +53,21 @@ class Scheduler:
         clock: Clock,
         on_emptied: Callable[[], None],
     ) -> None:
-        """``queue`` and ``decisions`` are the batcher's own. ``on_emptied`` is called when the last request expired."""
+        """Begin without requests.
+
+        Args:
+            queue: The batcher's own, as is ``decisions``.
+            decisions: Counts requests that are evicted or cancelled.
+            loop: The event loop of the calling thread.
+            clock: Monotonic nanoseconds.
+            on_emptied: Called when evicted requests have failed and no other waits.
+        """
         self._queue = queue
         self._decisions = decisions
         self._clock = clock
         self._on_emptied = on_emptied
+        self._failing = 0
+        """The number of ``_fail_in_turns`` that have not ended."""
         self._again: deque[RequestGroup] = deque()
         self._is_repeated = False
         """Whether the last group of ``next_group`` had begun to run before."""
@@ -68,6 +78,11 @@ class Scheduler:
 
     def __bool__(self) -> bool:
         return self._queue.rows > 0 or bool(self._again)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether removed requests have not all failed yet."""
+        return self._failing > 0
 
     def run_again(self, groups: Iterable[RequestGroup]) -> None:
         """Schedule groups before all queued requests."""
@@ -152,7 +167,7 @@ class Scheduler:
             requests += self._queue.take(shape_class, len(shape_class.requests))
         while self._again:
             requests += self._again.popleft().requests
-        fail_in_turns(requests, error)
+        self._fail_in_turns(requests, lambda request: request.fail(error))
 
     def close(self) -> None:
         """Stop the timer."""
@@ -204,15 +219,23 @@ class Scheduler:
         interval_ns = max(_MIN_SWEEP_INTERVAL_NS, looked_at * _SWEEP_INTERVAL_PER_REQUEST_NS)
         self._no_sweep_before_ns = float(now_ns + interval_ns)
         self.sweep_after(next_ns, now_ns)
-        if not self:
-            self._on_emptied()
 
     def _evict(self, shape_class: ShapeClass, evictions: Sequence[Eviction]) -> None:
-        """Remove late requests from the queue, and fail them, many of them over several turns of the loop."""
+        """Remove late requests from the queue, and fail them."""
         requests = [eviction.request for eviction in evictions]
         self._queue.remove(shape_class, requests)
         reasons = {eviction.request: eviction.reason for eviction in evictions}
-        settle_in_turns(requests, lambda request: self._fail_late(request, reasons[request]))
+        self._fail_in_turns(requests, lambda request: self._fail_late(request, reasons[request]))
+
+    def _fail_in_turns(self, requests: Sequence[InflightRequest], fail: Callable[[InflightRequest], object]) -> None:
+        """Call ``fail`` with removed requests, many of them over several turns of the loop."""
+        self._failing += 1
+        settle_in_turns(requests, fail, self._on_all_failed)
+
+    def _on_all_failed(self) -> None:
+        self._failing -= 1
+        if not self:
+            self._on_emptied()
 
     def _fail_late(self, request: InflightRequest, reason: str) -> None:
         """Fail a late request that was removed from the queue. Its callback may enqueue or cancel others."""

@@ -62,7 +62,7 @@ class BatchResult:
         self.run_ns = run_ns
 
 
-BatchDone: TypeAlias = Callable[[BatchResult | Exception], None]
+BatchDone: TypeAlias = Callable[[BatchResult | Exception], object]
 
 
 class BatchTap(Protocol):

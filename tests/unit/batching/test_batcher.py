@@ -386,7 +386,7 @@ def test_model_whose_chosen_requests_a_callback_cancels_holds_up_no_other() -> N
         short.charge(1, wants_more=False)  # so that it is not the first because of its time
         shape_class = stage.queue.shape_class((2,))
         shape_class.batch_latency = shape_class.run_latency = LatencyModel([(1, 250 * MS), (8, 400 * MS)])
-        # Six requests would overtake the long run. The five without the first are padded to eight rows, too many for it.
+        # Six requests would overtake the long run. Five without the first are padded to eight rows, too many for it.
         tight = stage.submit(rows_of(0), terms=stage.within(finish_ns=300 * MS))
         others = [stage.submit(rows_of(n), terms=stage.within(finish_ns=600 * MS)) for n in range(5)]
         tight.add_done_callback(lambda _: [other.cancel() for other in others])
@@ -737,6 +737,33 @@ def test_close_waits_for_a_search_to_end() -> None:
         assert [future.exception() is None for future in futures] == [True, False, True, True]
 
     play(main)
+
+
+def test_close_waits_for_late_requests_that_fail_over_several_turns_of_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        running = stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        late = [stage.submit(rows_of(n), terms=stage.within(finish_ns=RUN_NS // 4)) for n in range(100)]
+        stage.clock.advance(RUN_NS)
+        await stage.batcher.close()
+        assert all(request.done() for request in [running, *late])
+
+    play(main)
+
+
+def test_close_waits_for_requests_that_run_again_after_all_queued_ones_were_late() -> None:
+    async def main(stage: Stage) -> None:
+        divided = [stage.submit(rows_of(value)) for value in range(4)]
+        await asyncio.sleep(1e-3)
+        late = [stage.submit(rows_of(n), terms=stage.within(finish_ns=RUN_NS + MS // 2)) for n in range(8)]
+        stage.practise()  # so that they are evicted when the run ends, before their deadline
+        await stage.batcher.close()
+        assert [request.done() for request in late + divided] == [True] * 12
+        assert stage.runner.runs[0].sizes == [1] * 4
+        assert not any(isinstance(request.exception(), ServeError) for request in divided)
+
+    # The outputs of a batch have one row, so they cannot be divided, and each request runs alone.
+    play(main, known_ns=RUN_NS, compute=lambda rows: answer(rows[:1]))
 
 
 def test_close_ends_the_queue_delay() -> None:
