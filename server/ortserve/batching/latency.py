@@ -13,7 +13,8 @@ _GAIN: Final = 0.1
 """Weight of an observation in the knots around it."""
 _MAX_BATCH_RATIO: Final = 2.0
 """An observation counts as at most twice and at least half of the prediction, so that one batch that was interrupted
-for milliseconds does not mislead the next hundred."""
+for milliseconds does not mislead the next hundred. If the second of a size takes less than half as long as the first,
+the first was interrupted and no longer counts."""
 _MIN_NS: Final = 1.0
 _MAX_NS: Final = 2.0**63
 """Limits of the times that are learned, so that predictions are positive and finite. No real run exceeds them."""
@@ -66,6 +67,8 @@ class LatencyModel:
         self._max_ratio = max_ratio
         self._sizes: list[int] = []
         self._knots: dict[int, float] = {}
+        self._once: set[int] = set()
+        """Knots that one observation set."""
         self.observations = 0
         self.residual_ns = 0.0
         for rows, ns in known:
@@ -85,7 +88,13 @@ class LatencyModel:
             # A new knot, scaled up if the batch has fewer rows than the knot.
             at_size = self.predict_ns(size)
             self._set_knot(size, ns if not predicted or at_size is None else ns * at_size / predicted)
+            self._once.add(size)
             return
+        if size in self._once:
+            self._once.remove(size)
+            if ns < predicted / _MAX_BATCH_RATIO:
+                self._knots[size] = max(_MIN_NS, self._knots[size] * ns / predicted)
+                return
         residual_ns, step = ns - predicted, _QUANTILE_GAIN * predicted
         if residual_ns > self.residual_ns:
             self.residual_ns = max(self.residual_ns + step * _QUANTILE, self.residual_ns * _RISE)

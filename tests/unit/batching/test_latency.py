@@ -56,6 +56,29 @@ def test_first_observation_is_taken_as_it_is() -> None:
     assert latency.knots() == {1: 300, 4: 1000}
 
 
+@pytest.mark.parametrize("slow", [3, 10, 100])
+def test_slow_first_run_is_forgotten_at_the_second(slow: float) -> None:
+    latency = LatencyModel([(1, 100)])
+    for ns in (slow * 1000, 1000):
+        latency.observe(8, ns)
+    assert latency.knots() == {1: 100, 8: pytest.approx(1000)}
+
+
+@pytest.mark.parametrize("slow", [3, 10, 100])
+def test_slow_first_run_of_a_size_in_part_filled_is_nearly_forgotten_at_the_second(slow: float) -> None:
+    latency = LatencyModel([(1, 100), (4, 400)])
+    for ns in (slow * 600, 600):
+        latency.observe(6, ns)
+    assert latency.predict_ns(6) == pytest.approx(600, rel=0.35)
+
+
+def test_first_run_that_took_less_than_twice_as_long_as_the_second_counts() -> None:
+    latency = LatencyModel()
+    latency.observe(8, 1900)
+    latency.observe(8, 1000)
+    assert latency.predict_ns(8) == pytest.approx(1900 - 90)
+
+
 def test_first_observation_of_a_size_in_part_filled_is_scaled_to_the_whole() -> None:
     latency = LatencyModel([(1, 100), (4, 400)])
     latency.observe(6, 600)  # on the line, so the knot at 8 stays on it too
