@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from ortserve.batching.groups import RequestGroup, divide, fail_group, form_batch, form_first_row, settle_batch
+from ortserve.batching.groups import RequestGroup, divide, fail_group, form_batch, settle_batch
 from ortserve.batching.inline_runs import InlineRuns
 from ortserve.batching.instances import Instances
 from ortserve.batching.latency import AnswerTime
@@ -36,8 +36,7 @@ class BatchRuns:
     A batch is formed when an instance is free and not earlier, from all requests that are queued then. Loop thread
     only; the workers of the runners call back through ``call_soon_threadsafe``.
 
-    In its methods, ``bucket`` is the number of rows of a batch with padding, and ``taken_ns`` the time at which the
-    batch was formed (monotonic).
+    In its methods, ``taken_ns`` is the time at which the batch was formed (monotonic).
 
     Attributes:
         policy: Current limits of batches: lowered after failures, and corrected by ``row_limit``.
@@ -219,13 +218,10 @@ class BatchRuns:
             return
         now_ns = self._clock()  # again: callbacks of late requests may have taken long, and enqueued requests
         bucket = group.rows
-        if group.tries_one_row:
-            bucket, batch = 1, form_first_row(group.requests[0])
-        else:
-            if self.policy.buckets and not group.shape_class.runs_alone:
-                bucket = self.policy.bucket_for(bucket)
-            batch = form_batch(group.requests, group.rows, bucket)
-        if self.share.overtakes and not self.share.may_start(group.shape_class.run_latency.predict_ns(bucket)):
+        if self.policy.buckets and not group.shape_class.runs_alone:
+            bucket = self.policy.bucket_for(bucket)
+        batch = form_batch(group, bucket)
+        if self.share.overtakes and not self.share.may_start(group.shape_class.run_latency.predict_ns(batch.bucket)):
             self._scheduler.put_back(group)
             if not self._has_more:  # a callback of a late request has cancelled the group
                 self._withdraw_share()
@@ -235,12 +231,12 @@ class BatchRuns:
         if not group.is_check:
             self.last_rows = batch.rows
             self.decisions.batches += 1
-            self.decisions.padding_rows += bucket - batch.rows
+            self.decisions.padding_rows += batch.bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self.inline is not None and self._run_inline(self.inline, group, batch, bucket, now_ns):
+        elif self.inline is not None and self._run_inline(self.inline, group, batch, now_ns):
             return
-        self._run_on_worker(group, batch, bucket, now_ns)
+        self._run_on_worker(group, batch, now_ns)
 
     def _next_check(self, checks: RowChecks, now_ns: int) -> RequestGroup | None:
         """The request that ``checks`` runs again alone; None if no instance is idle or no check is due."""
@@ -260,9 +256,9 @@ class BatchRuns:
         if self._on_difference is not None:
             self._on_difference(difference)
 
-    def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> bool:
+    def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, now_ns: int) -> bool:
         """Run a batch on the event loop, and settle its requests. Returns False if the batch must run on a worker."""
-        predicted_ns = inline.begin(group.shape_class.run_latency, bucket)
+        predicted_ns = inline.begin(group.shape_class.run_latency, batch.bucket)
         if predicted_ns is None:
             return False
         self.decisions.inline += not group.is_check
@@ -274,22 +270,22 @@ class BatchRuns:
         elapsed_ns = self._clock() - now_ns
         self.decisions.inline_overruns += inline.end(elapsed_ns)
         if isinstance(outcome, Exception):
-            self._on_failed(group, bucket, now_ns, outcome)
+            self._on_failed(group, batch, now_ns, outcome)
         else:
-            self._learn(group, bucket, elapsed_ns)
-            self._on_computed(group, bucket, now_ns, outcome)
+            self._learn(group, batch, elapsed_ns)
+            self._on_computed(group, batch, now_ns, outcome)
         self.share.charge(predicted_ns, wants_more=self._wake_if_needed())
         return True
 
-    def _run_on_worker(self, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
+    def _run_on_worker(self, group: RequestGroup, batch: Batch, now_ns: int) -> None:
         """Start a batch on the worker of the next free instance."""
-        predicted_ns = group.shape_class.batch_latency.predict_ns(bucket) or 0.0
+        predicted_ns = group.shape_class.batch_latency.predict_ns(batch.bucket) or 0.0
         runner = self.instances.free[-1]
         begins_ns = self.instances.lend_next(predicted_ns, now_ns)
         self.share.begin(predicted_ns)
         self._watch.begin(runner, group, batch, predicted_ns, begins_ns, now_ns)
         done, call = self._on_done, self._loop.call_soon_threadsafe
-        runner.start(batch, lambda outcome: call(done, runner, group, bucket, now_ns, outcome))
+        runner.start(batch, lambda outcome: call(done, runner, group, outcome))
         if self.instances.free or self.instances.lends_ahead:
             self._wake_if_needed()
 
@@ -306,47 +302,45 @@ class BatchRuns:
         self.instances.free_ahead()
         return True
 
-    def _on_done(
-        self, runner: Runner, group: RequestGroup, bucket: int, taken_ns: int, outcome: BatchResult | Exception
-    ) -> None:
+    def _on_done(self, runner: Runner, group: RequestGroup, outcome: BatchResult | Exception) -> None:
         """End a run on a worker, on the loop."""
         run = self._watch.end(group, runner)
         if run is None:
             return  # the instance was abandoned, and its requests were settled or scheduled again then
-        now_ns = self._clock()
+        batch, taken_ns, now_ns = run.batch, run.taken_ns, self._clock()
         began_ns = self.instances.give_back(runner, taken_ns, now_ns)
         self.share.end(run.predicted_ns, now_ns - began_ns)
         if run.is_overdue and not isinstance(outcome, DeviceLostError):
-            group.shape_class.batch_latency.observe_terminated(bucket, now_ns - began_ns)
+            group.shape_class.batch_latency.observe_terminated(batch.bucket, now_ns - began_ns)
         elif isinstance(outcome, DeviceLostError):
             fail_group(group, taken_ns, outcome)
             self._on_device_lost(runner, outcome)
         elif isinstance(outcome, Exception):
-            self._on_failed(group, bucket, taken_ns, outcome)
+            self._on_failed(group, batch, taken_ns, outcome)
         else:
             if self.instances.lends_ahead:
                 self.instances.observe_staging(outcome.staged_ns - taken_ns)
-            self._learn(group, bucket, now_ns - began_ns)
+            self._learn(group, batch, now_ns - began_ns)
             if self.inline is not None:
-                self.inline.observe_on_worker(group.shape_class.run_latency, bucket, outcome.run_ns)
+                self.inline.observe_on_worker(group.shape_class.run_latency, batch.bucket, outcome.run_ns)
             if not group.is_check:  # no client waits for a check, and its outcome decides about the next batch
                 if self.policy.closed_loop_wait:
                     group.shape_class.note_answer(self._clock())
                 if self.queue.rows >= self.policy.max_rows:
                     self._start_batch()  # a full batch, which no new request could change, before the answers
-            self._on_computed(group, bucket, taken_ns, outcome)
+            self._on_computed(group, batch, taken_ns, outcome)
         # Otherwise answers come first: the next requests of their callers may arrive before the next batch is formed.
         self._wake_if_needed()
 
-    def _learn(self, group: RequestGroup, bucket: int, ns: int) -> None:
-        group.shape_class.batch_latency.observe(bucket, ns)
+    def _learn(self, group: RequestGroup, batch: Batch, ns: int) -> None:
+        group.shape_class.batch_latency.observe(batch.bucket, ns)
         if self._row_limit is not None:
             self.policy = self._row_limit.learn(group, ns, self.policy)
 
-    def _on_computed(self, group: RequestGroup, bucket: int, taken_ns: int, result: BatchResult) -> None:
+    def _on_computed(self, group: RequestGroup, batch: Batch, taken_ns: int, result: BatchResult) -> None:
         """Settle the requests of a batch, or run all rows of one whose first row was tried."""
         now_ns = self._clock()
-        group.shape_class.run_latency.observe(bucket, result.run_ns)
+        group.shape_class.run_latency.observe(batch.bucket, result.run_ns)
         if group.tries_one_row:
             group.shape_class.accepts_one_row = True
             if group.rows > 1:
@@ -359,20 +353,19 @@ class BatchRuns:
         try:
             self.decisions.wasted_rows += settle_batch(group.requests, group.rows, taken_ns, result, self._ragged)
         except ServeError as error:  # outputs that cannot be divided are right for a request that runs alone
-            self._on_failed(group, bucket, taken_ns, error)
+            self._on_failed(group, batch, taken_ns, error)
         else:
             if self.tap is not None and not group.is_check:
-                # Form the same batch again: settled requests keep their inputs, and the group its order and bucket.
-                self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
+                self.tap.observe(batch, result.run_ns)
         if now_ns >= self.answer_time.due_ns:
             # Callbacks have answered by now. Waiting tasks answer in the next turn, before this one.
             self._loop.call_soon(lambda: self.answer_time.observe(now_ns, self._clock()))
 
-    def _on_failed(self, group: RequestGroup, bucket: int, taken_ns: int, error: Exception) -> None:
+    def _on_failed(self, group: RequestGroup, batch: Batch, taken_ns: int, error: Exception) -> None:
         """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""
         if isinstance(error, OutOfMemoryError):
             self.decisions.out_of_memory += 1
-            self.policy, self._row_limit = lower_cap(self.policy, bucket), None
+            self.policy, self._row_limit = lower_cap(self.policy, batch.bucket), None
         if group.tries_one_row and group.rows > 1:
             self._run_whole(group)
             return

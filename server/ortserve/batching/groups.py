@@ -61,16 +61,14 @@ class Search:
     runs_left: int
 
 
-def form_batch(requests: Sequence[InflightRequest], rows: int, bucket: int) -> Batch:
-    """Collect the arrays of the requests, input by input, without a copy."""
+def form_batch(group: RequestGroup, bucket: int) -> Batch:
+    """Collect the arrays of a group, to be padded to ``bucket`` rows, without a copy. A trial has one row, unpadded."""
+    requests, rows = group.requests, group.rows
+    if group.tries_one_row:
+        return Batch(tuple([(array[:1],) for array in requests[0].inputs]), 1, 1)
     if len(requests) == 1:
         return Batch(tuple(zip(requests[0].inputs)), rows, bucket)
     return Batch(tuple(zip(*[request.inputs for request in requests], strict=True)), rows, bucket)
-
-
-def form_first_row(request: InflightRequest) -> Batch:
-    """Form a batch of only the first row of a request."""
-    return Batch(tuple([(array[:1],) for array in request.inputs]), 1, 1)
 
 
 def settle_batch(

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fakes.inflight import inflight
-from ortserve.batching.groups import form_batch, settle_batch
+from ortserve.batching.groups import RequestGroup, form_batch, settle_batch
+from ortserve.batching.queue import RequestQueue
 from ortserve.core.batch import BatchResult
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
@@ -21,13 +22,16 @@ def result(*outputs: np.ndarray) -> BatchResult:
 
 def test_batch_holds_the_arrays_of_the_requests_by_input() -> None:
     arrays = [np.zeros((rows, width)) for rows in (1, 2) for width in (3, 4)]
-    batch = form_batch([request(*arrays[:2]), request(*arrays[2:])], 3, 4)
+    shape_class = RequestQueue().shape_class(None)
+    requests = [request(*arrays[:2]), request(*arrays[2:])]
+    batch = form_batch(RequestGroup(shape_class, requests, 3), 4)
     assert (batch.rows, batch.bucket) == (3, 4)
     assert [[id(array) for array in parts] for parts in batch.parts] == [
         [id(arrays[0]), id(arrays[2])],
         [id(arrays[1]), id(arrays[3])],
     ]
-    alone = form_batch([request(*arrays[2:])], 2, 2)
+    alone = form_batch(RequestGroup(shape_class, requests[1:], 2), 2)
+    assert (alone.rows, alone.bucket) == (2, 2)
     assert [[id(array) for array in parts] for parts in alone.parts] == [[id(arrays[2])], [id(arrays[3])]]
 
 
