@@ -130,11 +130,12 @@ class Admission:
         queue, limits = self._queue, self._limits
         if queue.rows and (queue.rows + request.rows > limits.rows or queue.nbytes + request.nbytes > limits.nbytes):
             self._decisions.refused_full += 1
+            full_ns = shape_class.batch_latency.predict_ns(policy.max_rows) or 0.0
             raise ServeError(
                 ErrorKind.OVERLOADED,
                 f"Exceeds maximum queue size: {queue.rows} rows with {queue.nbytes} bytes are queued, the limits are "
                 f"max_queue_rows {limits.rows} and max_queue_bytes {limits.nbytes}",
-                retry_after_s=self._queued_ns(queue.rows, shape_class, policy) / 1e9 or _RETRY_AFTER_S,
+                retry_after_s=queue.rows / policy.max_rows * full_ns / self._instances.count / 1e9 or _RETRY_AFTER_S,
             )
         most = limits.requests.get(request.level)
         if most is not None and queue.requests(request.level) >= most:
@@ -262,10 +263,6 @@ class Admission:
                 work_ns += policy.batch_ns(rest, latency)
             error_ns = math.hypot(error_ns, latency.residual_ns * math.sqrt(full + (rest > 0)))
         return _OtherWork(work_ns, error_ns, unpriced_rows)
-
-    def _queued_ns(self, rows: int, shape_class: ShapeClass, policy: BatchPolicy) -> float:
-        full_ns = shape_class.batch_latency.predict_ns(policy.max_rows) or 0.0
-        return rows / policy.max_rows * full_ns / self._instances.count
 
 
 @dataclass(frozen=True, slots=True)

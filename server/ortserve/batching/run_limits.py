@@ -69,11 +69,6 @@ def latest_deadline_ns(group: RequestGroup) -> float:
     return float(latest_ns)
 
 
-def _is_cancelled(group: RequestGroup) -> bool:
-    """Whether all requests of a group were cancelled."""
-    return all(request.state == CANCELLED for request in group.requests)
-
-
 class Run:
     """A run on a worker. It is terminated at ``due_ns``, or abandoned if it already ``is_overdue``."""
 
@@ -234,7 +229,7 @@ class RunWatch:
                 run.due_ns = float(now_ns + self._limits.grace_ns)
                 cancelled = [request.rows for request in run.group.requests if request.state == CANCELLED]
                 self._decisions.wasted_rows += sum(cancelled)
-                if _is_cancelled(run.group):
+                if len(cancelled) == len(run.group.requests):
                     self._terminate_cancelled(run, now_ns)
                 else:
                     self._terminate(run, now_ns)
