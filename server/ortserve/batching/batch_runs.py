@@ -174,20 +174,15 @@ class BatchRuns:
             self._is_woken = True
             self._loop.call_soon(self._start_batch)
 
-    @property
-    def _has_more(self) -> bool:
-        """Whether there is more to run."""
-        checks = self._row_checks
-        return bool(self._scheduler) or (checks is not None and checks.is_due and not self.closed_because)
-
     def _wake_if_needed(self) -> bool:
         """Wake if there is more to run. Returns whether there is."""
-        if self._has_more:
+        checks = self._row_checks
+        has_more = bool(self._scheduler) or (checks is not None and checks.is_due and not self.closed_because)
+        if has_more:
             self._wake()
-            return True
-        if self._idle is not None:
+        elif self._idle is not None:
             self._withdraw_share()
-        return False
+        return has_more
 
     def _withdraw_share(self) -> None:
         """Let other models go first, because nothing can run now. End a close if nothing is left."""
@@ -204,10 +199,12 @@ class BatchRuns:
         now_ns = self._clock()
         usual, limit, checks = self.policy, self._row_limit, self._row_checks
         if not self.share.may_start() and not self.share.may_start(self._scheduler.predict_ns(usual.max_rows)):
-            if not self._has_more:
+            if not (self._scheduler or (checks is not None and checks.is_due)):
                 self._withdraw_share()
             return  # the share wakes this batcher when its turn comes
-        policy = usual if limit is None else limit.next_policy(self.queue, usual, now_ns)
+        policy = usual
+        if limit is not None and self.queue.rows >= usual.max_rows:
+            policy = limit.next_policy(self.queue, usual, now_ns)
         group = self._scheduler.next_group(policy, now_ns)
         if group is None and checks is not None and not self.share.overtakes:
             group = self._next_check(checks, now_ns)
@@ -223,8 +220,8 @@ class BatchRuns:
         batch = form_batch(group, bucket)
         if self.share.overtakes and not self.share.may_start(group.shape_class.run_latency.predict_ns(batch.bucket)):
             self._scheduler.put_back(group)
-            if not self._has_more:  # a callback of a late request has cancelled the group
-                self._withdraw_share()
+            if not self._scheduler:  # a callback of a late request has cancelled the group
+                self._wake()  # to withdraw the share
             return
         if limit is not None and policy is not usual and not group.is_check:
             limit.begin(group)

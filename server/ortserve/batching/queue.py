@@ -132,8 +132,8 @@ class RequestQueue:
         self._known_batches = tuple(known_batches)
         self._known_runs = tuple(known_runs)
         self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
-        self._waiting: list[ShapeClass] = []
-        """The classes with queued requests, sorted by ``order``. ``_classes`` has them, too: they are never evicted."""
+        self.waiting: list[ShapeClass] = []
+        """The classes with queued requests, in the order in which they are served. They are never evicted."""
         self._requests_by_level: dict[int, int] = {}
         """The number of queued requests of each priority level."""
         self.rows = 0
@@ -142,7 +142,7 @@ class RequestQueue:
         """Bytes of the inputs of all queued requests."""
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     def shape_class(self, key: Hashable) -> ShapeClass:
         """The class of a key. A new one may evict a class without queued requests."""
@@ -166,7 +166,7 @@ class RequestQueue:
 
     def _evict_idle(self) -> None:
         """Evict the least recently used class without queued requests, if there is one."""
-        if len(self._waiting) == len(self._classes):
+        if len(self.waiting) == len(self._classes):
             return
         # Beyond the maximum, a class that becomes idle is evicted at once, so at most the newest one is idle.
         keys = self._classes if len(self._classes) == MAX_CLASSES else reversed(self._classes)
@@ -211,14 +211,6 @@ class RequestQueue:
         self.nbytes += request.nbytes
         self._requests_by_level[request.level] = self._requests_by_level.get(request.level, 0) + 1
 
-    def waiting(self) -> list[ShapeClass]:
-        """The classes with queued requests, in the order in which they are served."""
-        return self._waiting.copy()
-
-    def first(self) -> ShapeClass | None:
-        """The class with queued requests that is served first; None if no request is queued."""
-        return self._waiting[0] if self._waiting else None
-
     def classes(self) -> list[ShapeClass]:
         """Every known class, least recently used first."""
         return list(self._classes.values())
@@ -229,7 +221,7 @@ class RequestQueue:
 
     def others(self, shape_class: ShapeClass) -> Iterable[ShapeClass]:
         """The other classes with queued requests, in the order in which they are served."""
-        return (other for other in self._waiting if other is not shape_class)
+        return (other for other in self.waiting if other is not shape_class)
 
     def take(self, shape_class: ShapeClass, count: int) -> Sequence[InflightRequest]:
         """Dequeue the first ``count`` requests of a class, to run."""
@@ -282,9 +274,9 @@ class RequestQueue:
                 del self._classes[shape_class.key]
 
     def _place(self, shape_class: ShapeClass) -> None:
-        """Keep ``_waiting`` sorted after the first request of a class may have changed."""
-        waiting, requests = self._waiting, shape_class.requests
-        order = requests[0].order if requests else _NO_ORDER
+        """Keep ``waiting`` sorted after the first request of a class may have changed."""
+        waiting, requests = self.waiting, shape_class.requests
+        order = (requests[0].level, requests[0].due_ns) if requests else _NO_ORDER  # ``order``, inlined
         if order == shape_class.order:
             return
         if shape_class.order != _NO_ORDER:

@@ -179,7 +179,7 @@ class RowLimit:
 
 def _has_time(queue: RequestQueue, rows: int, now_ns: int) -> bool:
     """Whether all requests that are queued keep their deadlines if the next two batches have this many rows."""
-    for shape_class in queue.waiting():
+    for shape_class in queue.waiting:
         if not shape_class.has_limits:
             continue
         expiries = [request.expires_ns for request in shape_class.requests]

@@ -93,8 +93,10 @@ class Scheduler:
         if self._again:
             group = self._again[0]
             return group.shape_class.run_latency.predict_ns(group.rows)
-        first = self._queue.first()
-        return None if first is None else first.run_latency.predict_ns(min(first.rows, max_rows))
+        if not self._queue.waiting:
+            return None
+        first = self._queue.waiting[0]
+        return first.run_latency.predict_ns(min(first.rows, max_rows))
 
     def put_back(self, group: RequestGroup) -> None:
         """Undo ``next_group`` for the group that it returned last and that cannot run yet."""
@@ -120,7 +122,7 @@ class Scheduler:
                 return group
         self._is_repeated = False
         earliest: WaitUntil | None = None
-        for shape_class in self._queue.waiting():
+        for shape_class in self._queue.waiting.copy():
             if shape_class.has_limits:
                 unfit = find_unfit(shape_class.requests, policy, shape_class.batch_latency, now_ns)
                 if unfit:
@@ -163,7 +165,7 @@ class Scheduler:
     def fail_all(self, error: ServeError) -> None:
         """Fail all waiting requests, many of them over several turns of the loop."""
         requests: list[InflightRequest] = []
-        for shape_class in self._queue.waiting():
+        for shape_class in self._queue.waiting.copy():
             requests += self._queue.take(shape_class, len(shape_class.requests))
         while self._again:
             requests += self._again.popleft().requests
@@ -210,7 +212,7 @@ class Scheduler:
         self._fires_ns = math.inf
         looked_at = 0
         next_ns = math.inf
-        for shape_class in self._queue.waiting():
+        for shape_class in self._queue.waiting.copy():
             looked_at += len(shape_class.requests)
             found = find_expired(shape_class.requests, now_ns)
             if found.evictions:

@@ -392,7 +392,7 @@ def test_model_whose_chosen_requests_a_callback_cancels_holds_up_no_other() -> N
         tight.add_done_callback(lambda _: [other.cancel() for other in others])
         stage.practise()
         stage.clock.advance(1000)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         assert AT_COST_OF_OTHERS in refusal_of(tight).message
         assert not stage.queue
         assert short.may_start(MS)

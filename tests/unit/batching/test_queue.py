@@ -76,7 +76,7 @@ def test_requests_that_are_put_back_join_the_class_that_replaced_theirs() -> Non
         queue.shape_class(number)
     queue.push(queue.shape_class("a"), requests[1], 8)
     queue.put_back(evicted, taken)
-    (waiting,) = queue.waiting()
+    (waiting,) = queue.waiting
     assert (waiting.requests, queue.rows) == (requests, 2)
 
 
@@ -90,7 +90,7 @@ def test_class_whose_requests_are_put_back_keeps_its_learned_times_among_many_wa
     taken = queue.take(shape_class, 1)  # evicts the class, which is idle
     queue.put_back(shape_class, taken)
     assert queue.shape_class("a") is shape_class
-    assert (shape_class.requests, len(queue.waiting())) == ([waiting], MAX_CLASSES + 1)
+    assert (shape_class.requests, len(queue.waiting)) == ([waiting], MAX_CLASSES + 1)
 
 
 def test_higher_level_goes_first_and_within_a_level_the_earlier_deadline() -> None:
@@ -176,13 +176,13 @@ def test_class_whose_head_is_due_first_comes_first() -> None:
     b = push(queue, "b", request(queued_ns=5))
     push(queue, "a", request(queued_ns=7))
     push(queue, "b", request(queued_ns=9))
-    assert keys(queue.waiting()) == ["b", "a"]
+    assert keys(queue.waiting) == ["b", "a"]
     queue.take(b, 1)
-    assert keys(queue.waiting()) == ["a", "b"]
+    assert keys(queue.waiting) == ["a", "b"]
     push(queue, "c", request(queued_ns=20, finish_by_ns=6))
-    assert keys(queue.waiting()) == ["c", "a", "b"]
+    assert keys(queue.waiting) == ["c", "a", "b"]
     push(queue, "d", request(queued_ns=30, level=0))
-    assert keys(queue.waiting()) == ["d", "c", "a", "b"]
+    assert keys(queue.waiting) == ["d", "c", "a", "b"]
 
 
 def test_rows_and_bytes_count_all_queued_requests_and_return_to_zero() -> None:
@@ -217,9 +217,9 @@ def test_classes_may_be_taken_whole_while_they_are_given(classes: int) -> None:
     queue = RequestQueue()
     for key in range(classes):
         push(queue, key, request())
-    taken = [queue.take(shape_class, len(shape_class.requests)) for shape_class in queue.waiting()]
+    taken = [queue.take(shape_class, len(shape_class.requests)) for shape_class in queue.waiting.copy()]
     assert [len(requests) for requests in taken] == [1] * classes
-    assert queue.waiting() == []
+    assert queue.waiting == []
 
 
 def test_rows_ahead_are_those_that_go_first() -> None:
@@ -273,7 +273,7 @@ def test_request_is_removed_from_any_position_and_only_once(seed: int) -> None:
             order.remove(one)
         assert shape_class.requests == order
         assert (queue.rows, queue.nbytes) == (1 + sum(one.rows for one in order), 7 * len(order))
-    assert queue.waiting() == [queue.shape_class("other")]
+    assert queue.waiting == [queue.shape_class("other")]
 
 
 def test_new_class_begins_with_what_warm_up_measured_and_then_learns_on_its_own() -> None:
@@ -298,7 +298,7 @@ def test_least_recently_used_idle_class_is_forgotten_first() -> None:
 def test_class_with_a_queued_request_is_never_forgotten() -> None:
     queue = RequestQueue()
     busy = [push(queue, key, request()) for key in range(3 * MAX_CLASSES)]
-    assert queue.waiting() == busy
+    assert queue.waiting == busy
     for key in range(1000):
         queue.shape_class(f"idle {key}")
     assert [queue.shape_class(shape_class.key) for shape_class in busy] == busy
@@ -365,9 +365,7 @@ def test_choice_of_the_next_class_compares_few_of_thousands() -> None:
         push(queue, Alone(), request(level=WatchedLevel(1), finish_by_ns=due_ns))
     for due_ns in range(100):
         WatchedLevel.comparisons = 0
-        first = queue.first()
-        assert first is queue.waiting()[0]
-        (taken,) = queue.take(first, 1)
+        (taken,) = queue.take(queue.waiting[0], 1)
         push(queue, Alone(), request(level=WatchedLevel(1), finish_by_ns=due_ns + classes // 2))
         assert taken.finish_by_ns == due_ns
         assert WatchedLevel.comparisons < 50
@@ -398,6 +396,6 @@ def test_requests_of_a_level_are_counted_correctly() -> None:
             case "remove":
                 queue.remove(queue.shape_class(key), requests[:2])
         orders = [shape_class.requests[0].order for shape_class in queue.classes() if shape_class.requests]
-        assert [shape_class.requests[0].order for shape_class in queue.waiting()] == sorted(orders)
+        assert [shape_class.requests[0].order for shape_class in queue.waiting] == sorted(orders)
         waiting = [one.level for shape_class in queue.classes() for one in shape_class.requests]
         assert [queue.requests(level) for level in (1, 2, 3, 4)] == [waiting.count(level) for level in (1, 2, 3, 4)]
