@@ -109,11 +109,9 @@ class VersionLoader:
                 await self._try_first(record, source, progress)
             load = partial(self._load_measured, record, source, progress)
             opening = self._loop.run_in_executor(self._threads, load)
-            loaded, changed = await self._while_files_answer(source, progress, opening, _close)
+            loaded = await self._while_files_answer(source, progress, opening, LoadedModel.close)
             options, before = source.configuration.options, self._serving(record)
             try:
-                if changed:  # What was read first, such as the proof that rows may run together, is of another model.
-                    raise invalid_input(f"{changed} changed while it was loaded: expected files that stay as they are")
                 await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
                 return self._assembly.serve(loaded, source.configuration, record.metrics, events)
             except BaseException:  # also cancellation, because the server stops
@@ -217,13 +215,11 @@ class VersionLoader:
             with suppress(RuntimeError):  # the server ends
                 self._threads.submit(discard, ended.result())
 
-    def _load_measured(
-        self, record: VersionRecord, source: VersionSource, progress: Progress
-    ) -> tuple[LoadedModel, str]:
+    def _load_measured(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
         """Load a model on a thread, and measure the memory that the load takes.
 
-        Returns:
-            The model, and the name of a file that changed meanwhile; empty if none did.
+        Raises:
+            ServeError: The error of ``load_model``; invalid_input, if a file changed meanwhile.
         """
         if source.configuration.options.trial_load and (name := changed_file(source.fingerprints)):
             raise invalid_input(
@@ -244,9 +240,15 @@ class VersionLoader:
                 progress=progress,
                 limiter=self._limiter,
             )
-            return loaded, changed()
         finally:
             self._ledger.end(account)
+        try:
+            if name := changed():  # What was read first, such as the proof that rows are independent, does not hold.
+                raise invalid_input(f"{name} changed while it was loaded: expected files that stay as they are")
+        except BaseException:
+            loaded.close()
+            raise
+        return loaded
 
     def _begin_warming(self, record: VersionRecord) -> None:
         """Record that the model is open. Called on the thread of the load."""
@@ -313,10 +315,6 @@ def _read_byte(file: Path, begin: Callable[[], object]) -> None:
     with suppress(OSError), open_file(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         os.pread(opened.fileno(), 1, monotonic_ns() % max(1, size))
-
-
-def _close(loaded: tuple[LoadedModel, str]) -> None:
-    loaded[0].close()
 
 
 def _advance_to_warming(record: VersionRecord) -> None:

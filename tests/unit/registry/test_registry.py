@@ -1242,6 +1242,22 @@ async def test_load_fails_if_the_model_file_is_replaced_meanwhile(tmp_path: Path
     assert registry.find("m", "").properties["batching"].startswith("not batched")
 
 
+async def test_model_is_closed_if_the_system_cannot_tell_whether_a_file_has_changed(tmp_path: Path, load: Load) -> None:
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    put(tmp_path, builders.identity, "m", options="outputs: {y: {labels: .labels}}")
+    (tmp_path / "m" / ".labels").touch()
+    note = tmp_path / "m" / "1" / "note"
+    note.touch()
+    with held_file(tmp_path / "m" / ".labels") as file:
+        loading = asyncio.ensure_future(registry.load("m"))
+        await file.wait()
+        note.unlink()
+        note.symlink_to("n" * 300)  # no file system has names of this length
+    with pytest.raises(ServeError, match="unexpected error"):
+        await asyncio.wait_for(loading, 30)
+    assert not is_open("m")
+
+
 async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(
     tmp_path: Path, load: Load, prometheus: CollectorRegistry
 ) -> None:
