@@ -1,4 +1,4 @@
-"""Tries in another process whether a model's CUDA graphs can be captured.
+"""Finds out why the CUDA graphs of a model cannot be captured: options, nodes, or a failed trial in another process.
 
 After a failed capture a process may lose its GPU, and with it all its models. Therefore another process first opens
 and captures a model that this process has not captured yet. If that process refuses, crashes or hangs, the model runs
@@ -20,16 +20,18 @@ from ortserve.device.devices import DeviceProvider, Devices
 from ortserve.device.graph_sessions import InstanceSessions
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
-from ortserve.device.preparation import why_no_replay
+from ortserve.device.preparation import TRIAL_FAILED, NoReplay, why_no_replay
 from ortserve.engine.child_process import ObjectInChild
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
+from ortserve.engine.provider_options import TENSORRT, most_rows, why_built_anew
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runs import run_options
 from ortserve.engine.runtime import preload_libraries
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.model_file.reading import read_model
+from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.row_axes import find_row_axes
@@ -146,3 +148,56 @@ class CaptureTrials:
         if not reason:  # otherwise the next load tries again: the reason may be a lack of memory
             self._captured.add(key)
         return reason
+
+
+class ReplayObstacles:
+    """Finds the obstacle to replay of one model, on any of its execution providers. For the thread of the load."""
+
+    def __init__(self, model: AnalysedModel, devices: Devices, trials: CaptureTrials, progress: Progress) -> None:
+        self._model = model
+        self._devices = devices
+        self._trials = trials
+        self._progress = progress
+        self._tried: dict[str, NoReplay | None] = {}
+        """Results of capture trials, by execution provider."""
+
+    def find_in(self, operators: Mapping[str, frozenset[str]], choice: ProviderChoice) -> NoReplay | None:
+        """The obstacle that an open session shows, by its operators on each execution provider."""
+        settings, provider = self._model.options.session, self._devices.provider(choice.name)
+        return why_no_replay(choice.name, operators, settings, shapes_elsewhere=not provider.one_graph_per_session)
+
+    def find_by_trial(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
+        """The obstacle in the options of a provider, or that a capture in another process meets."""
+        if choice.name == TENSORRT and (because := why_built_anew(choice.options)):
+            return NoReplay("builds_anew", f"each graph has a session of its own: {because}")
+        if choice.options.get("tunable_op_tuning_enable") == "1":
+            return NoReplay(
+                "tunes", "tunable_op_tuning_enable tries kernels in runs, and a captured graph cannot change"
+            )
+        if choice.name not in self._tried:  # the result holds for all devices of the kind
+            self._tried[choice.name] = self._try_capture(choice, threads)
+        return self._tried[choice.name]
+
+    def _try_capture(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
+        options = self._model.options
+        # The smallest and a large size suffice, because a capture fails because of nodes rather than sizes.
+        sizes = sorted(
+            {1, options.max_rows or min(8, most_rows(choice.options) or 8)}
+            if not options.buckets
+            else {min(options.buckets), max(options.buckets)}
+        )
+        if self._devices.provider(choice.name).one_graph_per_session:
+            sizes = sizes[-1:]  # each size needs a session with its own weights
+        self._progress.begin("trying in another process whether graphs can be captured")
+        request = TrialRequest(
+            self._model.path,
+            self._model.name,
+            ProviderChoice(choice.name, choice.options),
+            threads,
+            tuple(sizes),
+            options.session,
+            self._model.libraries,
+            options.batched,
+        )
+        because = self._trials.why_not(request, self._progress)
+        return NoReplay(TRIAL_FAILED, because) if because else None

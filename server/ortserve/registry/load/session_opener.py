@@ -34,9 +34,8 @@ from ortserve.engine.thread_priority import call_with_nice
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
-from ortserve.registry.load.capture_trial import CaptureTrials
+from ortserve.registry.load.capture_trial import CaptureTrials, ReplayObstacles
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.replay_obstacles import ReplayObstacles
 from ortserve.registry.load.row_trial import MIN_ROWS
 
 
