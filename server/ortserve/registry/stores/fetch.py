@@ -77,7 +77,6 @@ def fetch_object(
     found: StoredObject,
     file: Path,
     *,
-    sha256: str,
     checks_etags: bool,
     on_bytes: Callable[[int], object],
     wait: Callable[[float], object],
@@ -86,10 +85,9 @@ def fetch_object(
 
     Args:
         store: Store of the object.
-        found: The object, as listed.
+        found: The object. Its digest, if it has one, must be that of the content.
         file: Path of a new file. The file is removed after an error.
-        sha256: Expected digest, which is compared instead of the ETag; empty if unknown.
-        checks_etags: Whether an ETag that looks like an MD5 digest must match the content.
+        checks_etags: Whether the ETag of an object without a digest, if it looks like an MD5 digest, must match.
         on_bytes: Called with the number of bytes of each piece.
         wait: Waits for the given number of seconds.
 
@@ -101,7 +99,7 @@ def fetch_object(
     """
     for attempt in range(_ATTEMPTS):
         try:
-            return _fetch(store, found, file, sha256, found.md5 if checks_etags and not sha256 else "", on_bytes)
+            return _fetch(store, found, file, found.md5 if checks_etags and not found.sha256 else "", on_bytes)
         except StoreError as error:
             file.unlink(missing_ok=True)
             if error.is_final or attempt == _ATTEMPTS - 1:
@@ -113,9 +111,7 @@ def fetch_object(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _fetch(
-    store: Store, found: StoredObject, file: Path, sha256: str, md5: str, on_bytes: Callable[[int], object]
-) -> str:
+def _fetch(store: Store, found: StoredObject, file: Path, md5: str, on_bytes: Callable[[int], object]) -> str:
     digest = hashlib.sha256()
     etag = hashlib.md5(usedforsecurity=False) if md5 else None
     count = 0
@@ -133,8 +129,8 @@ def _fetch(
         os.fsync(stream.fileno())  # otherwise a crash could leave a file of the right size with wrong bytes
     if count != found.size:
         raise StoreError(f"expected {found.size} bytes, got {'more' if count > found.size else count}")
-    if sha256 and digest.hexdigest() != sha256:
-        raise StoreError(f"expected the SHA-256 digest {sha256}, got {digest.hexdigest()}")
+    if found.sha256 and digest.hexdigest() != found.sha256:
+        raise StoreError(f"expected the SHA-256 digest {found.sha256}, got {digest.hexdigest()}")
     if etag is not None and etag.hexdigest() != md5:
         raise StoreError(
             f"expected the MD5 digest {md5}, its ETag, got {etag.hexdigest()}; if the bucket is encrypted by SSE-KMS "

@@ -237,7 +237,6 @@ class Placer:
                 self._store,
                 one,
                 file,
-                sha256=one.sha256,
                 checks_etags=self._checks_etags,
                 on_bytes=partial(self._note_bytes, placement),
                 wait=placement.pause,
