@@ -13,7 +13,6 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.paths import read_file
 from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
-from ortserve.registry.repository.triton_ensemble import check_ensemble_fields, ensemble_steps
 from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
 from ortserve.registry.repository.triton_fields import check_fields, datatype_name, value_name
 from ortserve.registry.repository.triton_ragged import read_ragged
@@ -107,7 +106,7 @@ def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: 
         ServeError: unsupported for fields that this server does not support, invalid_input for wrong values.
     """
     try:
-        is_ensemble = check_ensemble_fields(name, config)
+        is_ensemble = _is_ensemble(name, config)
         _check_identity(config, name, ENSEMBLE_PLATFORM if is_ensemble else PLATFORM)
         without_effect = check_fields(config)
         given, more = _ensemble(config) if is_ensemble else _options(config, name, defaults)
@@ -133,6 +132,43 @@ def _checked(name: str, configuration: Configuration, source: str) -> Configurat
     others = [key for key in options.model_fields_set - _ENSEMBLE_OPTIONS if getattr(options, key)]
     reasons = [f"{key}: expected no such option for an ensemble; set it for its members" for key in sorted(others)]
     return replace(configuration, without_effect=(*configuration.without_effect, *reasons))
+
+
+def _is_ensemble(name: str, config: pb.ModelConfig) -> bool:
+    """Whether a configuration describes an ensemble.
+
+    Raises:
+        ServeError: invalid_input, for an ensemble that lacks a field that it needs, or sets one of other models. The
+            texts of the errors are Triton's.
+    """
+    has_steps = config.HasField("ensemble_scheduling")
+    if config.platform != ENSEMBLE_PLATFORM:
+        if has_steps:
+            raise invalid_input(f"ensemble scheduling cannot be set for model '{name}' whose platform is not ensemble")
+        return False
+    if not has_steps:
+        raise invalid_input(f"ensemble scheduling must be set for ensemble {name} whose platform is ensemble")
+    if config.backend:
+        raise invalid_input(f"Ensemble model '{name}' must have platform type 'ensemble' and empty backend type")
+    if config.instance_group:
+        raise invalid_input(f"instance group should not be specified for ensemble '{name}'")
+    if config.HasField("optimization"):
+        raise invalid_input(f"optimization should not be specified for ensemble '{name}'")
+    if config.model_warmup:
+        raise invalid_input(f"model_warmup can not be specified for ensemble '{name}'")
+    if config.batch_input or config.batch_output or any(tensor.allow_ragged_batch for tensor in config.input):
+        raise invalid_input(
+            f"batch_input, batch_output and allow_ragged_batch can not be specified for ensemble '{name}': its members "
+            "form the batches"
+        )
+    steps = config.ensemble_scheduling.step
+    if not steps:
+        raise invalid_input(f"must specify 'step' for ensemble '{name}'")
+    for number, step in enumerate(steps):
+        for key in ("model_name", "input_map", "output_map"):
+            if not getattr(step, key):
+                raise invalid_input(f"must specify '{key}' in step {number} of ensemble '{name}'")
+    return True
 
 
 def _check_identity(config: pb.ModelConfig, name: str, platform: str) -> None:
@@ -168,8 +204,17 @@ def _signature(config: pb.ModelConfig) -> dict[str, Any]:
 
 def _ensemble(config: pb.ModelConfig) -> tuple[dict[str, Any], list[str]]:
     given = _signature(config) | _version_policy(config.version_policy)
+    steps = [
+        {
+            "model": step.model_name,
+            "version": step.model_version,
+            "inputs": dict(step.input_map),
+            "outputs": dict(step.output_map),
+        }
+        for step in config.ensemble_scheduling.step
+    ]
     most = config.ensemble_scheduling.max_inflight_requests
-    given["ensemble"] = {"steps": ensemble_steps(config), "max_inflight_requests": most}
+    given["ensemble"] = {"steps": steps, "max_inflight_requests": most}
     given["metric_tags"] = dict(config.metric_tags)
     given["batched"] = config.max_batch_size > 0
     if config.response_cache.enable:
