@@ -10,10 +10,10 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from typing import Any, Final
+from urllib.parse import quote
 
 from ortserve.config.repository_url import RepositoryUrl
 from ortserve.core.thread_pool import ThreadPool
@@ -39,22 +39,31 @@ class HubStore:
 
     def __init__(self, url: RepositoryUrl, timeout_s: float) -> None:
         """Connect to nothing yet. ``HF_ENDPOINT``, ``HF_TOKEN`` and the hub's own login choose host and account."""
-        from huggingface_hub import HfApi
+        from huggingface_hub import constants
 
-        self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="ortserve")
+        self._endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         self._url = url
         self._timeout_s = timeout_s
-        self._listing_thread = ThreadPool(1, "hub listing")
-        self._opening_threads = ThreadPool(FILES_SIDE_BY_SIDE, "hub answers")
+        self._opening_threads = ThreadPool(FILES_SIDE_BY_SIDE + 1, "hub answers")  # and one for a listing
         self._idle_clients: list[_Client] = []
         """Clients whose last answer was read whole. Their connections serve further answers."""
-        self._listing: Future[Any] | None = None
         self._commit = ""
         self._paths: dict[str, str] = {}
         """Paths on the hub, by path in the repository."""
 
     def list(self, known: Mapping[str, StoredObject]) -> list[StoredObject]:
-        info = self._read_info()
+        from huggingface_hub import ModelInfo
+        from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
+
+        url = f"{self._endpoint}/api/models/{self._url.host}/revision/{quote(self._url.path, safe='')}?blobs=true"
+        try:
+            with self._answer(url, is_listing=True) as answer:
+                hf_raise_for_status(answer)
+                info = ModelInfo(**answer.json())  # type: ignore[no-untyped-call]
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the library has errors of many classes
+            raise _explain(error) from None
         siblings = info.siblings or []
         if len(siblings) > MAX_OBJECTS:
             raise StoreError(f"expected at most {MAX_OBJECTS} files, got more", is_final=True)
@@ -68,34 +77,16 @@ class HubStore:
             found.append(StoredObject(path, file.size or 0, digest or file.blob_id or f"of {self._commit}", digest))
         return found
 
-    def _read_info(self) -> Any:
-        """Ask the hub for the revision. The library limits only silence, so that an answer could trickle for days.
-
-        An answer that takes too long keeps the only thread: the next listing waits for it instead of asking again.
-        """
-        if self._listing is None or self._listing.done():
-            ask = partial(self._api.model_info, self._url.host, revision=self._url.path, files_metadata=True)
-            self._listing = self._listing_thread.submit(ask, timeout=self._timeout_s)
-        limit_s = LISTING_TIMEOUTS * self._timeout_s
-        if wait([self._listing], limit_s).not_done:
-            raise StoreError(f"expected an answer within {limit_s:g} s ({LISTING_TIMEOUTS} times store_timeout_s)")
-        try:
-            return self._listing.result()
-        except Exception as error:  # noqa: BLE001 - the library has errors of many classes
-            raise _explain(error) from None
-
     def read(self, found: StoredObject) -> Iterator[bytes]:
-        from huggingface_hub import get_token, hf_hub_url
+        from huggingface_hub import hf_hub_url
 
         name = self._paths.get(found.path)
         if name is None:
             raise StoreError("the revision no longer has this file", is_final=True)
         digest = hashlib.sha1(b"blob %d\0" % found.size, usedforsecurity=False)  # git's digest of a blob
-        url = hf_hub_url(self._url.host, name, revision=self._commit, endpoint=self._api.endpoint)
-        token = get_token()  # the client removes it when the hub redirects to another host
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        url = hf_hub_url(self._url.host, name, revision=self._commit, endpoint=self._endpoint)
         try:
-            with self._answer(url, headers) as answer:
+            with self._answer(url) as answer:
                 answer.raise_for_status()
                 for piece in unless_slow(answer.iter_bytes(), self._timeout_s):
                     digest.update(piece)
@@ -109,22 +100,28 @@ class HubStore:
             raise StoreError(f"expected the git digest {found.tag}, got {digest.hexdigest()}")
 
     @contextmanager
-    def _answer(self, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
-        """Ask the hub for a content. The context begins when the headers of the answer are there, which may trickle.
+    def _answer(self, url: str, *, is_listing: bool = False) -> Iterator[Any]:
+        """Ask the hub for a content. The context begins with the headers of the answer, for a listing with all of it.
 
-        Each answer has a client of its own meanwhile. After an error the client is closed, which would end the other
-        answers of a shared client.
+        Both may trickle for days, because the library limits only silence. Each answer has a client of its own
+        meanwhile. After an error the client is closed, which would end the other answers of a shared client.
+
+        Raises:
+            StoreError: The context did not begin in time.
         """
+        limit_s, limit = self._timeout_s, "store_timeout_s"
+        if is_listing:
+            limit_s, limit = LISTING_TIMEOUTS * limit_s, f"{LISTING_TIMEOUTS} times {limit}"
         try:
             client = self._idle_clients.pop()
         except IndexError:
             client = _Client(self._timeout_s)
-        opening = self._opening_threads.submit(client.open, url, headers)
-        if wait([opening], self._timeout_s).not_done:
+        opening = self._opening_threads.submit(client.open, url, is_streamed=not is_listing)
+        if wait([opening], limit_s).not_done:
             opening.cancel()
             client.end()
             opening.add_done_callback(lambda _: client.close())
-            raise StoreError(f"expected an answer within {self._timeout_s:g} s (store_timeout_s)")
+            raise StoreError(f"expected an answer within {limit_s:g} s ({limit})")
         try:
             with closing(opening.result()) as answer:
                 yield answer
@@ -140,7 +137,7 @@ class HubStore:
 
 
 class _Client:
-    """An HTTP client for one answer at a time, which another thread can end while it waits for headers."""
+    """An HTTP client for one answer at a time, which another thread can end while it opens the answer."""
 
     def __init__(self, timeout_s: float) -> None:
         from huggingface_hub import get_session
@@ -153,13 +150,16 @@ class _Client:
         """Duplicates of the connections that the request under way may use."""
         self._is_ended = False
 
-    def open(self, url: str, headers: Mapping[str, str]) -> Any:
-        """Ask for a content. Blocks until the headers of the answer are there."""
+    def open(self, url: str, *, is_streamed: bool) -> Any:
+        """Ask for a content. Blocks until the headers of the answer are there, or all of it unless ``is_streamed``."""
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        headers = build_hf_headers(library_name="ortserve")  # its client sends the token to no other host
         try:
             for connection in self._connections:
                 self._add(connection)
             request = self._client.build_request("GET", url, headers=headers, extensions={"trace": self._observe})
-            answer = self._client.send(request, stream=True)
+            answer = self._client.send(request, stream=is_streamed)
             streams = [each.extensions["network_stream"] for each in (*answer.history, answer)]
             self._connections = [stream.get_extra_info("socket") for stream in streams]
             return answer
