@@ -67,23 +67,28 @@ class Versions:
 
         If ``is_awaited``, requests may wait for the loads.
         """
-        records = [self._make_record(source.name, version, source, is_awaited=is_awaited) for version in versions]
+        records = [self._make_record(source, version, is_awaited=is_awaited) for version in versions]
         for record in records:
             record.continues = record is not records[0]
             self._loading.setdefault(source.name, set()).add(record)
         return records
 
-    def _make_record(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
-        before = self._catalog.of(name).get(version)
+    def _make_record(self, source: ModelSource, version: int, *, is_awaited: bool = False) -> VersionRecord:
+        before = self._catalog.of(source.name).get(version)
+        metrics = None
+        if before is not None and before.is_on_demand:
+            is_awaited = True
+            if before.state is State.GONE:  # The next load continues the series: eviction must not reset counters.
+                metrics = before.metrics
         record = VersionRecord(
-            name,
+            source.name,
             version,
             self._on_change,
             is_required=source.is_required,
             source=source.versions[version],
-            metrics=before.metrics if before is not None and _continues_metrics(before) else None,
+            metrics=metrics,
         )
-        record.is_awaited = is_awaited or (before is not None and before.is_on_demand)
+        record.is_awaited = is_awaited
         if before is None or before.state is not State.READY:
             self._show(record)
         return record
@@ -96,7 +101,7 @@ class Versions:
         }
         self.forget(one for number, one in known.items() if number not in kept and one.state >= State.GONE)
         for number in [number for number in source.versions if number not in kept]:
-            self._make_record(source.name, number, source).advance(State.GONE, ON_DEMAND)
+            self._make_record(source, number).advance(State.GONE, ON_DEMAND)
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version, as soon as fewer loads are under way than the limit.
@@ -350,11 +355,6 @@ class Versions:
             record.reason = reason
         if may_replace:
             self._on_replace(record)
-
-
-def _continues_metrics(record: VersionRecord) -> bool:
-    """Whether the next load of a version continues its metric series: eviction must not reset its counters."""
-    return record.is_on_demand and record.state is State.GONE
 
 
 def _log_failure(event: str, record: VersionRecord, reason: str) -> None:
