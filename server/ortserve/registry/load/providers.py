@@ -26,7 +26,7 @@ _SMALL_MODEL_NBYTES: Final = 4 * 1024**2
 class ProviderSettings:
     """Decides how sessions of one model are opened and run on each provider.
 
-    It reads the processors once for each load: that takes 0.4 ms, and the files of their quota may change.
+    It reads the quota of processors once for each load: that takes 0.1 ms, and its files may change.
     """
 
     def __init__(self, model: AnalysedModel, runtime: DeviceRuntime) -> None:
