@@ -50,8 +50,8 @@ async def load_initially(
         forced = closure_of([source.name for source in sources if not source.is_on_demand], by_name)
         new = {name for name, source in by_name.items() if begun.get(name) != source}
         again = forced if is_whole else closure_of([name for name in forced if name in new], by_name)
-        # A model on demand without records was found before, but its change has not begun. One without records whose
-        # change was forced has been unloaded since: an unload forgets failed and cancelled loads.
+        # A model on demand has no records until its change begins. A model whose change was forced has none if it was
+        # unloaded since: an unload forgets failed and cancelled loads.
         missing = {name for name in again if catalog.lacks_room(name) or not (catalog.of(name) or name in was_forced)}
         order = room.start_order
         due = [source for name, source in by_name.items() if name in new or name in missing]

@@ -190,7 +190,7 @@ class Reconciler:
         if not failures:
             self._retire(name, changes.retire)
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
-        # What serves of an ensemble may use earlier loads of its members: these did not reconnect one in ``applied``.
+        # Changes of its members did not reconnect an ensemble in ``applied``: its versions may use earlier loads.
         failures += await self._reconnect(name)
         if ready := self._catalog.ready(name):
             self._served[name] = {record.version: record.source for record in ready if record.source}
@@ -203,8 +203,9 @@ class Reconciler:
     ) -> list[str]:
         """Load versions of a model, or those that served before if they fail. Returns version and reason of failures.
 
-        Requests that wait get the failure of an earlier load until its retry is due. Versions among ``serving`` that
-        the source lacks may make room. Those that did come back after a failure, unless the model is unloaded.
+        If requests wait for the load, a version that failed before is not loaded again until its retry is due.
+        Versions in ``serving`` that the source lacks may be drained to make room. After a failure they are loaded
+        again, unless the model is unloaded.
         """
         name = source.name
         if versions:
@@ -218,14 +219,14 @@ class Reconciler:
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
         ]
-        # Requests load those without room, unless a version that should have ended answers them.
+        # The next request loads a version that got no room, unless a version that the source lacks answers it.
         has_old = any(record.version not in source.versions for record in self._catalog.ready(name))
         if any(record.state is State.FAILED for record in incoming) or (failures and has_old):
             self._retries.note_failure(name, self._clock())
         elif not failures:
             self._retries.forget(name)
         for record in serving:
-            record.is_unwanted = False  # Or a version that serves on would leave for a later load of another one.
+            record.is_unwanted = False  # Otherwise a later load of another version could drain one that serves on.
         is_unloading = any(record.cancelled_because and not record.is_superseded for record in incoming)
         left = self._left.pop(name, {})
         if failures and not is_unloading:

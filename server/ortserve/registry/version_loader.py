@@ -307,9 +307,10 @@ class VersionLoader:
 
 
 def _read_byte(file: Path, begin: Callable[[], object]) -> None:
-    """Read a byte of a file, if it has any: not always the same, which would be in memory since the first time.
+    """Read a byte of a file, and ignore errors: the caller measures only whether the file server answers.
 
-    ``begin`` is called before.
+    Each call reads another place, because the system has bytes that were read before in memory. ``begin`` is called
+    first.
     """
     begin()
     with suppress(OSError), open_file(file) as opened:

@@ -113,8 +113,8 @@ class Mirrors:
         """Update the folders, as ``sync`` does.
 
         Yields:
-            The names of the models whose files are still missing: each time that these are other ones, from the moment
-            when all stores are listed, and not after the last file.
+            The names of the models whose files are still missing, each time that they have changed. The first ones
+            come when all stores are listed. After the last file, nothing is yielded.
 
         Raises:
             ServeError: As ``sync``.
@@ -249,7 +249,7 @@ class Mirrors:
 
 
 def _concerns(name: str | None, names: Collection[str] | None) -> bool:
-    """Whether the fetch of models is that of the named one alone. None stands for all models."""
+    """Whether a refusal of a model ends a sync of ``names``: only if it is of this model alone. None stands for all."""
     return name is None or (names is not None and set(names) == {name})
 
 
