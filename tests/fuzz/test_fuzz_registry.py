@@ -26,7 +26,7 @@ from models import members
 from ortserve.config.model import LoadOptions
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.errors import ServeError
-from ortserve.registry import load_retries
+from ortserve.registry import changes
 from ortserve.registry.catalog import State
 from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import ModelState, StateFile
@@ -245,7 +245,7 @@ class World:
 async def test_registry_is_whole_after_random_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0)
+    monkeypatch.setattr(changes, "_FIRST_RETRY_S", 0)
     world = World(tmp_path, random.Random(f"{SEED} {number}"))
     registry = world.registry
     try:

@@ -10,13 +10,12 @@ from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
 from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
-from ortserve.registry.changes import Changes
+from ortserve.registry.changes import Changes, LoadRetries
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
-from ortserve.registry.load_retries import LoadRetries
 from ortserve.registry.repository.configuration import log_without_effect
 from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes
 from ortserve.registry.versions import Versions

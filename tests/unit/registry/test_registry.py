@@ -31,7 +31,7 @@ from ortserve.core.inflight import InflightRequest, Scheduling, Terms
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
-from ortserve.registry import load_retries, version_loader
+from ortserve.registry import changes, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.coordination import WAITING
@@ -600,7 +600,7 @@ async def test_every_change_is_reported_after_it_happened(tmp_path: Path, load: 
 async def test_poll_retries_failed_loads_from_time_to_time(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
 ) -> None:
-    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
+    monkeypatch.setattr(changes, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
     file = tmp_path / "m" / "1" / "model.onnx"
     put(tmp_path, builders.identity, "m")
     (tmp_path / ".link").hardlink_to(file)  # The time of the last change, which nothing can set, then does not count.
@@ -681,7 +681,7 @@ async def test_ensemble_that_ends_because_a_member_changed_fails_its_load_and_is
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, prometheus: CollectorRegistry, is_called: bool
 ) -> None:
     """The change of the ensemble loads nothing, because its earlier options are restored; nor does a load by a call."""
-    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(changes, "_FIRST_RETRY_S", 0.0)
     put(tmp_path, members.affine, "m")
     options = members.add_ensemble(tmp_path, "chain", ["x"], ["y"], [("m", {"a": "x"}, {"b": "y"})]) / "model.yaml"
     registry = await load(is_polled=True)

@@ -28,7 +28,7 @@ from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry import load_retries
+from ortserve.registry import changes
 from ortserve.registry.catalog import ON_DEMAND, State
 from ortserve.registry.registry import Registry
 from ortserve.service.models import ModelService
@@ -494,7 +494,7 @@ async def test_versions_do_not_leave_for_one_that_has_no_room_without_them_eithe
 async def test_only_version_serves_on_until_a_poll_finds_room_for_the_next_one(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0)
+    monkeypatch.setattr(changes, "_FIRST_RETRY_S", 0)
     put(tmp_path, "m")
     put(tmp_path, "other", options="load_policy: pinned")
     registry = make(4 * MIB)
@@ -564,7 +564,7 @@ async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_memb
 async def test_poll_offers_a_model_on_demand_again_that_failed(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_retries, "_FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(changes, "_FIRST_RETRY_S", 0.0)
     put(tmp_path, "m", options="load_policy: on_demand")
     file = tmp_path / "m" / "1" / "model.onnx"
     good, stat = file.read_bytes(), file.stat()

@@ -1,6 +1,6 @@
 """The times at which a failed load is retried."""
 
-from ortserve.registry.load_retries import LoadRetries
+from ortserve.registry.changes import LoadRetries
 
 S = 1_000_000_000
 
