@@ -58,6 +58,11 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
+def fits_shape(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether sizes match a declared shape, in which -1 stands for any size."""
+    return len(sizes) == len(shape) and all(want in (-1, got) for want, got in zip(shape, sizes, strict=True))
+
+
 _NOTHING: Final = np.dtype("V1")
 
 

@@ -6,7 +6,7 @@ a whole tensor of another model. Golden samples and the tools use this module.
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ import numpy as np
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import fits_shape
 from ortserve.errors import invalid_input
 from ortserve.paths import open_file
 
@@ -81,7 +82,7 @@ def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
         ServeError: invalid_input, with the expected and the actual shape or datatype.
     """
     expected = spec.row_shape if spec.batch_axis is not None else spec.shape
-    if not array.ndim or not (spec.has_any_shape or fits(expected, array.shape[1:])):
+    if not array.ndim or not (spec.has_any_shape or fits_shape(array.shape[1:], expected)):
         raise invalid_input(f"{name}: expected shape {['samples', *expected]}, got {list(array.shape)}")
     if spec.datatype is DataType.BYTES:
         if array.dtype.kind not in "US":
@@ -100,8 +101,3 @@ def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
         if wanted.kind == "f" or np.array_equal(converted, array):
             return converted
     raise invalid_input(f"{name}: expected {wanted} ({spec.datatype.value}), got {array.dtype}")
-
-
-def fits(expected: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether sizes match a declared shape, in which -1 stands for any size."""
-    return len(sizes) == len(expected) and all(want in (-1, got) for want, got in zip(expected, sizes, strict=True))

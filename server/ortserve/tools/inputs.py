@@ -14,11 +14,11 @@ import numpy as np
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature
-from ortserve.core.tensor import absent, is_absent
+from ortserve.core.tensor import absent, fits_shape, is_absent
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
-from ortserve.registry.sample_files import as_samples, fits
+from ortserve.registry.sample_files import as_samples
 from ortserve.tools.ensemble import Opened
 from ortserve.tools.opening import naming_failures
 
@@ -283,7 +283,9 @@ def _divide_request(signature: ModelSignature, found: Mapping[str, np.ndarray]) 
     """Divide a request that a server recorded whole, because its rows were not known to be independent, into rows."""
     specs = [spec for spec in signature.inputs if spec.name in found and spec.batch_axis is not None]
     is_whole = specs and all(
-        not spec.has_any_shape and found[spec.name].shape[:1] == (1,) and fits(spec.shape, found[spec.name].shape[1:])
+        not spec.has_any_shape
+        and found[spec.name].shape[:1] == (1,)
+        and fits_shape(found[spec.name].shape[1:], spec.shape)
         for spec in specs
     )
     if not is_whole:

@@ -20,7 +20,7 @@ from ortserve.core.conversion import repeated
 from ortserve.core.dtypes import DataType, narrow
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import absent, zeros
+from ortserve.core.tensor import absent, fits_shape, zeros
 from ortserve.errors import OutOfMemoryError, ServeError, invalid_input
 from ortserve.registry.load.interface import Interface
 from ortserve.registry.repository.model_files import read_model_file
@@ -303,8 +303,6 @@ def _sample_dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
     own = spec.row_shape
     if declared.dims is None:
         return _row_sizes(spec, FREE_DIM, {})
-    if len(declared.dims) != len(own) or any(
-        dim not in (-1, size) for dim, size in zip(own, declared.dims, strict=True)
-    ):
+    if not fits_shape(declared.dims, own):
         raise invalid_input(f"input '{spec.name}': expected dims like {list(own)}, got {list(declared.dims)}")
     return declared.dims

@@ -15,7 +15,7 @@ from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.padding import CutAxis, PaddedAxis, Padding
 from ortserve.core.sequence import SequenceTensors
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import format_shape
+from ortserve.core.tensor import fits_shape, format_shape
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.ragged_tensors import as_requests, resolve_ragged
 from ortserve.registry.load.sequence_tensors import find_hidden, resolve_tensors
@@ -146,7 +146,7 @@ def _narrow(spec: TensorSpec, dims: tuple[int, ...]) -> TensorSpec:
     own = spec.shape[spec.leading :]
     if len(dims) != len(own):
         raise _shape_error(spec, dims, f"{len(own)} dimensions", f"{len(dims)} dimensions")
-    if any(size not in (-1, dim) for size, dim in zip(own, dims, strict=True)):
+    if not fits_shape(dims, own):
         raise _shape_error(spec, dims, "shape", "shape")
     if spec.batch_axis and dims[spec.batch_axis] != -1:
         raise invalid_input(

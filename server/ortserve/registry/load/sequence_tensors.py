@@ -13,7 +13,7 @@ from ortserve.config.sequences import FLAG_DATATYPES, ID_DATATYPES, SequenceCont
 from ortserve.core.dtypes import DataType
 from ortserve.core.sequence import ControlTensor, SequenceTensors, StateTensor
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import format_shape, zeros
+from ortserve.core.tensor import fits_shape, format_shape, zeros
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import read_model_file
 
@@ -173,9 +173,7 @@ def _check_state(state: SequenceState, source: TensorSpec, target: TensorSpec, *
             f"{format_shape(following)}"
         )
     dims = state.dims
-    if dims is not None and (
-        len(dims) != len(own) or any(one not in (-1, dim) for one, dim in zip(own, dims, strict=True))
-    ):
+    if dims is not None and not fits_shape(dims, own):
         raise invalid_input(
             f"state '{state.input}': the model expects dims {format_shape(own)}, but the model configuration specifies "
             f"{format_shape(dims)}"
@@ -193,9 +191,7 @@ def _first_state(
             raise invalid_input(
                 f"state '{state.input}': expected initial_dims of {len(spec.row_shape)} sizes, got {list(dims)}"
             )
-        if not spec.has_any_shape and any(
-            own not in (-1, size) for own, size in zip(spec.row_shape, dims, strict=True)
-        ):
+        if not spec.has_any_shape and not fits_shape(dims, spec.row_shape):
             raise invalid_input(
                 f"state '{state.input}': the model expects dims {format_shape(spec.row_shape)}, but initial_dims are "
                 f"{format_shape(dims)}"
