@@ -8,12 +8,11 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
-from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.changes import Changes, LoadRetries
 from ortserve.registry.dependents import closure_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
-from ortserve.registry.ensemble.members import MembersDisagreeError, find_members
+from ortserve.registry.ensemble.members import is_connected
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.repository.configuration import log_without_effect
@@ -69,6 +68,17 @@ class Reconciler:
         if (coming := self._changes.source(source.name)) is not None:
             return coming != source
         return self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock())
+
+    def renew_fingerprints(self, found: Iterable[ModelSource]) -> None:
+        """Keep the latest fingerprints of unchanged files: those before and after another link would differ."""
+        for source in found:
+            if self._sources.get(source.name) != source:
+                continue
+            self._sources[source.name] = source
+            for record in self._catalog.of(source.name).values():
+                current = source.versions.get(record.version)
+                if current is not None and record.source == current:
+                    record.source = current
 
     def waits_for_request(self, source: ModelSource) -> bool:
         """Whether a model is not in memory, and the next request for it loads it."""
@@ -366,7 +376,7 @@ class Reconciler:
         """
         failures = []
         for record in self._catalog.ready(name):
-            if not isinstance(record.served, ServedEnsemble) or self._is_connected(record.served):
+            if not isinstance(record.served, ServedEnsemble) or is_connected(record.served, self._catalog):
                 continue
             why_not_replaced = record.reason
             if reason := await self._versions.replace(record):
@@ -377,15 +387,6 @@ class Reconciler:
         if failures:
             self._retries.note_failure(name, self._clock())
         return failures
-
-    def _is_connected(self, ensemble: ServedEnsemble) -> bool:
-        """Whether the steps of an ensemble use the versions that answer requests, as far as these agree."""
-        try:
-            return find_members(ensemble.name, ensemble.plan, self._catalog) == ensemble.members
-        except MembersDisagreeError:
-            return True
-        except ServeError:
-            return False
 
     def _plan(self, source: ModelSource) -> VersionChanges:
         """What leads from the versions of a model that serve to those of a source."""

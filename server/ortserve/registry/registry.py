@@ -341,7 +341,7 @@ class Registry:
     async def _follow(self, found: Sequence[ModelSource]) -> None:
         found = reject_cycles(found, self._sources)  # as the latest change did, or each poll would begin another one
         changed = [source for source in found if self._reconciler.is_due(source)]
-        self._renew_fingerprints(found)
+        self._reconciler.renew_fingerprints(found)
         for source in changed:
             self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
         if not self.is_loaded:
@@ -371,17 +371,6 @@ class Registry:
                     await self._unload(name)
         finally:
             self._leaving -= gone
-
-    def _renew_fingerprints(self, found: Sequence[ModelSource]) -> None:
-        """Keep the latest fingerprints of unchanged files: those before and after another link would differ."""
-        for source in found:
-            if self._sources.get(source.name) != source:
-                continue
-            self._sources[source.name] = source
-            for record in self._catalog.of(source.name).values():
-                current = source.versions.get(record.version)
-                if current is not None and record.source == current:
-                    record.source = current
 
     def _on_state(self, name: str) -> None:
         """Put a change of a model by a call into effect, which is on the disk."""
