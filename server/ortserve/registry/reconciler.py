@@ -224,9 +224,7 @@ class Reconciler:
         incoming = self._versions.announce(source, due, is_awaited=is_awaited)
         self._on_versions(name)  # A rollout that the source lacks must not last until the loads have ended.
         failures = [_failure(version, reason) for version, reason in failed.items()] + [
-            _failure(record.version, reason)
-            for record in incoming
-            if (reason := await self._versions.load(record, source.versions[record.version]))
+            _failure(record.version, reason) for record in incoming if (reason := await self._versions.load(record))
         ]
         # The next request loads a version that got no room, unless a version that the source lacks answers it.
         has_old = any(record.version not in source.versions for record in self._catalog.ready(name))
@@ -265,10 +263,9 @@ class Reconciler:
         earlier = replace(source, versions=left if self._catalog.ready(name) else self._served.get(name, {}) | left)
         due = sorted(earlier.versions.keys() - source.versions.keys())
         for record in self._versions.announce(earlier, due, is_awaited=is_awaited):
-            version = record.version
-            await self._versions.load(record, earlier.versions[version])
+            await self._versions.load(record)
             if record.is_superseded and record.state is not State.READY:
-                self._left.setdefault(name, {})[version] = earlier.versions[version]
+                self._left.setdefault(name, {})[record.version] = earlier.versions[record.version]
             if record.state is State.FAILED:
                 self._versions.forget([record])
 
@@ -363,7 +360,7 @@ class Reconciler:
                         self._versions.offer(source)
                     else:
                         for record in self._versions.announce(source, self._plan(source).load):
-                            await self._versions.load(record, source.versions[record.version])
+                            await self._versions.load(record)
                 await self._reconnect(ensemble)
                 await self._follow(ensemble, applied, loads=loads)
 

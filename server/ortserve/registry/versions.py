@@ -103,8 +103,8 @@ class Versions:
         for number in [number for number in source.versions if number not in kept]:
             self._make_record(source, number).advance(State.GONE, ON_DEMAND)
 
-    async def load(self, record: VersionRecord, source: VersionSource) -> str:
-        """Load a version, as soon as fewer loads are under way than the limit.
+    async def load(self, record: VersionRecord) -> str:
+        """Load the version of a record with a source, as soon as fewer loads are under way than the limit.
 
         A previous load of the version serves until the new one is warm, and keeps serving if the new one fails. On
         return, the record is READY, FAILED, or GONE if there was no room.
@@ -112,6 +112,8 @@ class Versions:
         Returns:
             Why the load failed; empty if the version serves.
         """
+        source = record.source
+        assert source is not None
         loading = self._loading.setdefault(record.model, set())
         loading.add(record)
         events = RunEvents(
@@ -205,7 +207,7 @@ class Versions:
         successor.is_reconnection = record.source.configuration.options.ensemble is not None
         if record.state is not State.READY:
             self._show(successor)
-        reason = await self.load(successor, record.source)
+        reason = await self.load(successor)
         return "" if successor.cancelled_because else reason
 
     def reject(self, source: ModelSource) -> None:

@@ -42,7 +42,7 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, caplog: pytest.
     source = read_source("m", [tmp_path], options)
     assert source is not None
     before = asyncio.all_tasks()
-    record = VersionRecord("m", 1, lambda: None)
+    record = VersionRecord("m", 1, lambda: None, source=source.versions[1])
     metrics = Metrics(CollectorRegistry())
     catalog, ledger = Catalog(), HostLedger()
     draining = Draining(catalog, ledger, metrics)
@@ -54,7 +54,7 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, caplog: pytest.
     with held_file(file) as hold, caplog.at_level(logging.INFO):
         logging.getLogger("ortserve.registry.version_loader").addHandler(lines)
         try:
-            loading = asyncio.create_task(versions.load(record, source.versions[1]))
+            loading = asyncio.create_task(versions.load(record))
             while (fields := await lines.fields.get())["doing"] != WAITING_FOR_FILE:
                 pass
             assert fields == {"model": "m", "version": 1, "doing": WAITING_FOR_FILE, "seconds": 0.0}

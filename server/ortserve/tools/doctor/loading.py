@@ -197,10 +197,9 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
     reason = ""
     try:
         for source in (*item.members, item.source):
-            for record in versions.announce(source, source.versions):
-                version = source.versions[record.version]
-                configuration = replace(version.configuration, options=trial_options(version.configuration.options))
-                reason = await versions.load(record, replace(version, configuration=configuration))
+            trial = replace(source, versions={number: _trial_of(one) for number, one in source.versions.items()})
+            for record in versions.announce(trial, trial.versions):
+                reason = await versions.load(record)
                 if reason and source is not item.source:
                     reason = f"its member {source.name}/{record.version} cannot be served: {reason}"
                 if reason:
@@ -210,6 +209,12 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
     finally:
         await draining.close()
         loader.close()
+
+
+def _trial_of(version: VersionSource) -> VersionSource:
+    """The source of a load that writes no file."""
+    configuration = version.configuration
+    return replace(version, configuration=replace(configuration, options=trial_options(configuration.options)))
 
 
 @cache
