@@ -175,9 +175,11 @@ def test_fetch_over_tls_that_is_given_up_reads_from_no_other_connection(
         url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
         monkeypatch.setattr(huggingface_hub, "hf_hub_url", lambda *_, **__: url)
         monkeypatch.setattr(huggingface_hub, "get_session", Client)
-        store = store_of("hf://org/digits@v1", timeout_s=0.5)
+        store = store_of("hf://org/digits@v1", LONG_S)
+        found = {known.path: known for known in store.list({})}
+        store._timeout_s = 0.5
         with pytest.raises(StoreError, match=r"expected an answer within 0.5 s"):
-            list(store.read({known.path: known for known in store.list({})}["digits/model.yaml"]))
+            list(store.read(found["digits/model.yaml"]))
         pairs = [[others.enter_context(each) for each in socket.socketpair()] for _ in range(8)]
         for ours, theirs in pairs:
             theirs.sendall(b"GET / HTTP/1.1")
@@ -196,6 +198,7 @@ def test_listing_that_trickles_is_ended_and_the_next_one_begins_anew(endpoint: s
             store.list({})
     finally:
         Hub.is_slow.clear()
+    store._timeout_s = LONG_S
     assert len(store.list({})) == 3
 
 
