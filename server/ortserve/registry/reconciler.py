@@ -193,7 +193,7 @@ class Reconciler:
         unwanted = set(changes.retire) - self._labels.named_versions(name)
         for record in serving:
             record.reason, record.is_unwanted = "", record.version in unwanted
-        failures = await self._load(source, changes.load, serving, is_awaited=is_awaited)
+        failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
         self._labels.follow(name)
         self._on_versions(name)
         if not failures:
@@ -207,7 +207,7 @@ class Reconciler:
             await self._follow(name, applied)
         return failures
 
-    async def _load(
+    async def _load_versions(
         self, source: ModelSource, versions: Collection[int], serving: Collection[VersionRecord], *, is_awaited: bool
     ) -> list[str]:
         """Load versions of a model, or those that served before if they fail. Returns version and reason of failures.
