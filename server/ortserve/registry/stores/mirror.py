@@ -8,7 +8,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +23,7 @@ from ortserve.registry.stores.cache import StoreCache, with_known_digests
 from ortserve.registry.stores.failures import Failures
 from ortserve.registry.stores.fetch import FetchProgress
 from ortserve.registry.stores.listing_log import ListingLog
-from ortserve.registry.stores.objects import (
-    FILES_SIDE_BY_SIDE,
-    Store,
-    StoredObject,
-    StoreError,
-    group_by_entry,
-    model_name,
-)
+from ortserve.registry.stores.objects import Store, StoredObject, StoreError, group_by_entry, model_name
 from ortserve.registry.stores.placement import Choice, Objects, Placement, Placer
 from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.readings import StoreReading
@@ -107,8 +100,9 @@ class Mirror:
         self._users = 0
         """Number of calls and placements that may read the store."""
         self._models = ThreadPool(_MODELS_SIDE_BY_SIDE, "store-models")
-        placing = store, cache, folder, defaults, ThreadPoolExecutor(FILES_SIDE_BY_SIDE, "store-files"), self._progress
-        self._placer = Placer(*placing, checks_etags=checks_etags, on_digest=self._note_digest)
+        self._placer = Placer(
+            store, cache, folder, defaults, self._progress, checks_etags=checks_etags, on_digest=self._note_digest
+        )
         self._log = ListingLog(url)
         self._listed_ns = self._written_ns = 0
         self._writing = threading.Lock()

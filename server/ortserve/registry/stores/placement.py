@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from ortserve.registry.stores.model_plan import (
     read_digests,
     wanted_versions,
 )
-from ortserve.registry.stores.objects import Store, StoredObject, StoreError, path_problem
+from ortserve.registry.stores.objects import FILES_SIDE_BY_SIDE, Store, StoredObject, StoreError, path_problem
 
 _FILES_OF_ONE_MODEL: Final = 6
 """Maximum number of concurrent fetches for one model, so that models with large files do not delay all others."""
@@ -108,7 +108,6 @@ class Placer:
         cache: StoreCache,
         folder: Path,
         defaults: LoadOptions,
-        files: Executor,
         progress: FetchProgress,
         *,
         checks_etags: bool,
@@ -121,7 +120,6 @@ class Placer:
             cache: Cache of the server.
             folder: Folder of the mirror.
             defaults: Values of options that a model's own configuration does not set.
-            files: Threads that fetch files.
             progress: Counts the fetched bytes.
             checks_etags: Whether ETags that look like MD5 digests must match the contents.
             on_digest: Called with an object and the SHA-256 digest of its content. Any thread.
@@ -130,7 +128,7 @@ class Placer:
         self._cache = cache
         self._folder = folder
         self._defaults = defaults
-        self._files = files
+        self._files = ThreadPoolExecutor(FILES_SIDE_BY_SIDE, "store-files")
         self._progress = progress
         self._checks_etags = checks_etags
         self._on_digest = on_digest
