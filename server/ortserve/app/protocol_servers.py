@@ -23,12 +23,10 @@ from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.console_routes import console_routes
 from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.control_app import build_routes, make_control_app
-from ortserve.frontends.http.cross_origin import CrossOrigin
 from ortserve.frontends.http.embeddings_routes import Embeddings, embeddings_routes
 from ortserve.frontends.http.generate_routes import Generation, generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.json_calls import JsonCalls
-from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.tls.transport import TlsPort
@@ -117,18 +115,15 @@ class ProtocolServers:
             control.include_router(console_routes(console.observation, console.models, console.server))
         build_routes(control)
         context = ConnectionContext(
-            http_limits(options),
-            max_age_s=options.http_max_connection_age_s,
+            options,
             on_rejected=partial(self.metrics.rejected, ""),
             budget=UnsentBudget("http_unsent_bytes", _unsent_limit(options.http_unsent_bytes), monotonic_ns),
             on_cut_answer=self.metrics.http_cut_answer,
-            cross_origin=CrossOrigin(options.cors_origins) if options.cors_origins else None,
         )
         return HttpServer(
             infer,
             AsgiEndpoint(control, self.guards),
             context,
-            options,
             tls=self._tls_port("http", options.http_max_connections),
         )
 

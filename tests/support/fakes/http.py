@@ -14,7 +14,6 @@ from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
-from ortserve.frontends.http.limits import HttpLimits, http_limits
 from ortserve.frontends.http.protocol import HttpProtocol
 from ortserve.frontends.http.request_head import HeadCache
 from ortserve.frontends.unsent_answers import UnsentBudget
@@ -23,15 +22,11 @@ from ortserve.service.access import Access, Group, Keyring, digest_of
 TURNS = 12
 """Iterations of the event loop that suffice for a response."""
 
-LIMITS = HttpLimits(
-    max_connections=10,
-    max_headers=10,
-    max_header_bytes=1000,
-    max_chunk_bytes=1000,
-    header_timeout_s=2,
-    body_timeout_s=4,
-    min_body_bytes_per_s=100,
-    send_timeout_s=6,
+LIMITS = ServerOptions(
+    http_header_timeout_s=2,
+    http_body_timeout_s=4,
+    http_min_body_bytes_per_s=100,
+    http_send_timeout_s=6,
     idle_timeout_s=8,
 )
 """Small limits, all different, for tests of single decisions."""
@@ -102,12 +97,10 @@ class HttpSide:
             self.endpoint.heads = heads  # type: ignore[misc]  # Final outside of tests
         self.asgi = AsgiEndpoint(app, guards)
         self.rejected: list[object] = []
-        limits = http_limits(ServerOptions(http_max_header_bytes=4096, max_body_bytes=1000))
         self.budget = UnsentBudget("http_unsent_bytes", max_unsent_bytes, clock)
         self.cut_answers: list[str] = []
         self.context = ConnectionContext(
-            limits,
-            max_age_s=None,
+            ServerOptions(http_port=0, http_max_header_bytes=4096, max_body_bytes=1000),
             on_rejected=self.rejected.append,
             budget=self.budget,
             on_cut_answer=self.cut_answers.append,

@@ -192,8 +192,9 @@ class Connection:
         self._dropped_bytes = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._ageing: asyncio.TimerHandle | None = None
-        if context.max_age_s is not None:
-            self._ageing = loop.call_later(draw_age_s(context.max_age_s), self._on_age)
+        max_age_s = context.options.http_max_connection_age_s
+        if max_age_s is not None:
+            self._ageing = loop.call_later(draw_age_s(max_age_s), self._on_age)
 
     def begin(self, exchange: Exchange) -> None:
         """Start the exchange of the next request, now or when all earlier exchanges are complete."""
@@ -265,7 +266,7 @@ class Connection:
             self.context.on_rejected(ErrorKind.OVERLOADED)
             self.transport.abort()
         else:
-            self.reject(too_many_connections(self.context.limits), "", [])
+            self.reject(too_many_connections(self.context.options), "", [])
 
     def close(self) -> None:
         """Close after the last response; linger if the caller has sent more than this response answers.

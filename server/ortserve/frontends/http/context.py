@@ -1,4 +1,4 @@
-"""State that all connections of the HTTP port share: limits, the headers of all responses, and the drain."""
+"""State that all connections of the HTTP port share: options, the headers of all responses, and the drain."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import Final
 from uvicorn.server import ServerState
 
 from ortserve.clock import monotonic_ns
+from ortserve.config.options import ServerOptions
 from ortserve.errors import ErrorKind
 from ortserve.frontends.http.cross_origin import CrossOrigin
-from ortserve.frontends.http.limits import HttpLimits
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.idle_connections import IdleConnections
 from ortserve.frontends.unsent_answers import UnsentBudget
@@ -19,8 +19,7 @@ class ConnectionContext:
     """State that all connections of a server share. Loop thread only.
 
     Attributes:
-        limits: Limits of connections and requests.
-        max_age_s: Age from which a connection closes with its next response; None for no limit.
+        options: Limits of connections and requests.
         on_rejected: Counts rejections of connections and of incomplete requests.
         budget: Budget for the unsent answers of all connections.
         on_cut_answer: Counts a response that ends before the transport has accepted all of it; its argument is the
@@ -32,20 +31,17 @@ class ConnectionContext:
 
     def __init__(
         self,
-        limits: HttpLimits,
+        options: ServerOptions,
         *,
-        max_age_s: float | None,
         on_rejected: Callable[[ErrorKind], None],
         budget: UnsentBudget,
         on_cut_answer: Callable[[str], None],
-        cross_origin: CrossOrigin | None = None,
     ) -> None:
-        self.limits: Final = limits
-        self.max_age_s: Final = max_age_s
+        self.options: Final = options
         self.on_rejected: Final = on_rejected
         self.budget: Final = budget
         self.on_cut_answer: Final = on_cut_answer
-        self.cross_origin: Final = cross_origin
+        self.cross_origin: Final = CrossOrigin(options.cors_origins) if options.cors_origins else None
         self.idle_connections: Final = IdleConnections(monotonic_ns)
         self.is_draining = False
         self._default_headers: list[Header] = []

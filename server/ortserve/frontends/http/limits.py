@@ -5,7 +5,6 @@ All decisions are pure; ``protocol`` and ``timeouts`` apply them.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
@@ -43,61 +42,19 @@ _HOST: Final = re.compile(rb"[!$%&'()*+,\-.0-9:;=A-Z\[\]_a-z~]*")
 """The characters of a host and port (RFC 3986, sections 3.2.2 and 3.2.3)."""
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """Limits of connections and requests. Times are seconds.
+def tick_s(options: ServerOptions) -> float:
+    """Return the time between checks of a connection.
 
-    Attributes:
-        max_connections: Open connections of the port.
-        max_headers: Headers of one request, including trailers.
-        max_header_bytes: Size of the request line and headers; also, of the framing of a chunked body beyond an
-            allowance for its content.
-        max_chunk_bytes: Size of one chunk of a body.
-        header_timeout_s: Time from the first byte of a request to the last byte of its headers.
-        body_timeout_s: Time in which a body must be complete, or arrive at ``min_body_bytes_per_s``; checked again
-            after each such period.
-        min_body_bytes_per_s: Minimum rate of a body that takes longer.
-        send_timeout_s: Time for which the caller may read nothing of a response.
-        idle_timeout_s: Time for which a connection may have no request.
-        answers_half_closed: Whether requests that were complete before a FIN are answered.
+    One check notices a wait and a later one ends it, each up to a tick late. So short timeouts take up to half longer,
+    and long ones up to two seconds longer.
     """
-
-    max_connections: int
-    max_headers: int
-    max_header_bytes: int
-    max_chunk_bytes: int
-    header_timeout_s: float
-    body_timeout_s: float
-    min_body_bytes_per_s: int
-    send_timeout_s: float
-    idle_timeout_s: float
-    answers_half_closed: bool = True
-
-    @property
-    def tick_s(self) -> float:
-        """Time between checks of a connection.
-
-        One check notices a wait and a later one ends it, each up to a tick late. So short timeouts take up to half
-        longer, and long ones up to two seconds longer.
-        """
-        bounds = (self.header_timeout_s, self.body_timeout_s, self.send_timeout_s, self.idle_timeout_s)
-        return max(0.01, min(1.0, *(bound / 4 for bound in bounds)))
-
-
-def http_limits(options: ServerOptions) -> HttpLimits:
-    """The limits that the options configure."""
-    return HttpLimits(
-        max_connections=options.http_max_connections,
-        max_headers=options.http_max_headers,
-        max_header_bytes=options.http_max_header_bytes,
-        max_chunk_bytes=options.max_body_bytes,
-        header_timeout_s=options.http_header_timeout_s,
-        body_timeout_s=options.http_body_timeout_s,
-        min_body_bytes_per_s=options.http_min_body_bytes_per_s,
-        send_timeout_s=options.http_send_timeout_s,
-        idle_timeout_s=options.idle_timeout_s,
-        answers_half_closed=options.http_answer_half_closed,
+    bounds_s = (
+        options.http_header_timeout_s,
+        options.http_body_timeout_s,
+        options.http_send_timeout_s,
+        options.idle_timeout_s,
     )
+    return max(0.01, min(1.0, *(bound_s / 4 for bound_s in bounds_s)))
 
 
 def header_bytes(url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
@@ -122,8 +79,9 @@ class UnfinishedInput:
         received_bytes: Received bytes of the current stage; in a body, without those of the first read.
     """
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
+    def __init__(self, max_header_bytes: int) -> None:
+        """``max_header_bytes`` also limits the framing of a body, beyond an allowance for its content."""
+        self._max_header_bytes = max_header_bytes
         self._headers: list[tuple[bytes, bytes]] | None = None
         self._stage = Stage.REQUEST
         self._content_begin = 0
@@ -148,7 +106,6 @@ class UnfinishedInput:
         Returns:
             The error if the request exceeds a limit.
         """
-        limits = self._limits
         if headers is not self._headers or stage is not self._stage:
             # The read may begin with other requests, so only the parsed part of this one counts.
             self._headers, self._stage = headers, stage
@@ -156,12 +113,12 @@ class UnfinishedInput:
             self._content_begin = content_bytes
         else:
             self.received_bytes += read_bytes
-        kept, allowed = self.received_bytes, limits.max_header_bytes
+        kept, allowed = self.received_bytes, self._max_header_bytes
         if stage is Stage.BODY:
             content = content_bytes - self._content_begin
             kept -= content
             allowed += _FRAMING_FACTOR * content
-        return too_large_headers(kept, limits) if kept > allowed else None
+        return too_large_headers(kept, self._max_header_bytes) if kept > allowed else None
 
 
 class InvalidHeadError(Exception):
@@ -211,31 +168,31 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         raise InvalidHeadError(invalid_input(text))
 
 
-def too_many_headers(limits: HttpLimits) -> ServeError:
-    text = f"http_max_headers: expected at most {limits.max_headers} headers, got more"
+def too_many_headers(max_headers: int) -> ServeError:
+    text = f"http_max_headers: expected at most {max_headers} headers, got more"
     return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
 
 
-def too_large_headers(size: int, limits: HttpLimits) -> ServeError:
-    text = f"http_max_header_bytes: expected at most {limits.max_header_bytes} bytes of headers, got {size} or more"
+def too_large_headers(size: int, max_header_bytes: int) -> ServeError:
+    text = f"http_max_header_bytes: expected at most {max_header_bytes} bytes of headers, got {size} or more"
     return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
 
 
-def too_slow_headers(limits: HttpLimits) -> ServeError:
-    text = f"http_header_timeout_s: the headers of the request took {limits.header_timeout_s:g} s or longer"
+def too_slow_headers(options: ServerOptions) -> ServeError:
+    text = f"http_header_timeout_s: the headers of the request took {options.http_header_timeout_s:g} s or longer"
     return ServeError(ErrorKind.TOO_SLOW, text)
 
 
-def too_slow_body(limits: HttpLimits) -> ServeError:
+def too_slow_body(options: ServerOptions) -> ServeError:
     text = (
-        f"http_body_timeout_s: the body arrived at less than {limits.min_body_bytes_per_s} bytes per second for "
-        f"{limits.body_timeout_s:g} s"
+        f"http_body_timeout_s: the body arrived at less than {options.http_min_body_bytes_per_s} bytes per second for "
+        f"{options.http_body_timeout_s:g} s"
     )
     return ServeError(ErrorKind.TOO_SLOW, text)
 
 
-def too_many_connections(limits: HttpLimits) -> ServeError:
-    text = f"http_max_connections: expected at most {limits.max_connections} open connections, got one more"
+def too_many_connections(options: ServerOptions) -> ServeError:
+    text = f"http_max_connections: expected at most {options.http_max_connections} open connections, got one more"
     return ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1)
 
 

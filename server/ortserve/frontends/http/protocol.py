@@ -74,7 +74,8 @@ class HttpProtocol(asyncio.Protocol):
     ) -> None:
         """Create the protocol of one connection. ``server_state`` comes from uvicorn."""
         self._context = context
-        self._limits = context.limits
+        self._max_headers = context.options.http_max_headers
+        self._max_header_bytes = context.options.http_max_header_bytes
         self._infer = infer
         self._asgi = asgi
         self._server_state = server_state
@@ -90,7 +91,7 @@ class HttpProtocol(asyncio.Protocol):
         self._data_bytes = 0
         """Bytes of the current read that were parsed so far."""
         self._body_bytes = 0
-        self._unfinished = UnfinishedInput(context.limits)
+        self._unfinished = UnfinishedInput(self._max_header_bytes)
         self._chunk_begin = -1
         self._timeouts: Timeouts | None = None
         self._renew_parser()
@@ -117,15 +118,14 @@ class HttpProtocol(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         context = self._context
         connections: set[Any] = self._server_state.connections  # uvicorn declares a set of its own protocols
-        self._loop = loop
         self.transport = CorkedTransport(transport, loop)
         self.connection = Connection(context, self._server_state, self.transport, loop)
         connections.add(self)
-        excess = len(connections) - self._limits.max_connections
+        excess = len(connections) - context.options.http_max_connections
         if excess > 0 and not context.idle_connections.evict_one():
             self.connection.reject_excess(excess)
         else:
-            self._timeouts = Timeouts(self, self.connection, self._limits, loop)
+            self._timeouts = Timeouts(self, self.connection)
 
     def data_received(self, data: bytes) -> None:
         """Begin the requests in ``data``, and continue the one that is incomplete.
@@ -137,7 +137,7 @@ class HttpProtocol(asyncio.Protocol):
             self._read(data)
             return
         found = split_head(data)
-        head = self._infer.heads.find(found[0], self._limits.max_header_bytes) if found else None
+        head = self._infer.heads.find(found[0], self._max_header_bytes) if found else None
         if found is None or head is None:
             newest = connection.newest
             self._read(data)
@@ -160,7 +160,7 @@ class HttpProtocol(asyncio.Protocol):
         """
         connection = self.connection
         connection.has_ended = True
-        if connection.is_lingering or not self._limits.answers_half_closed:
+        if connection.is_lingering or not self._context.options.http_answer_half_closed:
             self.transport.close()
         elif not connection.ignores_input and self.stage is not _REQUEST:
             part = "headers" if self.stage is _HEADERS else "body"
@@ -192,7 +192,7 @@ class HttpProtocol(asyncio.Protocol):
         the response to its newest request.
         """
         if self.connection.newest is None or self.stage is _HEADERS:
-            self._loop.call_later(ARRIVAL_S, self.connection.shutdown)
+            self.connection.loop.call_later(ARRIVAL_S, self.connection.shutdown)
         else:
             self.connection.shutdown()
 
@@ -210,8 +210,8 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._n_headers += 1
-        if self._n_headers > self._limits.max_headers:  # check each: one read may hold 40,000 headers
-            raise InvalidHeadError(too_many_headers(self._limits))
+        if self._n_headers > self._max_headers:  # check each: one read may hold 40,000 headers
+            raise InvalidHeadError(too_many_headers(self._max_headers))
         if self.stage is _BODY:  # a trailer, which is ignored (RFC 9110, section 6.5.1)
             return
         name = name.lower()
@@ -364,16 +364,16 @@ class HttpProtocol(asyncio.Protocol):
         Raises:
             InvalidHeadError: The head exceeds a limit, or is not a request that this server supports.
         """
-        parser, limits = self._parser, self._limits
+        parser, max_bytes = self._parser, self._max_header_bytes
         check_head(parser.get_http_version(), self.headers)
         self._offers_upgrade = parser.should_upgrade()
         if self._offers_upgrade and parser.get_method() == b"CONNECT":
             raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is not a proxy"))
         # Compute the size only if it may exceed the limit: a head within one read is no larger than that read.
-        if self._data_bytes > limits.max_header_bytes or self._unfinished.includes(self.headers):
+        if self._data_bytes > max_bytes or self._unfinished.includes(self.headers):
             size = header_bytes(self._url, self.headers)
-            if size > limits.max_header_bytes:
-                raise InvalidHeadError(too_large_headers(size, limits))
+            if size > max_bytes:
+                raise InvalidHeadError(too_large_headers(size, max_bytes))
 
     def _on_unfinished(self, read_bytes: int) -> None:
         """Limit the bytes that the parser holds, and receive the rest of a large body into its final memory."""
@@ -391,9 +391,10 @@ class HttpProtocol(asyncio.Protocol):
     def _check_chunk(self, data: bytes) -> None:
         """Reject a body if its last chunk, which began in ``data``, announces too many bytes."""
         size = announced_chunk_bytes(data, self._body_bytes - self._chunk_begin)
+        max_bytes = self._context.options.max_body_bytes
         self._chunk_begin = -1
-        if size > self._limits.max_chunk_bytes and not self.connection.ignores_input:
-            self._reject_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
+        if size > max_bytes and not self.connection.ignores_input:
+            self._reject_in_turn(body_too_large(size, max_bytes))
 
     def _reject_in_turn(self, error: ServeError) -> None:
         self.connection.reject_in_turn(error, self.shown_url, self.headers, in_body=self.stage is _BODY)

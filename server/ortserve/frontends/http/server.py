@@ -12,7 +12,6 @@ from typing import Final
 import uvicorn
 from uvicorn.server import ServerState
 
-from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
@@ -36,7 +35,6 @@ class HttpServer:
         infer: InferEndpoint,
         asgi: AsgiEndpoint,
         context: ConnectionContext,
-        options: ServerOptions,
         *,
         tls: TlsPort | None = None,
     ) -> None:
@@ -45,14 +43,12 @@ class HttpServer:
         Args:
             infer: Answers inference.
             asgi: Answers all other requests.
-            context: Shared state of the connections.
-            options: The address to listen on.
+            context: Shared state of the connections, and the options.
             tls: Shared state of the TLS sessions; None for plain text.
         """
         self._infer = infer
         self._asgi = asgi
         self._context = context
-        self._options = options
         self._tls = tls
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -71,7 +67,7 @@ class HttpServer:
         Raises:
             ServeError: conflict if the server cannot listen on the address; the message names the option.
         """
-        options = self._options
+        options = self._context.options
         listener = open_listener("http_port", options.host, options.http_port, reuse_port=options.reuse_port)
         make_protocol = self._tls.wrap(self._make_protocol) if self._tls else self._make_protocol
         config = uvicorn.Config(

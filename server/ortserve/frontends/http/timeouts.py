@@ -1,17 +1,17 @@
 """The timeouts of a connection, by the stage that it is in. ``protocol`` starts them, and one timer checks them."""
 
-import asyncio
 import time
 from enum import Enum, auto
 from typing import Final, Protocol
 
+from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.connection import Connection
-from ortserve.frontends.http.limits import HttpLimits, Stage, too_many_connections, too_slow_body, too_slow_headers
+from ortserve.frontends.http.limits import Stage, tick_s, too_many_connections, too_slow_body, too_slow_headers
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.idle_connections import has_unread_bytes
 
 _SLOW_BODY_SHARE: Final = 1 / 6
-"""Share of ``body_timeout_s`` from which a body below the minimum rate may be rejected for a new connection."""
+"""Share of ``http_body_timeout_s`` from which a body below the minimum rate may be rejected for a new connection."""
 
 
 class TimeoutAction(Enum):
@@ -28,8 +28,8 @@ class TimeoutAction(Enum):
 class StageTimer:
     """Measures how long one connection waits for its caller in a stage. Pure; checked once a tick."""
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
         self._stage: Stage | None = None
         self._subject: object = None
         self._since_ns = 0
@@ -47,7 +47,7 @@ class StageTimer:
             received_bytes: Received bytes of the stage, as ``UnfinishedInput`` counts them.
             unsent_bytes: Bytes of responses that the caller has not read.
         """
-        limits = self._limits
+        options = self._options
         if stage is Stage.RESPONSE:
             # Without unsent bytes the server is still working. With fewer than before, the caller is reading.
             continues = 0 < self._since_bytes <= unsent_bytes
@@ -60,17 +60,17 @@ class StageTimer:
             return TimeoutAction.NOTHING
         waited_s = (now_ns - self._since_ns) / 1e9
         if stage is Stage.HEADERS:
-            return TimeoutAction.REJECT if waited_s >= limits.header_timeout_s else TimeoutAction.NOTHING
+            return TimeoutAction.REJECT if waited_s >= options.http_header_timeout_s else TimeoutAction.NOTHING
         if stage is Stage.BODY:
-            if waited_s < limits.body_timeout_s:
+            if waited_s < options.http_body_timeout_s:
                 return TimeoutAction.NOTHING
-            if received_bytes - self._since_bytes < waited_s * limits.min_body_bytes_per_s:
+            if received_bytes - self._since_bytes < waited_s * options.http_min_body_bytes_per_s:
                 return TimeoutAction.REJECT
             self._restart(now_ns, stage, subject, received_bytes)
             return TimeoutAction.NOTHING
         if stage is Stage.RESPONSE:
-            return TimeoutAction.ABORT if waited_s >= limits.send_timeout_s else TimeoutAction.NOTHING
-        return TimeoutAction.CLOSE if waited_s >= limits.idle_timeout_s else TimeoutAction.NOTHING
+            return TimeoutAction.ABORT if waited_s >= options.http_send_timeout_s else TimeoutAction.NOTHING
+        return TimeoutAction.CLOSE if waited_s >= options.idle_timeout_s else TimeoutAction.NOTHING
 
     def waited_ns(self, now_ns: int, stage: Stage, subject: object) -> int:
         """Return the time since a check first saw this stage and request; 0 if the last check saw others."""
@@ -80,8 +80,8 @@ class StageTimer:
         """Whether the body has arrived below the minimum rate for a part of its timeout."""
         waited_s = self.waited_ns(now_ns, Stage.BODY, subject) / 1e9
         came = received_bytes - self._since_bytes
-        is_late = waited_s >= _SLOW_BODY_SHARE * self._limits.body_timeout_s
-        return is_late and came < waited_s * self._limits.min_body_bytes_per_s
+        is_late = waited_s >= _SLOW_BODY_SHARE * self._options.http_body_timeout_s
+        return is_late and came < waited_s * self._options.http_min_body_bytes_per_s
 
     def _restart(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
         self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
@@ -115,16 +115,15 @@ class Timeouts:
     It is ``Evictable``: it also ends an idle connection for a new one.
     """
 
-    def __init__(
-        self, reader: Reader, connection: Connection, limits: HttpLimits, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, reader: Reader, connection: Connection) -> None:
         """Start the timer."""
+        options = connection.context.options
         self._reader = reader
         self._connection = connection
-        self._limits = limits
-        self._loop = loop
-        self._stages = StageTimer(limits)
-        self._handle = loop.call_later(limits.tick_s, self._check)
+        self._options = options
+        self._tick_s = tick_s(options)
+        self._stages = StageTimer(options)
+        self._handle = connection.loop.call_later(self._tick_s, self._check)
         connection.context.idle_connections.add(self)
 
     def close(self) -> None:
@@ -168,7 +167,7 @@ class Timeouts:
         transport, exchange = connection.transport, connection.newest
         is_done = transport.is_closing() or connection.is_lingering
         if not is_done and reader.stage is not Stage.REQUEST:
-            error = too_many_connections(self._limits)
+            error = too_many_connections(self._options)
             if reader.stage is Stage.BODY and exchange is not None:
                 exchange.reject_body(error)
             else:
@@ -185,7 +184,7 @@ class Timeouts:
         if (connection.has_ended or connection.is_read_paused) and connection.is_reset():
             transport.abort()
             return
-        self._handle = self._loop.call_later(self._limits.tick_s, self._check)
+        self._handle = connection.loop.call_later(self._tick_s, self._check)
         unsent = transport.get_write_buffer_size()
         if connection.is_write_paused:
             connection.count_unsent()
@@ -200,6 +199,6 @@ class Timeouts:
         elif action is TimeoutAction.CLOSE:
             transport.close()
         elif action is TimeoutAction.REJECT and stage is Stage.HEADERS:
-            connection.reject(too_slow_headers(self._limits), reader.shown_url, reader.headers)
+            connection.reject(too_slow_headers(self._options), reader.shown_url, reader.headers)
         elif action is TimeoutAction.REJECT and exchange is not None:
-            exchange.reject_body(too_slow_body(self._limits))
+            exchange.reject_body(too_slow_body(self._options))

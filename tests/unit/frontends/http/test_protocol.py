@@ -374,7 +374,7 @@ async def test_parser_stops_at_the_first_header_over_the_limit() -> None:
     protocol, _ = side.connect(bytearray())
     protocol.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 40_000)
     assert side.rejected == [ErrorKind.HEADERS_TOO_LARGE]
-    assert len(protocol.headers) == side.context.limits.max_headers
+    assert len(protocol.headers) == side.context.options.http_max_headers
 
 
 async def test_trailers_do_not_become_headers() -> None:

@@ -10,7 +10,6 @@ from fakes.http import HttpSide
 from grpc_frontends import wait_until
 from http_wire import get
 from interpreted import interpreted_only
-from ortserve.config.options import ServerOptions
 from ortserve.frontends.http import protocol
 from ortserve.frontends.http import server as http_server
 from ortserve.frontends.http.server import HttpServer
@@ -22,7 +21,7 @@ REQUEST = get("/x")
 @pytest.fixture
 async def server() -> AsyncIterator[HttpServer]:
     side = HttpSide()
-    server = HttpServer(side.endpoint, side.asgi, side.context, ServerOptions(http_port=0))
+    server = HttpServer(side.endpoint, side.asgi, side.context)
     yield server
     await server.stop(0)
 
