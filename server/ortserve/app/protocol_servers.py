@@ -24,9 +24,8 @@ from ortserve.frontends.http.console_routes import console_routes
 from ortserve.frontends.http.context import ConnectionContext
 from ortserve.frontends.http.control_app import build_routes, make_control_app
 from ortserve.frontends.http.embeddings_routes import Embeddings, embeddings_routes
-from ortserve.frontends.http.generate_routes import Generation, generate_routes
+from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
-from ortserve.frontends.http.json_calls import JsonCalls
 from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.tls.transport import TlsPort
@@ -101,16 +100,8 @@ class ProtocolServers:
             title=options.server_name,
             guarded=self.guards,
         )
-        calls = JsonCalls(
-            self.inference,
-            self.models,
-            infer.admission,
-            clock=monotonic_ns,
-            traces=self.http_traces,
-            load_reports=self.load_reports,
-        )
-        control.include_router(generate_routes(Generation(calls)))
-        control.include_router(embeddings_routes(Embeddings(calls, self.codec_threads.read_json)))
+        control.include_router(generate_routes(infer, self.models))
+        control.include_router(embeddings_routes(Embeddings(infer, self.models, self.codec_threads.read_json)))
         if (console := self.console) is not None:
             control.include_router(console_routes(console.observation, console.models, console.server))
         build_routes(control)

@@ -8,7 +8,6 @@ __all__ = [
     "embeddings_routes",
     "generate_routes",
     "infer_exchange",
-    "json_calls",
     "model_routes",
     "responses",
     "server",

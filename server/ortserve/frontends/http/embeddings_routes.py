@@ -35,11 +35,12 @@ from ortserve.frontends.http.documents import (
     OpenAiModelDocument,
     OpenAiModelsDocument,
 )
-from ortserve.frontends.http.json_calls import JsonCall, JsonCalls
+from ortserve.frontends.http.infer_exchange import InferEndpoint
+from ortserve.frontends.http.json_calls import JsonCall, receive
 from ortserve.service.call import Call
 from ortserve.service.gate import json_too_large
 from ortserve.service.inference import InferenceService
-from ortserve.service.models import ModelMetadata
+from ortserve.service.models import ModelMetadata, ModelService
 
 _JSON: Final = "application/json"
 _ERRORS: Final[dict[str, Any]] = {"model": OpenAiErrorDocument}
@@ -105,15 +106,16 @@ def embeddings_routes(embeddings: "Embeddings") -> APIRouter:
 class Embeddings:
     """Answers the call. Loop thread only."""
 
-    def __init__(self, calls: JsonCalls, read_json: ReadJson) -> None:
+    def __init__(self, endpoint: InferEndpoint, models: ModelService, read_json: ReadJson) -> None:
         """``read_json`` decodes a long call in another process, unless it is settled before a thread is free."""
-        self._calls = calls
+        self._endpoint = endpoint
+        self._models = models
         self._read_json = read_json
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises ServeError: The call, or a request of some of its texts, failed."""
-        models = self._calls.models
-        async with self._calls.receive(request, "embeddings") as received:
+        models = self._models
+        async with receive(self._endpoint, request, "embeddings") as received:
             with received.counting():
                 decoded = await self._decode(received)
                 name, parameters = decoded.model_name, decoded.parameters
@@ -129,34 +131,33 @@ class Embeddings:
             firsts = range(0, len(texts), step)
             requests = [TextsRequest(name, text_input, output.name, texts[first : first + step]) for first in firsts]
             encoders = [VectorEncoder(first, min(step, len(texts) - first), parameters) for first in firsts]
-            running = _Running(self._calls.inference, received, requests, encoders, rows_at_once // step)
+            running = _Running(self._endpoint.service, received, requests, encoders, rows_at_once // step)
             entries = await running.run()
         return LongResponse(embeddings_answer(name, entries), received.headers(running.timing))
 
     async def list_models(self) -> AsyncIterator[dict[str, str | int]]:
         """Describe the models in memory that return embeddings, sorted by name."""
-        async for metadata in self._calls.models.serving():
+        async for metadata in self._models.serving():
             if _why_not(metadata) is None:
                 yield self._describe(metadata)
 
     async def describe_model(self, name: str) -> dict[str, str | int]:
         """Describe a model. Raises ServeError: not_found, also if it returns no embeddings; not_ready."""
-        models = self._calls.models
-        await models.prepare(name, "")
-        metadata = models.model_metadata(name, "")
+        await self._models.prepare(name, "")
+        metadata = self._models.model_metadata(name, "")
         error = _why_not(metadata)
         if error is not None:
             raise ServeError(ErrorKind.NOT_FOUND, error.message)
         return self._describe(metadata)
 
     def _describe(self, metadata: ModelMetadata) -> dict[str, str | int]:
-        models, name = self._calls.models, metadata.name
+        models, name = self._models, metadata.name
         owner = models.server_metadata().name
         return {"id": name, "object": "model", "created": models.ready_since_s(name), "owned_by": owner}
 
     async def _decode(self, received: JsonCall) -> InferRequest:
         """Decode a call, a long one in another process. Raises ServeError: invalid_input, too_large, overloaded."""
-        body, inference = EmbeddingsRequest(received.body), self._calls.inference
+        body, inference = EmbeddingsRequest(received.body), self._endpoint.service
         if body.is_short:
             return body.read()
         if body.json_bytes > inference.max_json_bytes:

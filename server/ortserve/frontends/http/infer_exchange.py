@@ -39,7 +39,7 @@ _EMPTY_HEADERS: Final = InferHeaders()
 
 
 class InferEndpoint:
-    """State that all infer exchanges of a server share. Loop thread only."""
+    """State that all inference over HTTP shares, also ``json_calls``. Loop thread only."""
 
     def __init__(
         self,

@@ -7,62 +7,41 @@ from typing import Final
 
 from fastapi import Request
 
-from ortserve.clock import Clock
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.http.asgi_exchange import exchange_of
+from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.request_body import read_body
 from ortserve.frontends.http.request_head import Header, InferHeaders, UnknownEncodingError, read_infer_headers
-from ortserve.frontends.load_reports import LoadReports
-from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.call import Call
-from ortserve.service.gate import BodyAdmission, Hold
-from ortserve.service.inference import InferenceService
-from ortserve.service.models import ModelService
+from ortserve.service.gate import Hold
 from ortserve.telemetry.tracing import Trace
 
 
-class JsonCalls:
-    """The services that all these calls use. Loop thread only."""
+@asynccontextmanager
+async def receive(
+    endpoint: InferEndpoint, request: Request, route: str, version: str = ""
+) -> AsyncIterator["JsonCall"]:
+    """Receive the body of a request. Its memory is reserved until the end of the block. Loop thread only.
 
-    def __init__(
-        self,
-        inference: InferenceService,
-        models: ModelService,
-        admission: BodyAdmission,
-        *,
-        clock: Clock,
-        traces: HttpTraces | None,
-        load_reports: LoadReports | None,
-    ) -> None:
-        self.inference: Final = inference
-        self.models: Final = models
-        self.admission: Final = admission
-        self.clock: Final = clock
-        self.traces: Final = traces
-        self.load_reports: Final = load_reports
+    The current task is cancelled if the caller leaves.
 
-    @asynccontextmanager
-    async def receive(self, request: Request, route: str, version: str = "") -> AsyncIterator["JsonCall"]:
-        """Receive the body of a request. Its memory is reserved until the end of the block.
+    Args:
+        endpoint: The state that all inference over HTTP shares.
+        request: The request, whose body was not read.
+        route: Name of the call for ``HttpTraces.begin``.
+        version: Version in the path; ``""`` without one.
 
-        The current task is cancelled if the caller leaves.
-
-        Args:
-            request: The request, whose body was not read.
-            route: Name of the call for ``HttpTraces.begin``.
-            version: Version in the path; ``""`` without one.
-
-        Raises:
-            ServeError: The headers or the body are rejected.
-        """
-        exchange_of(request.scope).cancel_with_caller()
-        call = JsonCall(self, request, route, version)
-        with call.hold:
-            with call.counting():
-                call.body = await read_body(request.receive, call.hold, max_bytes=self.admission.max_body_bytes)
-            call.complete_ns = self.clock()
-            yield call
+    Raises:
+        ServeError: The headers or the body are rejected.
+    """
+    exchange_of(request.scope).cancel_with_caller()
+    call = JsonCall(endpoint, request, route, version)
+    with call.hold:
+        with call.counting():
+            call.body = await read_body(request.receive, call.hold, max_bytes=endpoint.admission.max_body_bytes)
+        call.complete_ns = endpoint.clock()
+        yield call
 
 
 class JsonCall:
@@ -75,24 +54,24 @@ class JsonCall:
         complete_ns: When the body was complete (monotonic); 0 before that.
     """
 
-    def __init__(self, calls: JsonCalls, request: Request, route: str, version: str) -> None:
+    def __init__(self, endpoint: InferEndpoint, request: Request, route: str, version: str) -> None:
         """Admit the body. Raises ServeError: The headers, or the size of the body, are rejected."""
-        self._calls = calls
+        self._endpoint = endpoint
         self._scope = request.scope
         self._route = route
         self._version = version
-        self._received_ns = calls.clock()
+        self._received_ns = endpoint.clock()
         self.complete_ns = 0
         self.body: bytes | memoryview = b""
         with self.counting():
             self.given: Final[InferHeaders] = _read_headers(request.scope["headers"])
-            self.hold: Final[Hold] = calls.admission.reserve(self.given.body_bytes)
+            self.hold: Final[Hold] = endpoint.admission.reserve(self.given.body_bytes)
 
     @property
     def left_ns(self) -> int | None:
         """The time until the deadline, at least 1 ns; None without a deadline."""
         timeout_ns = self.given.timeout_ns
-        return None if timeout_ns is None else max(1, timeout_ns - (self._calls.clock() - self.complete_ns))
+        return None if timeout_ns is None else max(1, timeout_ns - (self._endpoint.clock() - self.complete_ns))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -104,31 +83,31 @@ class JsonCall:
             yield
         except asyncio.CancelledError:
             if self.complete_ns:
-                inference, trace = self._calls.inference, self._begin_trace()
-                inference.count_rejected_body("http", ErrorKind.CANCELLED, self._received_ns, trace)
+                service, trace = self._endpoint.service, self._begin_trace()
+                service.count_rejected_body("http", ErrorKind.CANCELLED, self._received_ns, trace)
             raise
         except ServeError as error:
             if error.kind is not ErrorKind.CANCELLED:
-                self._calls.admission.count(error, self._received_ns, self._begin_trace())
+                self._endpoint.admission.count(error, self._received_ns, self._begin_trace())
             raise
 
     def begin(self) -> Call:
         """Begin a call of the service, which counts the request from now on. One request may begin several."""
-        return self._calls.inference.receive(
+        return self._endpoint.service.receive(
             "http", self.left_ns, self._begin_trace(), self._received_ns, self._scope["headers"]
         )
 
     def headers(self, timing: Timing) -> dict[str, str]:
         """Return the headers of the response about the time of a call, and about the load of the server."""
         headers = {"server-timing": timing.server_timing().decode()}
-        reports = self._calls.load_reports
+        reports = self._endpoint.load_reports
         if reports is not None and (chosen := self.given.load_format or reports.default) is not None:
             name, value = reports.header(chosen)
             headers[name.decode()] = value.decode()
         return headers
 
     def _begin_trace(self) -> Trace | None:
-        traces, scope = self._calls.traces, self._scope
+        traces, scope = self._endpoint.traces, self._scope
         if traces is None:
             return None
         return traces.begin(self._route, self._version, scope["raw_path"], scope["headers"])
