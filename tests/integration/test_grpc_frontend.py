@@ -116,7 +116,7 @@ class FailingService(FakeInferenceService):
                 service._fail("hold")
                 return service.gate.hold(size)
 
-        return BodyAdmission("grpc", FailingGate(0), self.count_rejected_body, max_body_bytes=2**31)
+        return BodyAdmission("grpc", FailingGate(0), self.body_rejected, max_body_bytes=2**31)
 
     def start(self, *arguments: Any) -> None:
         self._fail("start")

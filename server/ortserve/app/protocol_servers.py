@@ -124,7 +124,7 @@ class ProtocolServers:
         self.metrics.read_streams = lambda: streams.open_count
         inference = self.inference
         admission = BodyAdmission(
-            "grpc", inference.gate, inference.count_rejected_body, max_body_bytes=options.max_body_bytes
+            "grpc", inference.gate, inference.recorder.body_rejected, max_body_bytes=options.max_body_bytes
         )
         infer = InferCalls(inference, admission, self.tracing, self.load_reports)
         router = Router(self._calls(infer, admission, streams), self.guards)

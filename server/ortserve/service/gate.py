@@ -11,7 +11,6 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.access import RefusedKeyError
 from ortserve.telemetry.tracing import Trace
 
 
@@ -54,19 +53,18 @@ class BodyAdmission:
         try:
             return self.reserve(size)
         except ServeError as error:
-            self.count(error, received_ns, trace)
+            self.count(error.kind, received_ns, trace)
             raise
 
-    def count(self, error: ServeError, received_ns: int, trace: Trace | None) -> None:
-        """Count a request that is rejected before its body is complete, and end its trace.
+    def count(self, kind: ErrorKind, received_ns: int, trace: Trace | None) -> None:
+        """Count a request that ends before its body is complete, and end its trace.
 
         Args:
-            error: Why it is rejected. A refused key is not counted, as the guard has counted it, and has no trace.
+            kind: Why it is rejected; cancelled if its caller left.
             received_ns: When its head was complete (monotonic).
             trace: Its trace; None if it is not sampled.
         """
-        if not isinstance(error, RefusedKeyError):
-            self._count_rejected(self._protocol, error.kind, received_ns, trace)
+        self._count_rejected(self._protocol, kind, received_ns, trace)
 
 
 def body_too_large(size: int, max_body_bytes: int) -> ServeError:

@@ -90,7 +90,7 @@ class InferenceService:
         self._codecs = codec_threads or CodecThreads(2)
         self.decodings: Final = Decodings(self.gate, self._codecs)
         """Decodes requests on threads."""
-        self._recorder = recorder
+        self.recorder: Final = recorder
         self._clock = clock
         self._settled = self._on_settled  # bound once, not for each call
 
@@ -165,10 +165,6 @@ class InferenceService:
         finally:
             call.cancel()
             del answered  # a reference cycle: the frames of its error
-
-    def count_rejected_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
-        """Record a request whose body was rejected, for example as too large, or whose caller disconnected."""
-        self._recorder.body_rejected(protocol, kind, received_ns, trace)
 
     def _start_request(self, call: Call, request: InferRequest) -> None:
         call.request = request
@@ -278,7 +274,7 @@ class InferenceService:
         """Answer a call that has outputs, failed or was cancelled."""
         if call.state == CANCELLED:
             call.on_answer = call.on_error = None
-            self._recorder.cancelled(call)
+            self.recorder.cancelled(call)
             self._end_failed()
             return
         activity = self._activity
@@ -346,7 +342,7 @@ class InferenceService:
 
     def _answer(self, call: Call, answer: Any) -> None:
         call.state = DONE
-        self._recorder.answered(call)
+        self.recorder.answered(call)
         self._activity.step = NOTHING
         if self._polling is not None:
             self._polling.on_end(call.timing.done_ns)
@@ -378,7 +374,7 @@ class InferenceService:
             error = ServeError(ErrorKind.INTERNAL, "internal error")
         elif isinstance(error, ModelRejectionError) and call.served is not None:
             call.served.rejections.note(error, self._clock())
-        self._recorder.failed(call, error.kind)
+        self.recorder.failed(call, error.kind)
         call.report_error(error)
 
 

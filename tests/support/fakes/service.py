@@ -51,7 +51,7 @@ class FakeInferenceService:
     @property
     def admission(self) -> BodyAdmission:
         """Admission for gRPC; the transports enforce the limit of a message."""
-        return BodyAdmission("grpc", self.gate, self.count_rejected_body, max_body_bytes=2**31)
+        return BodyAdmission("grpc", self.gate, self.body_rejected, max_body_bytes=2**31)
 
     def receive(
         self,
@@ -66,7 +66,12 @@ class FakeInferenceService:
         self.received.append(Call(protocol, timing, timeout_ns, trace, headers))
         return self.received[-1]
 
-    def count_rejected_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
+    @property
+    def recorder(self) -> "FakeInferenceService":
+        """The service itself records the kinds of rejected bodies."""
+        return self
+
+    def body_rejected(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None) -> None:
         self.refused.append(kind)
 
     def start(

@@ -748,7 +748,7 @@ async def test_requests_of_one_failed_batch_get_separate_errors(stage: Stage) ->
 
 
 async def test_request_rejected_before_its_body_is_complete_is_counted(stage: Stage) -> None:
-    stage.service.count_rejected_body("http", ErrorKind.TOO_LARGE, time.monotonic_ns())
+    stage.service.recorder.body_rejected("http", ErrorKind.TOO_LARGE, time.monotonic_ns(), None)
     assert stage.counts() == {("", "", "http", "too_large"): 1}
     assert stage.rejected() == {("", "too_large"): 1}
 

@@ -25,7 +25,7 @@ from ortserve.frontends.http.responses import (
 from ortserve.frontends.large_body import LargeBody
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
-from ortserve.service.access import Guard
+from ortserve.service.access import Guard, RefusedKeyError
 from ortserve.service.call import Call
 from ortserve.service.gate import BodyAdmission, Hold
 from ortserve.service.inference import InferenceService
@@ -55,7 +55,7 @@ class InferEndpoint:
         """``guard`` checks the keys of callers; None if callers need no key."""
         self.service: Final = service
         self.admission: Final = BodyAdmission(
-            "http", service.gate, service.count_rejected_body, max_body_bytes=max_body_bytes
+            "http", service.gate, service.recorder.body_rejected, max_body_bytes=max_body_bytes
         )
         self.guard: Final = guard
         self.compression_min_bytes: Final = compression_min_bytes
@@ -106,7 +106,8 @@ class InferExchange(Exchange):
                     self._hold, max_bytes=admission.max_body_bytes, announced_bytes=headers.body_bytes
                 )
         except ServeError as error:
-            admission.count(error, self._received_ns, self._trace)
+            if not isinstance(error, RefusedKeyError):  # the guard has counted a refused key; it gets no trace
+                admission.count(error.kind, self._received_ns, self._trace)
             self.rejection = error
 
     def start(self) -> None:
@@ -153,7 +154,7 @@ class InferExchange(Exchange):
         if self.rejection is not None:
             return
         self.rejection = error
-        self._endpoint.admission.count(error, self._received_ns, self._trace)
+        self._endpoint.admission.count(error.kind, self._received_ns, self._trace)
         if self._incoming is not None:
             self._incoming.drop()
         if self._is_started:
@@ -225,7 +226,7 @@ class InferExchange(Exchange):
         try:
             return incoming.take()
         except ServeError as error:
-            self._endpoint.admission.count(error, self._received_ns, self._trace)
+            self._endpoint.admission.count(error.kind, self._received_ns, self._trace)
             self.respond(failure(error))
             return None
 
@@ -248,7 +249,7 @@ class InferExchange(Exchange):
         except Exception:  # noqa: BLE001 - the task would swallow it
             self._fail()
             return
-        endpoint.service.count_rejected_body("http", kind, self._received_ns, self._trace)
+        endpoint.admission.count(kind, self._received_ns, self._trace)
         hold.release()  # again after ``abandon``: the hold may have grown since
 
     def _submit(self, body: bytes | memoryview) -> None:

@@ -83,12 +83,11 @@ class JsonCall:
             yield
         except asyncio.CancelledError:
             if self.complete_ns:
-                service, trace = self._endpoint.service, self._begin_trace()
-                service.count_rejected_body("http", ErrorKind.CANCELLED, self._received_ns, trace)
+                self._endpoint.admission.count(ErrorKind.CANCELLED, self._received_ns, self._begin_trace())
             raise
         except ServeError as error:
             if error.kind is not ErrorKind.CANCELLED:
-                self._endpoint.admission.count(error, self._received_ns, self._begin_trace())
+                self._endpoint.admission.count(error.kind, self._received_ns, self._begin_trace())
             raise
 
     def begin(self) -> Call:
