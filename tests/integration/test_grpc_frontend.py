@@ -17,7 +17,7 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.service.gate import BodyAdmission, BodyGate, Hold
+from ortserve.service.gate import BodyAdmission, Hold
 from transports import ON_BOTH_TRANSPORTS
 
 pytestmark = ON_BOTH_TRANSPORTS
@@ -111,12 +111,12 @@ class FailingService(FakeInferenceService):
     def admission(self) -> BodyAdmission:
         service = self
 
-        class FailingGate(BodyGate):
-            def hold(self, size: int) -> Hold:
-                service._fail("hold")
-                return service.gate.hold(size)
+        class FailingAdmission(BodyAdmission):
+            def reserve(self, size: int) -> Hold:
+                service._fail("reserve")
+                return super().reserve(size)
 
-        return BodyAdmission("grpc", FailingGate(0), self.body_rejected, max_body_bytes=2**31)
+        return FailingAdmission("grpc", self.gate, self.body_rejected, max_body_bytes=2**31)
 
     def start(self, *arguments: Any) -> None:
         self._fail("start")
@@ -130,7 +130,7 @@ class FailingService(FakeInferenceService):
         return answer
 
 
-@pytest.mark.parametrize("step", ["receive", "hold", "start", "answer"])
+@pytest.mark.parametrize("step", ["receive", "reserve", "start", "answer"])
 async def test_every_fault_reaches_the_client_and_keeps_the_connection(
     step: str, models: FakeModelService, grpc_transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:

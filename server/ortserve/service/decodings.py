@@ -130,7 +130,7 @@ class Decoding:
     task: asyncio.Task[InferRequest]
 
     def __init__(self, decodings: Decodings, gate: BodyGate, nbytes: int, last: int) -> None:
-        self.hold = gate.hold(0)
+        self.hold = Hold(gate, 0)
         self.nbytes = nbytes
         self.last = last
         self.reserved: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -46,7 +46,7 @@ class BodyAdmission:
         """Reserve memory for a body of ``size`` bytes. Raises ServeError: too_large, overloaded."""
         if size > self.max_body_bytes:
             raise body_too_large(size, self.max_body_bytes)
-        return self._gate.hold(size)
+        return Hold(self._gate, size)
 
     def admit(self, size: int, received_ns: int, trace: Trace | None) -> "Hold":
         """``reserve`` memory for the body of a request of a model, and ``count`` the request if it is rejected."""
@@ -109,16 +109,6 @@ class BodyGate:
         self.held_bytes = 0
         self.memory = memory or LargeMemory()
 
-    def hold(self, size: int) -> "Hold":
-        """Reserve ``size`` bytes for a body, until the end of a ``with`` block or until the release.
-
-        Raises:
-            ServeError: overloaded. If no other bytes are reserved, a body of any size is admitted. 0 bytes always are.
-        """
-        hold = Hold(self)
-        hold.grow(size)
-        return hold
-
     def no_room(self, size: int) -> ServeError:
         """Return the error for ``size`` bytes more than fit."""
         return ServeError(
@@ -130,13 +120,19 @@ class BodyGate:
 
 
 class Hold:
-    """The bytes that are reserved for one body."""
+    """The bytes that are reserved for one body, until the end of a ``with`` block or until ``release``."""
 
     __slots__ = ("_gate", "_size")
 
-    def __init__(self, gate: BodyGate) -> None:
+    def __init__(self, gate: BodyGate, size: int) -> None:
+        """Reserve ``size`` bytes.
+
+        Raises:
+            ServeError: overloaded. If no other bytes are reserved, a body of any size is admitted. 0 bytes always are.
+        """
         self._gate = gate
         self._size = 0
+        self.grow(size)
 
     @property
     def size(self) -> int:

@@ -13,7 +13,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionUse
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.gate import BodyGate
+from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.shared_memory import SharedMemory
 
 _INLINE_COPY_BYTES: Final = 2 * 1024 * 1024
@@ -42,7 +42,7 @@ class RegionTransfer:
                     f"inputs in shared memory are larger than max_inflight_bytes: expected at most {gate.max_bytes} "
                     f"bytes, got {self._input_bytes}",
                 )
-            self._hold = gate.hold(self._input_bytes)
+            self._hold = Hold(gate, self._input_bytes)
         except ServeError:
             self._leases.release()
             raise

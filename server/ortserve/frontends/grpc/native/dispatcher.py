@@ -25,7 +25,7 @@ from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
 from ortserve.frontends.grpc.quick_calls import QuickCall
 from ortserve.service.access import Guard
-from ortserve.service.gate import BodyGate
+from ortserve.service.gate import BodyGate, Hold
 
 logger: Final = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class NativeContext:
             return message
         try:
             # The handler makes its own reservation for the message, in the turn in which this one ends.
-            with self._gate.hold(0) as hold:
+            with Hold(self._gate, 0) as hold:
                 return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
         except RejectedMessageError as rejection:
             self._sending.end(stream, rejection.code, rejection.text, is_prompt=True)

@@ -31,6 +31,7 @@ from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import ReceiveWindow, Stream
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, LargeBody
+from ortserve.service.gate import Hold
 
 _KEPT_GAPS: Final = 64
 """Maximum number of stored gaps between the ids of consecutive streams. Clients leave at most one, at the beginning."""
@@ -176,7 +177,7 @@ class Receiving:
         """
         hold = stream.hold
         if hold is None:
-            hold = stream.hold = self._dispatcher.gate.hold(0)
+            hold = stream.hold = Hold(self._dispatcher.gate, 0)
         if announced > 0:
             stream.since_ns, stream.since_bytes = self._life.heard_ns, 0
         kept = stream.kept_bytes
