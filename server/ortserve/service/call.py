@@ -77,7 +77,8 @@ class Call(InflightRequest):
         encoder: Encodes the answer.
         encoding: The encoded answer while a thread works on it; otherwise None.
         on_answer: Called once with the encoded answer.
-        on_error: Called once with the error instead. Neither is called for a call that was cancelled.
+        on_error: Called once with the error instead. Neither is called for a call that was cancelled. Both are None
+            from then on: they may refer to the call, and such a cycle would leave its memory to the garbage collector.
     """
 
     def __init__(
@@ -113,22 +114,7 @@ class Call(InflightRequest):
         """Name of the model that the caller asked for, whether it exists or not; empty while it is unknown."""
         return self.request.model_name if self.request is not None else self.named_model
 
-    def report_answer(self, answer: Any) -> None:
-        """Pass the encoded answer to the caller."""
-        on_answer = self.on_answer
-        assert on_answer is not None
-        # The callbacks may refer to the call: such a cycle would leave its memory to the garbage collector.
-        self.on_answer = self.on_error = None
-        on_answer(answer)
-
-    def report_error(self, error: ServeError) -> None:
-        """Pass a copy of the error to the caller."""
-        on_error = self.on_error
-        assert on_error is not None
-        self.on_answer = self.on_error = None
-        on_error(self._for_caller(error))
-
-    def _for_caller(self, error: ServeError) -> ServeError:
+    def error_for_caller(self, error: ServeError) -> ServeError:
         """A copy of the error. Once the model is known, the text begins with the id of the request."""
         request, served = self.request, self.served
         if isinstance(error, SequenceError):

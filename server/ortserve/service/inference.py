@@ -346,7 +346,9 @@ class InferenceService:
         self._activity.step = NOTHING
         if self._polling is not None:
             self._polling.on_end(call.timing.done_ns)
-        call.report_answer(answer)
+        on_answer, call.on_answer, call.on_error = call.on_answer, None, None
+        assert on_answer is not None
+        on_answer(answer)
 
     def _end_failed(self) -> None:
         """Note that a call has ended without an answer."""
@@ -375,7 +377,9 @@ class InferenceService:
         elif isinstance(error, ModelRejectionError) and call.served is not None:
             call.served.rejections.note(error, self._clock())
         self.recorder.failed(call, error.kind)
-        call.report_error(error)
+        on_error, call.on_answer, call.on_error = call.on_error, None, None
+        assert on_error is not None
+        on_error(call.error_for_caller(error))
 
 
 def _with_raw_input(request: InferRequest, served: ServedVersion) -> InferRequest:
