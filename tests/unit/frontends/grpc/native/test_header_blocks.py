@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
-from ortserve.frontends.grpc.native.header_blocks import HeaderReader, literal, status_block
-from ortserve.frontends.grpc.native.huffman import decode_huffman
+from ortserve.frontends.grpc.native.header_blocks import HeaderReader, decode_huffman, literal, status_block
 
 MAX_LIST = 16 * 1024
 MOST_LIST = 128 * 1024
