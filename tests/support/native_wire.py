@@ -27,10 +27,10 @@ from ortserve.frontends.grpc.calls import (
     unary,
     write,
 )
-from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
+from ortserve.frontends.grpc.native.timeouts import CallEnds
 from ortserve.frontends.grpc.quick_calls import OnAnswer, OnFailure, QuickCall, RequestHead
 from ortserve.frontends.idle_connections import IdleConnections
 from ortserve.frontends.unsent_answers import UnsentBudget

@@ -14,7 +14,6 @@ from ortserve.clock import Clock
 from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ErrorKind
 from ortserve.frontends.grpc.native import frames
-from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.control_frames import DRAIN_PING, ControlFrames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
@@ -33,7 +32,7 @@ from ortserve.frontends.grpc.native.limits import (
 )
 from ortserve.frontends.grpc.native.receiving import Receiving
 from ortserve.frontends.grpc.native.sending import Sending
-from ortserve.frontends.grpc.native.timeouts import CallTimeouts
+from ortserve.frontends.grpc.native.timeouts import CallEnds, CallTimeouts
 from ortserve.frontends.idle_connections import IdleConnections, has_unread_bytes
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
 from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long, resume_reads

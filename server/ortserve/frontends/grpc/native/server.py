@@ -8,10 +8,10 @@ from typing import Final
 from ortserve.clock import Clock
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ErrorKind
-from ortserve.frontends.grpc.native.call_ends import CallEnds
 from ortserve.frontends.grpc.native.connection import Connection, GrpcPort
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
+from ortserve.frontends.grpc.native.timeouts import CallEnds
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.idle_connections import IdleConnections
 from ortserve.frontends.tls.transport import TlsPort
