@@ -23,7 +23,8 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # it is compiled
 from ortserve.codecs.grpc_answer import MAX_MESSAGE_BYTES
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.grpc.calls import Context, Handler, abort, check_key, status_of, unary
+from ortserve.frontends.grpc.router import SMALL_MESSAGE_BYTES, Router, is_small, rejecting, too_large
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.telemetry.logs import log_event, log_fault
 
@@ -81,7 +82,7 @@ class GrpcioServer:
         """
         options = self._options
         arguments = channel_arguments(options, has_tls=self._credentials is not None)
-        server = _Server(self._router, arguments, _COMPRESSIONS[options.grpc_response_compression])
+        server = _Server(_Handlers(self._router), arguments, _COMPRESSIONS[options.grpc_response_compression])
         host = f"[{options.host}]" if ":" in options.host else options.host
         try:
             port = server.add_port(f"{host}:{options.grpc_port}", self._credentials)
@@ -170,6 +171,63 @@ def _bind_failure(host: str, port: int) -> ServeError:
     except OSError as error:
         reason = error.strerror or str(error)
     return ServeError(ErrorKind.CONFLICT, f"grpc_port: cannot listen on {host}:{port}: {reason}")
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    """Finds the handlers of calls, and applies the limit of small messages: grpcio has one limit for the whole server.
+
+    A message over the limit is rejected after it has arrived and before it is parsed.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._limited = {path: _limited(handler) for path, handler in router.handlers.items() if is_small(path)}
+
+    def service(self, details: grpc.HandlerCallDetails) -> Handler:
+        """Return the handler of a call. grpcio calls this after the headers and before the first message."""
+        guard = self._router.guards.get(details.method)
+        if guard is not None and (error := check_key(guard, details.invocation_metadata)) is not None:
+            return rejecting(error)
+        return self._limited.get(details.method) or self._router.find(details.method)
+
+
+def _limited(handler: Handler) -> Handler:
+    """Wrap a handler so that messages over ``SMALL_MESSAGE_BYTES`` are rejected before they are parsed."""
+    any_handler: Any = handler
+    if handler.unary_unary is None:
+
+        async def stream(messages: object, context: Context) -> None:
+            await any_handler.stream_stream(messages, _LimitedContext(context))
+
+        return grpc.stream_stream_rpc_method_handler(stream)
+
+    async def call(data: bytes | memoryview, context: Context) -> bytes:
+        size = len(data)
+        answering = any_handler.unary_unary(data, context) if size <= SMALL_MESSAGE_BYTES else None
+        del data  # see ``abort``
+        if answering is None:
+            await abort(context, status_of(too_large(SMALL_MESSAGE_BYTES, size)))
+        answer: bytes = await answering
+        return answer
+
+    return unary(call)
+
+
+class _LimitedContext:
+    """The context of a stream whose messages must be small."""
+
+    def __init__(self, context: Context) -> None:
+        self._context: Any = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        """Return the next message. Raises ServeError: too_large."""
+        data = await self._context.read()
+        if isinstance(data, bytes) and len(data) > SMALL_MESSAGE_BYTES:
+            raise too_large(SMALL_MESSAGE_BYTES, len(data))
+        return data
 
 
 _AioServer: Final[Any] = cygrpc.AioServer
