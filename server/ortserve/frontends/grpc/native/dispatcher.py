@@ -8,7 +8,6 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
-from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     INTERNAL_ERROR,
@@ -134,7 +133,7 @@ class CallDispatcher:
             metadata: Metadata = (("server-timing", server_timing.decode()),)
             if further is not None:
                 metadata += (further,)
-            self._start(stream, _answer_compressed(stream, sending, answer, metadata, self.gate.memory))
+            self._start(stream, NativeContext(stream, sending, self.gate).answer(answer, metadata))
 
     async def until_done(self) -> None:
         """Wait for the tasks that still run after the end of their stream."""
@@ -142,8 +141,7 @@ class CallDispatcher:
             await asyncio.wait(set(self._tasks))
 
     def _start_handler(self, handler: Handler, stream: Stream, sending: Sending) -> None:
-        context = NativeContext(stream, sending, self.gate)
-        self._start(stream, _run(handler, stream, sending, context))
+        self._start(stream, NativeContext(stream, sending, self.gate).run(handler))
 
     def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -153,18 +151,45 @@ class CallDispatcher:
 
 
 class NativeContext:
-    """The part of ``grpc.aio.ServicerContext`` that handlers use. Only for the task of the call, on the loop thread.
-
-    Attributes:
-        trailing: Trailing metadata of the answer.
-    """
+    """A call that runs in a task, with the part of ``grpc.aio.ServicerContext`` that handlers use. Loop thread only."""
 
     def __init__(self, stream: Stream, sending: Sending, gate: BodyGate) -> None:
         """``gate`` reserves memory for the decompressed form of a message."""
         self._stream = stream
         self._sending = sending
         self._gate = gate
-        self.trailing: Metadata = ()
+        self._trailing: Metadata = ()
+
+    async def run(self, handler: Handler) -> None:
+        """Call a handler, and end the call."""
+        stream, sending = self._stream, self._sending
+        try:
+            call: Any = handler.unary_unary or handler.stream_stream
+            if handler.unary_unary is None:
+                await call(None, self)
+            else:
+                request = await self.read()
+                if request is grpc.aio.EOF:
+                    await self.abort(grpc.StatusCode.UNIMPLEMENTED, "expected one message, got none")
+                await self.send(await call(request, self))
+            sending.end(stream, grpc.StatusCode.OK, metadata=self._trailing)
+        except grpc.aio.AbortError:
+            pass
+        except asyncio.CancelledError:
+            sending.end(stream, grpc.StatusCode.CANCELLED, "the call was cancelled")  # if the caller is still connected
+            raise
+        except Exception:
+            logger.exception("call failed")
+            sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)
+
+    async def answer(self, message: bytes | memoryview, metadata: Metadata) -> None:
+        """Send the answer of a quick call, compressed, and end the call."""
+        try:
+            await self.send(message)
+            self._sending.end(self._stream, grpc.StatusCode.OK, metadata=metadata)
+        except Exception:
+            logger.exception("an answer could not be compressed")
+            self._sending.end(self._stream, *status_of(INTERNAL_ERROR), is_prompt=True)
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline; None without a deadline."""
@@ -175,7 +200,7 @@ class NativeContext:
         return self._stream.head.metadata
 
     def set_trailing_metadata(self, metadata: Sequence[MetadataEntry]) -> None:
-        self.trailing = tuple(metadata)
+        self._trailing = tuple(metadata)
 
     async def read(self) -> Any:
         """Return the next message; ``grpc.aio.EOF`` after the last message, or if the call has ended."""
@@ -222,7 +247,7 @@ class NativeContext:
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[MetadataEntry] = ()
     ) -> NoReturn:
-        self._sending.end(self._stream, code, details, (*self.trailing, *trailing_metadata))
+        self._sending.end(self._stream, code, details, (*self._trailing, *trailing_metadata))
         raise grpc.aio.AbortError
 
 
@@ -234,36 +259,3 @@ def _on_failure(stream: Stream, sending: Sending, error: ServeError) -> None:
 def _cancel(task: asyncio.Task[None]) -> None:
     if task is not asyncio.current_task():  # a handler that ends its own call is not cancelled
         task.cancel()
-
-
-async def _run(handler: Handler, stream: Stream, sending: Sending, context: NativeContext) -> None:
-    try:
-        call: Any = handler.unary_unary or handler.stream_stream
-        if handler.unary_unary is None:
-            await call(None, context)
-        else:
-            request = await context.read()
-            if request is grpc.aio.EOF:
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "expected one message, got none")
-            await context.send(await call(request, context))
-        sending.end(stream, grpc.StatusCode.OK, metadata=context.trailing)
-    except grpc.aio.AbortError:
-        pass
-    except asyncio.CancelledError:
-        sending.end(stream, grpc.StatusCode.CANCELLED, "the call was cancelled")  # if the caller is still connected
-        raise
-    except Exception:
-        logger.exception("call failed")
-        sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)
-
-
-async def _answer_compressed(
-    stream: Stream, sending: Sending, answer: bytes | memoryview, metadata: Metadata, memory: LargeMemory
-) -> None:
-    try:
-        message, is_compressed = await compress(answer, stream.encoding, memory)
-        sending.send_message(stream, message, is_compressed=is_compressed)
-        sending.end(stream, grpc.StatusCode.OK, metadata=metadata)
-    except Exception:
-        logger.exception("an answer could not be compressed")
-        sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)
