@@ -68,12 +68,7 @@ class CodecThreads:
         return process
 
 
-def no_longer_waits() -> ServeError:
-    """The error for a call that was settled before its body was decoded."""
-    return ServeError(ErrorKind.CANCELLED, "the caller no longer waits")
-
-
 def _run_unless_settled(work: Callable[[], T], call: InflightRequest | None) -> T:
     if call is not None and call.is_settled:
-        raise no_longer_waits()
+        raise ServeError(ErrorKind.CANCELLED, "the caller no longer waits")
     return work()
