@@ -70,7 +70,7 @@ def all_routes() -> list[Route]:
     services: Any = Nothing()
     app = make_control_app(nothing, services, nothing, nothing, nothing, title="t")
     app.include_router(generate_routes(nothing, nothing))
-    app.include_router(embeddings_routes(nothing))
+    app.include_router(embeddings_routes(nothing, nothing, nothing))
     app.include_router(console_routes(nothing, nothing, nothing))
     known = iter_route_contexts(app.routes)
     plain = ((route.path or "", route.methods) for route in known)

@@ -81,8 +81,12 @@ _REQUEST: Final[dict[str, Any]] = {
 }
 
 
-def embeddings_routes(embeddings: "Embeddings") -> APIRouter:
-    """Create the routes. They read the body as bytes and ignore its Content-Type."""
+def embeddings_routes(endpoint: InferEndpoint, models: ModelService, read_json: ReadJson) -> APIRouter:
+    """Create the routes. They read the body as bytes and ignore its Content-Type.
+
+    ``read_json`` decodes a long call in another process, unless it is settled before a thread is free.
+    """
+    embeddings = _Embeddings(endpoint, models, read_json)
     router = APIRouter(prefix="/v1", responses=dict.fromkeys(("4XX", "5XX"), _ERRORS))
 
     @router.post("/embeddings", tags=["inference"], openapi_extra=_REQUEST, response_model=EmbeddingsDocument)
@@ -103,11 +107,10 @@ def embeddings_routes(embeddings: "Embeddings") -> APIRouter:
     return router
 
 
-class Embeddings:
-    """Answers the call. Loop thread only."""
+class _Embeddings:
+    """Answers the calls. Loop thread only."""
 
     def __init__(self, endpoint: InferEndpoint, models: ModelService, read_json: ReadJson) -> None:
-        """``read_json`` decodes a long call in another process, unless it is settled before a thread is free."""
         self._endpoint = endpoint
         self._models = models
         self._read_json = read_json
