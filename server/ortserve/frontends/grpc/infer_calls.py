@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
-from ortserve.codecs.load_report import LoadFormat, read_load_format
+from ortserve.codecs.load_report import read_load_format
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
@@ -109,11 +109,8 @@ class InferCalls:
         except Exception as error:  # noqa: BLE001 - grpc would send the text of the exception
             status = status_of(visible_error(error))
         else:
-            trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
-            reports = self._load_reports
-            if reports is not None and (chosen := requested_load_format(context) or reports.default) is not None:
-                trailing += (reports.metadata(chosen),)
-            context.set_trailing_metadata(trailing)
+            server_timing = ("server-timing", call.timing.server_timing().decode())
+            context.set_trailing_metadata((server_timing, *load_report(context, self._load_reports)))
             return answer
         data = b""  # free the message before the error is sent, see ``abort``; mypyc does not compile ``del``
         return await abort(context, status)
@@ -129,10 +126,14 @@ def _cancel(call: Call, hold: Hold) -> None:
     call.cancel()
 
 
-def requested_load_format(context: Context) -> LoadFormat | None:
-    """Return the format of the load report that the caller requests; None without a request."""
+def load_report(context: Context, reports: LoadReports | None) -> Metadata:
+    """Return the load report for the caller of a handler as trailing metadata; empty if the caller gets none."""
+    if reports is None:
+        return ()
     metadata = context.invocation_metadata() or ()
-    return next((read_load_format(str(value)) for name, value in metadata if name == LOAD_FORMAT_HEADER), None)
+    requested = next((read_load_format(str(value)) for name, value in metadata if name == LOAD_FORMAT_HEADER), None)
+    chosen = requested or reports.default
+    return () if chosen is None else (reports.metadata(chosen),)
 
 
 def time_left_ns(context: Context) -> int | None:

@@ -23,7 +23,7 @@ from ortserve.frontends.grpc.calls import (
     streaming,
     write,
 )
-from ortserve.frontends.grpc.infer_calls import requested_load_format, time_left_ns
+from ortserve.frontends.grpc.infer_calls import load_report, time_left_ns
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
@@ -119,9 +119,7 @@ class InferStreamCalls:
             failure = await InferStream(self, context, StreamQuota(self._max_requests, self._max_bytes)).serve()
         if failure is not None:
             await abort(context, failure)
-        reports = self._load_reports
-        if reports is not None and (chosen := requested_load_format(context) or reports.default) is not None:
-            context.set_trailing_metadata((reports.metadata(chosen),))
+        context.set_trailing_metadata(load_report(context, self._load_reports))
 
 
 class InferStream:
