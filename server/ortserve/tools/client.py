@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +18,8 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
 
 _MAX_BYTES: Final = 2**30
+_RESET: Final = struct.pack("ii", 1, 0)
+"""The value of ``SO_LINGER`` with which closing a socket resets its connection."""
 _MAX_TEXT: Final = 1000
 """Characters of an error of a server that messages quote."""
 _KINDS: Final = {
@@ -120,6 +123,9 @@ class Client:
         except OSError as error:
             raise failed(self.address, error, self._timeout_s) from None
         finally:
+            if not kept and self._socket is not None:
+                # A server answers a call although its client has closed the connection, unless it was reset.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             if kept != [True]:
                 self.close()
         return Answer(parser.get_status_code(), headers, bytes(body))

@@ -146,6 +146,17 @@ def test_silent_server_times_out() -> None:
             client.ask("/v2")
 
 
+def test_call_without_an_answer_ends_with_a_reset_so_that_the_server_can_drop_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=0.2)
+        with pytest.raises(ServeError, match="no answer within"):
+            client.ask("/v2")
+        connection, _ = listener.accept()
+        with connection, pytest.raises(ConnectionResetError):
+            while connection.recv(4096):
+                pass
+
+
 def test_endless_answer_is_cut_off() -> None:
     has_left = threading.Event()
 
