@@ -259,6 +259,17 @@ def test_answers_of_a_server_are_recorded(
         np.testing.assert_allclose(recorded["output.b"], 2 * recorded["input.a"])
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_unknown_model_of_a_server_is_refused_with_the_known_ones(
+    server: tuple[Path, ServerProcess], capsys: pytest.CaptureFixture[str], protocol: str
+) -> None:
+    repository, process = server
+    url = f"{protocol}://{getattr(process, protocol)}"
+    arguments = ("record", repository / "double", "--from", url, "--replace", "--model", "other")
+
+    assert refused(capsys, "golden", *arguments, status=1).endswith("; the server has double, sum\n")
+
+
 def checked(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int) -> dict[str, Any]:
     assert main(["check", *map(str, arguments), "--json"]) == status
     result: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -104,10 +104,14 @@ class Control:
 
     def infer(self, headers: Mapping[str, str], body: bytes) -> tuple[bytes, int | None]:
         """Send one request. Returns the body of the answer, and the size of its JSON if binary tensors follow."""
-        if self.address.is_grpc:
-            return self._send_rpc("ModelInfer", body), None
-        with closing(Client(self.address, self._timeout_s)) as client:
-            answer = client.call(f"{self.path}/infer", body, headers)
+        try:
+            if self.address.is_grpc:
+                return self._send_rpc("ModelInfer", body), None
+            with closing(Client(self.address, self._timeout_s)) as client:
+                answer = client.call(f"{self.path}/infer", body, headers)
+        except ServeError as error:
+            hint = self._known() if error.kind is ErrorKind.NOT_FOUND else ""
+            raise ServeError(error.kind, error.message + hint) from None
         return answer.body, answer.json_size
 
     def register(self, region: str, nbytes: int) -> None:
