@@ -22,7 +22,7 @@ import pytest
 from apart import UnavailableError
 from certificates import Secret
 from gpu_package import environment_on_host_memory
-from models import builders
+from models import builders, members
 from ortserve.example import repository_path
 from ortserve.tools.command import json_schema
 from ortserve.tools.doctor.arguments import build_parser
@@ -130,6 +130,16 @@ def test_model_is_followed_by_its_name_alone(example_server: ServerProcess) -> N
     request = result_of(example_server.url, "--model", "text_stats", "--requests", "5")["request"]
 
     assert (request["model"], request["requests"], request["bare_us"]) == ("text_stats", 5, None)
+
+
+def test_ensemble_is_compared_with_runs_of_its_members(tmp_path: Path) -> None:
+    add_model(tmp_path, "double", members.affine, scale=2)
+    members.add_ensemble(tmp_path, "sum", ["a"], ["b"], [("double", {"a": "a"}, {"b": "b"})])
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        request = result_of(server.url, "--model", tmp_path / "sum", "--requests", "20")["request"]
+
+    assert (request["model"], request["requests"]) == ("sum", 20)
+    assert 0 < request["bare_us"] < request["median_us"]
 
 
 def test_slow_model_is_followed_with_few_requests(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from ortserve.tools.doctor.result import DoctorResult, ModelCheck
 from ortserve.tools.doctor.runtime import read_runtime
 from ortserve.tools.doctor.server import look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
-from ortserve.tools.opening import open_model
 from ortserve.tools.report import worst_first
-from ortserve.tools.subject import find_model
+from ortserve.tools.speed import Timed
+from ortserve.tools.subject import find_version
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -73,7 +73,7 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
 
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
     name: str = arguments.model or ""
-    bare = open_model(find_model(name)) if "/" in name or name.endswith(".onnx") else None
+    bare = Timed(find_version(name)).open_with_members() if "/" in name or name.endswith(".onnx") else None
     problem, request = "", None
     client = Client(address_of(url, arguments, needs_http=True))
     try:

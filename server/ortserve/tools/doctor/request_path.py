@@ -13,8 +13,8 @@ from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.doctor.result import RequestPath, Stage
 from ortserve.tools.encoding import encode_rest, tensors_of
+from ortserve.tools.ensemble import Opened
 from ortserve.tools.inputs import make_inputs
-from ortserve.tools.opening import OpenModel
 
 _BLOCK: Final = 20
 """Requests and bare runs alternate in blocks of this size, so that both meet the same conditions. The first blocks are
@@ -25,7 +25,7 @@ _REMEDY: Final = "ortserve bench measures it with real samples, by --inputs"
 _OUTSIDE: Final = "network and HTTP"
 
 
-def follow_requests(client: Client, model: str, bare: OpenModel | None, requests: int) -> RequestPath:
+def follow_requests(client: Client, model: str, bare: Opened | None, requests: int) -> RequestPath:
     """Send requests one after the other, each with one row, for 30 s at most.
 
     Args:

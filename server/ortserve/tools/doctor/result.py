@@ -280,7 +280,8 @@ class RequestPath:
         p99_us: 99th percentile of this time.
         stages: The stages in their order.
         dominant: The stage with the largest median.
-        bare_us: Median of ``session.run`` in this process, between the requests; None without the model's file.
+        bare_us: Median of ``session.run`` in this process, between the requests, of an ensemble of all its steps; None
+            without the model's file.
     """
 
     model: str
