@@ -47,7 +47,9 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         read_inputs(arguments.inputs, signature)
     content = describe_content(opened)
     placed = {CPU: (describe_placement(opened, optimized), optimized)}
-    alone_because = signature.unbatched_because or opened.rows.known_dependence
+    reason = signature.unbatched_because or opened.rows.known_dependence
+    alone_because = f"not batched because {reason}" if reason else ""
+    is_disabled = opened.rows.is_disabled
     unbounded = why_unbounded(opened.graph, signature)
     del opened  # frees the memory of its weights
     _, simplified = open_optimized(subject, "cpu", level="basic")
@@ -71,6 +73,8 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         replay = predict_replay(simplified.model, settings, shapes_vary)
     placement = [one for one, _ in placed.values()]
     inputs, outputs = describe_tensors(signature.inputs), describe_tensors(signature.outputs)
+    alone_because = "" if is_disabled else alone_because
+    evidence = Evidence(subject, content, inputs, optimized, simplified, placement, alone_because)
     return InspectResult(
         model=subject.name,
         path=str(subject.path),
@@ -82,7 +86,7 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         rows=rows,
         replay=replay,
         memory=memory,
-        findings=find_all(Evidence(subject, content, inputs, optimized, simplified, placement)),
+        findings=find_all(evidence),
     )
 
 

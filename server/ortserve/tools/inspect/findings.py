@@ -50,6 +50,9 @@ casts_back (warning): Both nodes copy the tensor, and a narrower type between th
     → remove them before the export{more}
 double_precision (warning): float64 takes twice the memory of float32 and has at most half its speed, on most GPUs 1/32.
     → convert before the export: model.float() in PyTorch, to_onnx(model, X.astype(numpy.float32)) in skl2onnx
+not_batched (advice): Requests run one at a time, so concurrent ones wait for each other.
+    → export with a free first dimension for the rows, and without operators that mix rows; set batched: true in
+    model.yaml only if rows are independent
 control_flow (warning): The duration of a run depends on values. This excludes CUDA graphs and runs on the server's
     event loop, and on GPUs the host waits for each decision.
     → export without branches and loops that depend on data, as torch.onnx.export(…, dynamo=True) does{more}
@@ -77,6 +80,7 @@ class Evidence:
         optimized: The graph that runs.
         simplified: The graph before fusions and changes of layout.
         placement: Placements by the execution providers.
+        alone_because: Why requests run one at a time; empty if they share batches, or if the configuration forbids it.
     """
 
     subject: Subject
@@ -85,6 +89,7 @@ class Evidence:
     optimized: Optimized
     simplified: Optimized
     placement: Sequence[Placement]
+    alone_because: str
 
     @property
     def fuses_nothing(self) -> str:
@@ -159,6 +164,9 @@ def _find_costs(evidence: Evidence, wirings: Sequence[Wiring]) -> Iterator[Findi
     double = [node for node in computing if not doubles.isdisjoint(node.inputs + node.outputs)]
     nbytes = sum(one.nbytes for one in evidence.content.weights if one.datatype == "float64")
     yield from _found("double_precision", double, "node", f"in float64, with {nbytes:,} bytes of weights")
+
+    if evidence.alone_because:
+        yield _finding("not_batched", evidence.alone_because, ())
 
     decisions = [node for node in all_nodes(evidence.optimized.model) if not node.domain and node.op in CONTROL_FLOW]
     more = f", or fix sizes that decide them: {sizes}" if sizes else ""

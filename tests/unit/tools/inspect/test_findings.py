@@ -17,6 +17,7 @@ from ortserve.tools.inspect.arguments import build_parser
 from ortserve.tools.inspect.command import run
 from ortserve.tools.inspect.result import InspectResult
 from ortserve.tools.report import Finding
+from servers import add_model
 
 
 def inspected(path: Path, *flags: str) -> InspectResult:
@@ -31,6 +32,17 @@ def findings(path: Path, *flags: str) -> dict[str, Finding]:
 
 def test_model_without_flaws_has_no_findings(tmp_path: Path) -> None:
     assert findings(builders.mlp(tmp_path / "m.onnx")) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("row_mixer", "rows may depend on each other: "), ("fixed_batch", "the first dimension")]
+)
+def test_model_that_runs_requests_alone_is_found(name: str, why: str, tmp_path: Path) -> None:
+    model = add_model(tmp_path, "m", getattr(builders, name))
+
+    assert findings(model)["not_batched"].seen.startswith(f"not batched because {why}")
+    (model / "model.yaml").write_text("batched: false\n")
+    assert "not_batched" not in findings(model)
 
 
 def test_attention_in_pieces_is_found(tmp_path: Path) -> None:
