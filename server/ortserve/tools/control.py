@@ -16,9 +16,11 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve._pb import management_pb2, shared_memory_pb2
 from ortserve.core.dtypes import DATATYPES
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
 from ortserve.tools.client import Client, another_kind, connect, failed, path_of, unreachable
+from ortserve.tools.encoding import Encoded, Outputs, Parameters, decode_grpc, decode_rest, encode_grpc, encode_rest
 
 _GRPC_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -102,17 +104,25 @@ class Control:
             return counts
         return None
 
-    def infer(self, headers: Mapping[str, str], body: bytes) -> tuple[bytes, int | None]:
-        """Send one request. Returns the body of the answer, and the size of its JSON if binary tensors follow."""
+    def encode(
+        self, tensors: Sequence[Tensor], parameters: Parameters | None = None, *, is_binary: bool = True
+    ) -> Encoded:
+        """A request for the model in the protocol of its port. ``is_binary`` decides the form of tensors over REST."""
+        if self.address.is_grpc:
+            return encode_grpc(self.model, self.version, tensors, parameters)
+        return encode_rest(tensors, parameters, is_binary=is_binary)
+
+    def infer(self, request: Encoded) -> Outputs:
+        """Send one request, and return the outputs of its answer."""
         try:
             if self.address.is_grpc:
-                return self._send_rpc("ModelInfer", body), None
+                return decode_grpc(self._send_rpc("ModelInfer", request.body))
             with closing(Client(self.address, self._timeout_s)) as client:
-                answer = client.call(f"{self.path}/infer", body, headers)
+                answer = client.call(f"{self.path}/infer", request.body, request.headers)
+            return decode_rest(answer.body, answer.json_size)
         except ServeError as error:
             hint = self._known() if error.kind is ErrorKind.NOT_FOUND else ""
             raise ServeError(error.kind, error.message + hint) from None
-        return answer.body, answer.json_size
 
     def register(self, region: str, nbytes: int) -> None:
         """Register a region of shared memory."""

@@ -14,6 +14,7 @@ from certificates import Secret
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import parse_address
 from ortserve.tools.control import Control
+from ortserve.tools.encoding import Encoded
 
 
 def test_grpc_server_that_lacks_an_extension_is_told_from_one_of_another_kind() -> None:
@@ -41,9 +42,9 @@ def test_first_call_over_grpc_explains_a_failed_handshake(tmp_path: Path) -> Non
     server.start()
     try:
         with pytest.raises(ServeError, match=r"\(--ca names a file with certificates to trust\)"):
-            Control(parse_address(url), "m").infer({}, b"")
+            Control(parse_address(url), "m").infer(Encoded(b"", {}))
         with pytest.raises(ServeError, match="client certificate"):
-            Control(parse_address(url, ca=secret.ca), "m").infer({}, b"")
+            Control(parse_address(url, ca=secret.ca), "m").infer(Encoded(b"", {}))
     finally:
         server.stop(None).wait()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,16 +29,12 @@ from ortserve.tools.encoding import (
     Outputs,
     decode_grpc,
     decode_rest,
-    encode_grpc,
-    encode_rest,
     encode_shared,
     tensors_of,
 )
 from ortserve.tools.inputs import Inputs, SyntheticInputs, make_inputs, take_inputs
 from ortserve.tools.opening import OpenModel, naming_failures, open_model
 from ortserve.tools.subject import find_model
-
-_Answer = TypeVar("_Answer")
 
 _PREPARE_S: Final = 10.0
 """Least time limit of calls before the load, and of the tries of all of them together."""
@@ -177,16 +173,11 @@ def prepare_server(address: Address, protocol: str, batch: int, given: Namespace
 
     def encode(tensors: Sequence[Tensor], sequence: int = 0, *, is_start: bool = True, is_end: bool = True) -> Encoded:
         part = {"sequence_id": base + sequence, "sequence_start": is_start, "sequence_end": is_end}
-        parameters = part if length else {}
-        if address.is_grpc:
-            return encode_grpc(model, version, tensors, parameters)
-        return encode_rest(tensors, parameters, is_binary=protocol != "rest")
+        return control.encode(tensors, part if length else None, is_binary=protocol != "rest")
 
     def ask(one: Arrays) -> Outputs:
-        request = encode(tensors_of(signature, one))
-        send = partial(control.infer, request.headers, request.body)
-        answer = _retried(send, end_ns) if given.allow_errors else send()
-        return _decode(0, answer[0] if address.is_grpc else answer)
+        send = partial(control.infer, encode(tensors_of(signature, one)))
+        return _retried(send, end_ns) if given.allow_errors else send()
 
     try:
         inputs, arrays = _inputs(signature, model, batch, given, ask)
@@ -256,7 +247,7 @@ class _NoAnswerError(ServeError):
     """All tries of a call failed, on a server on which requests may fail."""
 
 
-def _retried(call: Callable[[], _Answer], end_ns: int) -> _Answer:
+def _retried(call: Callable[[], Outputs], end_ns: int) -> Outputs:
     """Make a call on which a server may fail. Tries begin until ``end_ns``. What the model rejects is not repeated."""
     for left in reversed(range(_TRIES)):
         try:

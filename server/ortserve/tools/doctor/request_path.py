@@ -12,7 +12,7 @@ from ortserve.tools.client import Answer, Client, read_timing
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.doctor.result import RequestPath, Stage
-from ortserve.tools.encoding import encode_rest, tensors_of
+from ortserve.tools.encoding import tensors_of
 from ortserve.tools.ensemble import Opened
 from ortserve.tools.inputs import make_inputs
 
@@ -43,7 +43,7 @@ def follow_requests(client: Client, model: str, bare: Opened | None, requests: i
     signature = bare.signature if bare else control.describe()[1]
 
     def prepare(arrays: Sequence[np.ndarray]) -> bytes:
-        request = encode_rest(tensors_of(signature, arrays), is_binary=True)
+        request = control.encode(tensors_of(signature, arrays))
         return client.prepare(f"{control.path}/infer", request.body, request.headers)
 
     inputs = make_inputs(signature, None, lambda one: _infer(client, prepare(one)), _REMEDY)

@@ -34,7 +34,7 @@ from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.recording import UnrecordableError, encode_texts, write_arrays
 from ortserve.tools.control import Control
-from ortserve.tools.encoding import decode_grpc, decode_rest, encode_grpc, encode_rest, tensors_of
+from ortserve.tools.encoding import tensors_of
 from ortserve.tools.inputs import FileInputs, Inputs, SyntheticInputs, make_inputs, read_inputs
 from ortserve.tools.subject import Subject
 
@@ -213,13 +213,7 @@ def _ask(control: Control, signature: ModelSignature, samples: Sequence[GoldenSa
 
 
 def _answer(control: Control, signature: ModelSignature, inputs: Arrays) -> Arrays:
-    tensors = tensors_of(signature, as_sent(signature, inputs))
-    if control.address.is_grpc:
-        request = encode_grpc(control.model, control.version, tensors)
-        answers = decode_grpc(control.infer(request.headers, request.body)[0])
-    else:
-        request = encode_rest(tensors, is_binary=True)
-        answers = decode_rest(*control.infer(request.headers, request.body))
+    answers = control.infer(control.encode(tensors_of(signature, as_sent(signature, inputs))))
     missing = [spec.name for spec in signature.outputs if spec.name not in answers]
     if missing:
         raise invalid_input(f"{control.address.url}: expected the output '{missing[0]}', got {', '.join(answers)}")

@@ -19,7 +19,7 @@ from ortserve.service.profiling import ServerProfile
 from ortserve.tools.address import Address
 from ortserve.tools.client import Client, another_kind, path_of
 from ortserve.tools.control import Control
-from ortserve.tools.encoding import encode_rest, tensors_of
+from ortserve.tools.encoding import tensors_of
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.profile.result import Batches
 from ortserve.tools.profile.runs import Runs, RunTime
@@ -107,14 +107,14 @@ def _send(control: Control, file: Path, rows: int) -> Iterator[None]:
     signature = control.describe()[1]
     inputs = read_inputs(file, signature)
     arrays = (inputs.take(rows, number) for number in range(min(_MAX_REQUESTS, inputs.samples)))
-    requests = [encode_rest(tensors_of(signature, one), is_binary=True) for one in arrays]
+    requests = [control.encode(tensors_of(signature, one)) for one in arrays]
     is_over = Event()
 
     def send() -> None:
         for request in cycle(requests):
             if is_over.is_set():
                 return
-            control.infer(request.headers, request.body)
+            control.infer(request)
 
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send)
