@@ -14,7 +14,7 @@ from ortserve.tools.command import Outcome, json_or_text
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.models.result import ModelsResult
 from ortserve.tools.models.server import ModelLabels, ModelServer, Rollout, repository_path
-from ortserve.tools.report import Block, Facts, Report, Table, Text
+from ortserve.tools.report import Block, Cell, Facts, Report, Table, Text
 
 _WATCH_S: Final = 1.0
 """Interval between two readings."""
@@ -97,30 +97,22 @@ def _shown(server: ModelServer, arguments: argparse.Namespace, note: str = "") -
 
 def _report(result: ModelsResult, rollout: Rollout | None) -> Report:
     has_counts = any(one.requests is not None for one in result.versions)
-    columns = [
-        "model",
-        "version",
-        "state",
-        "labels",
-        *(("requests", "failed", "mean ms") if has_counts else ()),
-        "reason",
-    ]
-    rows = [
-        [
-            one.model,
-            one.version or None,
-            one.state or None,
-            ", ".join((*one.labels, *(("(default)",) if one.is_default else ()))) or None,
-            *((one.requests, one.failed, one.mean_ms) if has_counts else ()),
-            one.reason or None,
-        ]
+    rows: list[dict[str, Cell]] = [
+        {
+            "model": one.model,
+            "version": one.version or None,
+            "state": one.state or None,
+            "labels": ", ".join((*one.labels, *(("(default)",) if one.is_default else ()))) or None,
+            **({"requests": one.requests, "failed": one.failed, "mean ms": one.mean_ms} if has_counts else {}),
+            "reason": one.reason or None,
+        }
         for one in result.versions
     ]
     known = {one.version for one in result.versions}
     lost = {label: f"version {version}" for label, version in result.labels.items() if version not in known}
     blocks: list[Block] = [
         *([Text(result.note)] if result.note else []),
-        Table("Versions", columns, rows),
+        Table.of("Versions", rows),
         *([Facts("Lost labels", lost)] if lost else []),
         *([] if rollout is None else _rollout_facts(rollout)),
     ]
