@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -141,24 +142,20 @@ class ModelProcess:
         self._goal = goal
         self._bound = bound
         self._checks = checks
-        self._is_closed = False
         self._meter: Final = AgreementMeter(list(requests.datatypes))
         self._plan: Final = ModelPlan(subject, "batcher", None, None, requests.arrays, requests.rows)
-        self._errors: Final = os.memfd_create("errors")
-        try:
-            self._generators: Final = Generators(1, errors=self._errors, open_limit_s=_OPEN_LIMIT_S)
-        except BaseException:
-            os.close(self._errors)
-            raise
-        try:
+        with ExitStack() as opening:  # closes everything if an error occurs
+            self._errors: Final = os.memfd_create("errors")
+            opening.callback(os.close, self._errors)
+            self._generators: Final = opening.enter_context(
+                Generators(1, errors=self._errors, open_limit_s=_OPEN_LIMIT_S)
+            )
             seen = self._run(_CALLERS, None, _PROBE_S)
             answers = sum(chunk.answers for chunk in seen.chunks)
             self.probed_per_s = answers / _PROBE_S or 1 / _TIMEOUT_S
             if problem := self._check(seen):
                 raise ServeError(ErrorKind.INTERNAL, problem)
-        except BaseException:
-            self.close()
-            raise
+            self._opened: Final = opening.pop_all()
 
     def measure(self, offer: Offer, seed: int) -> Reading:
         """As ``Contender.measure``."""
@@ -181,10 +178,7 @@ class ModelProcess:
 
     def close(self) -> None:
         """As ``Contender.close``."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._generators.close()
-            os.close(self._errors)
+        self._opened.close()
 
     def _run(self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False) -> Seen:
         slo_s = self._goal.slo_s or _TIMEOUT_S
