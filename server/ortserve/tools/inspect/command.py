@@ -1,8 +1,9 @@
 """``ortserve inspect``: what a model contains, how it would run here, and what limits it."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Final
 
 import onnxruntime as ort
 
@@ -18,11 +19,20 @@ from ortserve.tools.inspect.content import count_weights, describe_content, desc
 from ortserve.tools.inspect.findings import Evidence, find_all
 from ortserve.tools.inspect.memory import measure_memory
 from ortserve.tools.inspect.placement import describe_placement, open_optimized, place, providers_here
-from ortserve.tools.inspect.presentation import present
 from ortserve.tools.inspect.replay import judge_replay, predict_replay, with_captures
 from ortserve.tools.inspect.result import InspectResult, Memory
 from ortserve.tools.inspect.rows import load_and_try
+from ortserve.tools.report import Block, Findings, Report, Table, facts_of, table_of
 from ortserve.tools.subject import Subject, find_model
+
+_MAX_ROWS: Final = 20
+_ABOUT_NODES: Final = "Nodes as sessions report them: after simplification, before fusions."
+_ABOUT_MEMORY: Final = (
+    "Memory on the CPU. Predictions come from batches of 2 and 4 rows: activations and process grow linearly, and "
+    "the arena doubles its extensions. The process includes the weights. Another process measures: ONNX Runtime's "
+    "profile shows activations (peak of the memory that nodes request) and arena, the operating system shows the "
+    "private memory of the process."
+)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -112,3 +122,33 @@ def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step:
         if arguments.inputs is not None:
             raise
         return Memory(weights, None, [], "", None, error.message)
+
+
+def present(result: InspectResult) -> Report:
+    """The report, with the findings first."""
+    return Report(f"{result.model}: {result.path}", tuple(_blocks(result)))
+
+
+def _blocks(result: InspectResult) -> Iterator[Block]:
+    yield Findings(result.findings)
+    yield facts_of("Content", result.content, without=("operators", "weights"))
+    yield table_of("Inputs", result.inputs, max_rows=_MAX_ROWS)
+    yield table_of("Outputs", result.outputs, max_rows=_MAX_ROWS)
+    yield _counts("Operators", result.content.operators)
+    yield table_of("Weights", result.content.weights)
+    title = f"Execution providers of ONNX Runtime {result.runtime}"
+    yield table_of(title, result.placement, without=("operators", "fused"), note=_ABOUT_NODES)
+    for one in result.placement:
+        if one.fused:
+            yield _counts(f"Operators after fusions, {one.provider}", one.fused)
+    if result.rows is not None:
+        yield facts_of("Rows of a batch", result.rows)
+    yield facts_of("CUDA graphs", result.replay, without=("conditions",))
+    yield table_of("Conditions of CUDA graphs", result.replay.conditions)
+    if result.memory is not None:
+        yield facts_of("Memory", result.memory, without=("batches",))
+        yield table_of("Memory by batch size", result.memory.batches, note=_ABOUT_MEMORY)
+
+
+def _counts(title: str, operators: dict[str, int]) -> Table:
+    return Table(title, ["operator", "nodes"], list(operators.items()), max_rows=_MAX_ROWS)
