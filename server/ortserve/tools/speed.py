@@ -141,7 +141,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What one process measured of a model."""
+    """The measurements of a model by one process."""
 
     blocks: list[_Block]
     rss_nbytes: int

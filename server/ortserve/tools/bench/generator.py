@@ -79,7 +79,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last message about a work.
+    """The last message about a ``Work``.
 
     Attributes:
         begin_ns: Beginning of the measurement (monotonic).

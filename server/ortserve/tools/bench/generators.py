@@ -1,4 +1,4 @@
-"""Starts the generator processes of a measurement, and has them offer loads together."""
+"""Starts the generator processes of a measurement, which offer loads together."""
 
 import contextlib
 import signal
@@ -94,7 +94,7 @@ class Generators:
                 process.wait()
 
     def offer(self, works: Sequence[Work], wants_more: Callable[[Seen, float], bool]) -> Seen:
-        """Have all generators offer their work at the same time. Ctrl-C ends the load, and this call returns normally.
+        """Offer the work of all generators at the same time. Ctrl-C ends the load, and this call returns normally.
 
         Args:
             works: One for each process.

@@ -12,7 +12,7 @@ _MAX_TIMINGS: Final = 2000
 _MAX_BODY_BYTES: Final = 4 * 2**20
 """Limits of the timings and bodies that a chunk keeps."""
 LOOK_EVERY: Final = 37
-"""One in so many answers is compared. Coprime with the number of different inputs, so that each input is compared."""
+"""One in this many answers is compared. It is coprime with the number of different inputs, so that each is compared."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Recorder:
 
         Args:
             begin_ns: Requests that are due before it belong to the warm-up and are not recorded.
-            look_every: One in so many answers is kept for comparison, and the first one of the measurement, as slow
+            look_every: One in this many answers is kept for comparison, and the first one of the measurement, as slow
                 targets may give no more.
         """
         self._begin_ns = begin_ns

@@ -1,4 +1,4 @@
-"""What a server did during the measurement: processor time and memory, if it runs on this machine, and its batches."""
+"""Measures a server during a load: processor time and memory, if it runs on this machine, and its batches."""
 
 import socket
 import time

@@ -50,7 +50,7 @@ class ArenaUse:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was measured by runs of one batch size.
+    """The measurements of one batch size.
 
     Attributes:
         rows: The batch size.

@@ -35,7 +35,7 @@ _MAX_RUNS_S: Final = 180.0
 
 
 def profile_server(address: Address, given: Namespace) -> tuple[Runs, Batches, bytes]:
-    """Have a server profile the batches of a model's next requests.
+    """Ask a server to profile the batches of a model's next requests.
 
     It sends the samples of ``--inputs`` meanwhile. Without them, it waits for the requests of other clients, and a line
     on standard error says so, unless it is a terminal.
