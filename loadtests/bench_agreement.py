@@ -168,7 +168,7 @@ def cpu_of_clients(address: str, tensor: Tensor) -> str:
     from ortserve.clock import monotonic_ns
     from ortserve.tools.address import parse_address
     from ortserve.tools.bench.connections import Connections, HttpConnection
-    from ortserve.tools.bench.samples import Ticket
+    from ortserve.tools.bench.outcomes import Ticket
     from ortserve.tools.bench.target import ServerPlan
 
     body = encode_rest([tensor], is_binary=False).body

@@ -1,3 +1,3 @@
 """``ortserve bench``."""
 
-__all__ = ["generator", "generators", "prepare", "samples", "target"]
+__all__ = ["generator", "generators", "outcomes", "prepare", "target"]

@@ -13,7 +13,7 @@ from typing import Final, cast
 import httptools
 
 from ortserve.clock import monotonic_ns
-from ortserve.tools.bench.samples import Ticket
+from ortserve.tools.bench.outcomes import Ticket
 from ortserve.tools.bench.target import ServerPlan, Target
 
 _JSON_SIZE: Final = b"inference-header-content-length"

@@ -25,7 +25,7 @@ import uvloop
 from ortserve.batching.timers import best_timer
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.samples import LOOK_EVERY, Recorder, Ticket
+from ortserve.tools.bench.outcomes import LOOK_EVERY, Recorder, Ticket
 from ortserve.tools.bench.target import Plan, ServerPlan, Target
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.bench.generator import STOP, Finished, Work
-from ortserve.tools.bench.samples import Chunk
+from ortserve.tools.bench.outcomes import Chunk
 from ortserve.tools.staging import signals_handled_by
 
 _PROGRAM: Final = "from ortserve.tools.bench.generator import main; main()"

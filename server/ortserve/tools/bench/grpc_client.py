@@ -14,7 +14,7 @@ import hpack
 
 from ortserve.clock import monotonic_ns
 from ortserve.tools.bench.connections import Connection, Connections
-from ortserve.tools.bench.samples import Ticket
+from ortserve.tools.bench.outcomes import Ticket
 from ortserve.tools.bench.target import ServerPlan
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9

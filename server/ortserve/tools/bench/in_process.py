@@ -22,7 +22,7 @@ from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.served_model import ServedModel
 from ortserve.telemetry.series import ModelMetrics
-from ortserve.tools.bench.samples import Ticket
+from ortserve.tools.bench.outcomes import Ticket
 from ortserve.tools.bench.target import ModelPlan, Target
 from ortserve.tools.opening import naming_failures, open_model
 

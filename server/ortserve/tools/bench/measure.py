@@ -12,10 +12,10 @@ from ortserve.errors import invalid_input
 from ortserve.tools.bench.generator import Work
 from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.load import Load
+from ortserve.tools.bench.outcomes import join
 from ortserve.tools.bench.points import NO_VERDICT, make_point
 from ortserve.tools.bench.prepare import Prepared
 from ortserve.tools.bench.result import Capacity, LoadOnTarget, Point
-from ortserve.tools.bench.samples import join
 from ortserve.tools.bench.usage import UsageMeter
 from ortserve.tools.statistics import estimate_percentile, next_check
 
@@ -88,12 +88,12 @@ class _Series:
     def _now(self, seen: Seen, elapsed_s: float) -> str:
         if elapsed_s < 0:
             return "warming up"
-        samples = join(seen.chunks[-_LIVE_CHUNKS:])
-        latencies = samples.latencies_s(from_schedule=self._load.is_open) * 1e3
-        errors = len(samples.due_ns) - len(latencies)
+        outcomes = join(seen.chunks[-_LIVE_CHUNKS:])
+        latencies = outcomes.latencies_s(from_schedule=self._load.is_open) * 1e3
+        errors = len(outcomes.due_ns) - len(latencies)
         if not len(latencies):
             return f"{elapsed_s:.0f} s, no answers, {errors} errors"
-        rate = len(latencies) / max(0.25, float(np.ptp(samples.done_ns)) / 1e9)
+        rate = len(latencies) / max(0.25, float(np.ptp(outcomes.done_ns)) / 1e9)
         p50, p99 = np.percentile(latencies, [50, 99])
         return f"{elapsed_s:.0f} s, {rate:,.0f}/s, p50 {p50:.2f} ms, p99 {p99:.2f} ms, {errors} errors"
 

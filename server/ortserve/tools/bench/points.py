@@ -8,6 +8,7 @@ from typing import Final, Literal
 import numpy as np
 
 from ortserve.tools.bench.generators import Seen
+from ortserve.tools.bench.outcomes import Chunk, join
 from ortserve.tools.bench.result import (
     BatchSize,
     FailureCount,
@@ -19,7 +20,6 @@ from ortserve.tools.bench.result import (
     Point,
     ServerUsage,
 )
-from ortserve.tools.bench.samples import Chunk, join
 from ortserve.tools.client import read_timing
 from ortserve.tools.statistics import Estimate, estimate_percentile, estimate_rate, histogram
 
@@ -59,7 +59,7 @@ def make_point(
     chunks = [chunk for seen in rounds for chunk in seen.chunks]
     seconds = sum(part.seconds for part in parts)
     latencies_ms = np.concatenate([part.latencies_s for part in parts]) * 1e3
-    late_us = np.concatenate([part.samples.sent_ns - part.samples.due_ns for part in parts]) / 1e3
+    late_us = np.concatenate([part.outcomes.sent_ns - part.outcomes.due_ns for part in parts]) / 1e3
     percents = sorted({*PERCENTS, percent}) if len(latencies_ms) else []
     percentiles = {one: _percentile(latencies_ms, one) for one in percents}
     edges, counts = histogram(latencies_ms)
@@ -95,24 +95,24 @@ class _Part:
     """The figures of one round."""
 
     def __init__(self, seen: Seen, *, is_open: bool) -> None:
-        self.samples = samples = join(seen.chunks)
+        self.outcomes = outcomes = join(seen.chunks)
         begin_ns = min(one.begin_ns for one in seen.finished)
         end_ns = max(one.end_ns for one in seen.finished)
         self.seconds = (end_ns - begin_ns) / 1e9
-        self.latencies_s = samples.latencies_s(from_schedule=is_open)
-        self.rate = estimate_rate((samples.done_ns[samples.is_answered] - begin_ns) / 1e9, self.seconds)
+        self.latencies_s = outcomes.latencies_s(from_schedule=is_open)
+        self.rate = estimate_rate((outcomes.done_ns[outcomes.is_answered] - begin_ns) / 1e9, self.seconds)
         self.is_overloaded = is_open and self._is_overloaded(begin_ns, end_ns)
 
     def _is_overloaded(self, begin_ns: int, end_ns: int) -> bool:
         """Whether the number of waiting requests grew, and too few requests were answered by the end of the round."""
-        samples = self.samples
+        outcomes = self.outcomes
         waiting = [
-            int(((samples.due_ns <= at) & (samples.done_ns > at)).sum())
+            int(((outcomes.due_ns <= at) & (outcomes.done_ns > at)).sum())
             for at in np.linspace(begin_ns + (end_ns - begin_ns) / 4, end_ns, 7).astype(np.int64)
         ]
         early, late = float(np.mean(waiting[:3])), float(np.mean(waiting[-3:]))
-        answered = int((samples.is_answered & (samples.done_ns <= end_ns)).sum())
-        return late > max(4.0, 1.5 * early) and answered < 0.97 * len(samples.due_ns)
+        answered = int((outcomes.is_answered & (outcomes.done_ns <= end_ns)).sum())
+        return late > max(4.0, 1.5 * early) and answered < 0.97 * len(outcomes.due_ns)
 
 
 def _percentile(latencies_ms: np.ndarray, percent: float) -> Percentile:

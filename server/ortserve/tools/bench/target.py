@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ortserve.core.batch import Arrays
 from ortserve.tools.address import Address
-from ortserve.tools.bench.samples import Recorder, Ticket
+from ortserve.tools.bench.outcomes import Recorder, Ticket
 
 if TYPE_CHECKING:
     from ortserve.tools.subject import Subject

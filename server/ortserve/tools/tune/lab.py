@@ -20,8 +20,8 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.interface import resolve_interface
 from ortserve.tools.bench.generator import Work
 from ortserve.tools.bench.generators import Generators, Seen
+from ortserve.tools.bench.outcomes import join
 from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, repeated
-from ortserve.tools.bench.samples import join
 from ortserve.tools.bench.target import ModelPlan
 from ortserve.tools.inputs import choose_inputs, take_inputs
 from ortserve.tools.opening import open_model
@@ -162,12 +162,12 @@ class ModelProcess:
         before = np.arange(0, _WARMUP_S, 1 / offer.low)
         times = np.concatenate([before, _WARMUP_S + offer.times_s(seed)])
         seen = self._run(None, np.asarray(times * 1e9, np.int64), offer.seconds, is_ramp=offer.high > offer.low)
-        samples, finished = join(seen.chunks), seen.finished[0]
+        outcomes, finished = join(seen.chunks), seen.finished[0]
         reading = read(
             offer,
-            (samples.due_ns - finished.begin_ns) / 1e9,
-            (samples.done_ns - samples.due_ns) / 1e9,
-            samples.is_answered,
+            (outcomes.due_ns - finished.begin_ns) / 1e9,
+            (outcomes.done_ns - outcomes.due_ns) / 1e9,
+            outcomes.is_answered,
             slo_s=self._goal.slo_s,
             percentile=self._goal.percentile,
             cpu_s=finished.cpu_ns / 1e9,
@@ -202,8 +202,8 @@ class ModelProcess:
         """Whether a ramp should continue, because some of its last requests were in time."""
         if not seen.chunks or self._goal.slo_s is None:
             return True
-        samples = join(seen.chunks[-1:])
-        is_late = (samples.done_ns - samples.due_ns > self._goal.slo_s * 1e9) | ~samples.is_answered
+        outcomes = join(seen.chunks[-1:])
+        is_late = (outcomes.done_ns - outcomes.due_ns > self._goal.slo_s * 1e9) | ~outcomes.is_answered
         return len(is_late) < _HOPELESS or not bool(is_late[-_HOPELESS:].all())
 
     def _check(self, seen: Seen) -> str:

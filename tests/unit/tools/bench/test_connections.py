@@ -7,7 +7,7 @@ import pytest
 
 from ortserve.tools.address import parse_address
 from ortserve.tools.bench.connections import Connections, HttpConnection
-from ortserve.tools.bench.samples import Recorder, Ticket
+from ortserve.tools.bench.outcomes import Recorder, Ticket
 from ortserve.tools.bench.target import ServerPlan
 
 

@@ -18,7 +18,7 @@ from ortserve.clock import monotonic_ns
 from ortserve.tools.address import Address
 from ortserve.tools.bench.generator import READY, STOP, Finished, Work
 from ortserve.tools.bench.generators import Generators
-from ortserve.tools.bench.samples import Chunk
+from ortserve.tools.bench.outcomes import Chunk
 from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
 from ortserve.tools.subject import Subject
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ortserve.tools.address import parse_address
 from ortserve.tools.bench.connections import Connections
 from ortserve.tools.bench.grpc_client import GrpcConnection, HeaderReader
-from ortserve.tools.bench.samples import Recorder, Ticket
+from ortserve.tools.bench.outcomes import Recorder, Ticket
 from ortserve.tools.bench.target import ServerPlan
 
 MESSAGE: Final = b"\0\0\0\0\2hi"

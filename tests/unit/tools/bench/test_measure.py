@@ -12,8 +12,8 @@ import pytest
 from ortserve.tools.bench.generator import Finished, Work
 from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.measure import Measurement, bracket, first_rate, next_rate
+from ortserve.tools.bench.outcomes import Chunk
 from ortserve.tools.bench.prepare import Prepared
-from ortserve.tools.bench.samples import Chunk
 from ortserve.tools.bench.target import ModelPlan
 from ortserve.tools.subject import Subject
 

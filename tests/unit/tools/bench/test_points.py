@@ -15,9 +15,9 @@ from ortserve.tools.bench.generator import Finished, LoopDriver, Work
 from ortserve.tools.bench.generators import Seen
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.measure import is_sustained
+from ortserve.tools.bench.outcomes import Chunk, Recorder, Ticket
 from ortserve.tools.bench.points import judge_generator, make_point
 from ortserve.tools.bench.result import LoadOnTarget, OutputCheck, Percentile, Point
-from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
 from ortserve.tools.bench.target import ModelPlan, Target
 from ortserve.tools.subject import Subject
 

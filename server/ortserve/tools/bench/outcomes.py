@@ -110,8 +110,8 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
-    """The requests of all generators, ordered by due time. Times are in nanoseconds."""
+class Outcomes:
+    """The outcomes of the requests of all generators, ordered by due time. Times are in nanoseconds."""
 
     due_ns: np.ndarray
     sent_ns: np.ndarray
@@ -124,8 +124,8 @@ class Samples:
         return np.asarray((self.done_ns - begin)[self.is_answered] / 1e9)
 
 
-def join(chunks: Iterable[Chunk]) -> Samples:
+def join(chunks: Iterable[Chunk]) -> Outcomes:
     """Join the chunks of several generators."""
     rows = np.frombuffer(b"".join(chunk.times.tobytes() for chunk in chunks), np.int64).reshape(-1, 4)
     due, sent, done, is_answered = rows[np.argsort(rows[:, 0], kind="stable")].T
-    return Samples(due, sent, done, is_answered == 1)
+    return Outcomes(due, sent, done, is_answered == 1)
