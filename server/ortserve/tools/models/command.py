@@ -92,10 +92,12 @@ def _shown(server: ModelServer, arguments: argparse.Namespace, note: str = "") -
         rollout=None if rollout is None else {"model": model, **asdict(rollout)},
         note=note,
     )
-    return Outcome(result, _report(result, rollout))
+    return Outcome(result, Report(f"Models of {result.url}", tuple(_blocks(result, rollout))))
 
 
-def _report(result: ModelsResult, rollout: Rollout | None) -> Report:
+def _blocks(result: ModelsResult, rollout: Rollout | None) -> Iterator[Block]:
+    if result.note:
+        yield Text(result.note)
     has_counts = any(one.requests is not None for one in result.versions)
     rows: list[dict[str, Cell]] = [
         {
@@ -108,15 +110,12 @@ def _report(result: ModelsResult, rollout: Rollout | None) -> Report:
         }
         for one in result.versions
     ]
+    yield Table.of("Versions", rows)
     known = {one.version for one in result.versions}
-    lost = {label: f"version {version}" for label, version in result.labels.items() if version not in known}
-    blocks: list[Block] = [
-        *([Text(result.note)] if result.note else []),
-        Table.of("Versions", rows),
-        *([Facts("Lost labels", lost)] if lost else []),
-        *([] if rollout is None else _rollout_facts(rollout)),
-    ]
-    return Report(f"Models of {result.url}", blocks)
+    if lost := {label: f"version {version}" for label, version in result.labels.items() if version not in known}:
+        yield Facts("Lost labels", lost)
+    if rollout is not None:
+        yield from _rollout_facts(rollout)
 
 
 def _rollout_facts(shown: Rollout) -> Iterator[Facts]:
