@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if arguments.min_speedup is not None and result.speed is not None:
         exceeded += missed_speedup(result.speed, arguments.min_speedup)
     result = replace(result, exceeded=tuple(exceeded))
-    return Outcome(result, present(result), FAILED if exceeded else OK)
+    title = f"{_label(result.candidate)} against {_label(result.reference)}"
+    return Outcome(result, Report(title, tuple(_blocks(result))), FAILED if exceeded else OK)
 
 
 def missed_speedup(speed: Speed, least: float) -> list[str]:
@@ -62,12 +63,8 @@ def missed_speedup(speed: Speed, least: float) -> list[str]:
     return [f"expected a speed-up of at least {number_text(least)}, got: {speed_text(speed)}"]
 
 
-def present(result: CompareResult) -> Report:
-    """The report, the verdict first."""
-    return Report(f"{_label(result.candidate)} against {_label(result.reference)}", tuple(_blocks(result)))
-
-
 def _blocks(result: CompareResult) -> Iterator[Block]:
+    """The report, the verdict first."""
     yield Text("; ".join(result.exceeded) if result.exceeded else _verdict(result))
     yield Facts("Runs", {"inputs": result.inputs, "samples": result.agreement.samples, "rows of a run": result.rows})
     yield Table("Side by side", ["", "first", "second", "second / first"], list(_rows(result)))

@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     ort.set_default_logger_severity(4)  # the errors of providers contain what they log at start
     with progress("reading the model") as step:
         result = _inspect(arguments, step)
-    return Outcome(result, present(result), status_of(result.findings, arguments.fail_on))
+    report = Report(f"{result.model}: {result.path}", tuple(_blocks(result)))
+    return Outcome(result, report, status_of(result.findings, arguments.fail_on))
 
 
 def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
@@ -124,12 +125,8 @@ def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step:
         return Memory(weights, None, [], "", None, error.message)
 
 
-def present(result: InspectResult) -> Report:
-    """The report, with the findings first."""
-    return Report(f"{result.model}: {result.path}", tuple(_blocks(result)))
-
-
 def _blocks(result: InspectResult) -> Iterator[Block]:
+    """The report, with the findings first."""
     yield Findings(result.findings)
     yield facts_of("Content", result.content, without=("operators", "weights"))
     yield table_of("Inputs", result.inputs, max_rows=_MAX_ROWS)
