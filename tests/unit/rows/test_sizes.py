@@ -59,6 +59,8 @@ def test_exported_model_gets_no_checks(path: Path) -> None:
         ("float[n,4] x", "y = Slice (x, one, long, one)", "<int64[1] one = {1}, int64[1] long = {9}>", False),
         ("float[n,m] x", "y = Slice (x, one, long, one)", "<int64[1] one = {1}, int64[1] long = {9}>", True),
         ("float[n,m] x", "y = Slice (x, zero, one, one)", "<int64[1] one = {1}, int64[1] zero = {0}>", False),
+        ("float[n,m] x", "a, b, c, y = Split <axis = 1, num_outputs = 4> (x)", "", True),
+        ("float[n,m] x", "a, b, y, d = Split <axis = 1, num_outputs = 4> (x)", "", False),
         ("float[n,1,h,w] x", "y = MaxPool <kernel_shape = [2, 2]> (x)", "", True),
         ("float[n,1,h,w] x", "y = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x)", "", False),
         ("float[n,1,8,8] x", "y = MaxPool <kernel_shape = [2, 2]> (x)", "", False),

@@ -113,8 +113,10 @@ def _part_sizes(call: Call, length: Number) -> list[Number]:
     if not isinstance(length, int):
         if contains_rows(length):
             raise RowsMeetError("splits the axis of the rows")
-        least = int(is_positive(length))  # ONNX Runtime rejects a split whose last part would be empty
-        return [call.symbols.opaque("part", length, count, index, lowest=least) for index in range(count)]
+        least = int(is_positive(length))
+        last = least if call.opset < 18 else 0  # 6 entries in 4 parts: 2, 2, 2 and 0
+        lows = (*[least] * (count - 1), last)
+        return [call.symbols.opaque("part", length, count, index, lowest=low) for index, low in enumerate(lows)]
     part = -(-length // count)
     return [*[part] * (count - 1), length - part * (count - 1)]
 
