@@ -9,6 +9,7 @@ A line is a name, the inputs, the nodes, and sometimes weights and options of ``
 from typing import Any, Final
 
 from rows.cases import Case
+from rows.traps import MASK_WEIGHTS, MASKED_WRITE
 
 _IMAGE: Final = "float[N,2,6,6] x"
 _SEQUENCE: Final = "float[N,L,8] x"
@@ -353,6 +354,8 @@ _meet("ml: words of all", "int64[N] x", 'y = TfIdfVectorizer<mode="TF", min_gram
 # The number of results depends on all rows.
 _meet("count: NonZero", _X, "y = NonZero(x)")
 _meet("count: Unique", "int64[N] x", "y = Unique(x)")
+_apart("count: a masked write", _SEQUENCE, f"m = Less(x, zero) {MASKED_WRITE}", MASK_WEIGHTS)
+_apart("count: a write at masked times", f"{_SEQUENCE}, bool[N,L] c", f"u = Unsqueeze(c, less) s = Shape(x) m = Expand(u, s) {MASKED_WRITE}", MASK_WEIGHTS)
 _meet("count: Compress", "float[N,4] x, bool[N] c", "y = Compress<axis=0>(x, c)", feeds={"c": [[1], [0], [1]]})
 _apart("count: Compress along another axis", "float[N,4] x", "y = Compress<axis=1>(x, c)", "bool[4] c = {1, 0, 1, 1}")
 _apart("count: columns by a mask", "float[N,4] x", "n = NonZero(c) i = Squeeze(n, z) y = Gather<axis=1>(x, i)", "bool[4] c = {1, 0, 1, 1}, int64[1] z = {0}")

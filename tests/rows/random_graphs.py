@@ -673,6 +673,24 @@ def _data_dependent(g: Grower) -> object:
     return g.graph.add(g.rng.choice(("NonZero", "EyeLike", "Size")), name)
 
 
+def _masked_write(g: Grower) -> object:
+    """An assignment of a number to masked entries, as exporters write it; sometimes of other numbers or entries."""
+    graph, rng = g.graph, g.rng
+    name = g.pick("f", least_rank=1)
+    compared = g.partner(name)
+    if not graph.is_exact(name) or not graph.is_exact(compared):
+        raise Unsuitable
+    mask = graph.add("Less", name, compared)
+    end = graph.add_ints(-1)
+    count = graph.add("ReduceSum", graph.add("Cast", graph.add("Reshape", mask, end), to=INT64))
+    number = g.weight() if rng.random() < 0.8 else g.pick("f", most_rank=1)
+    updates = graph.add("Reshape", graph.add("Expand", number, count), end)
+    if rng.random() < 0.15:
+        updates = graph.add("CumSum", updates, graph.add_scalar(0))
+    places = graph.add("Transpose", graph.add("NonZero", mask), perm=[1, 0])
+    return graph.add("ScatterND", name if rng.random() < 0.6 else g.pick("f", least_rank=1), places, updates)
+
+
 def _body_nodes(g: Grower, start: str, outer: str, count: int) -> tuple[list[NodeProto], str]:
     """A few element-wise, reducing or moving nodes on ``start``, sometimes with a tensor from outside."""
     nodes: list[NodeProto] = []
@@ -854,6 +872,7 @@ STEPS: Final[dict[Step, float]] = {
     _quantize: 1.5,
     _resize: 1,
     _data_dependent: 0.4,
+    _masked_write: 1,
     _if: 1.5,
     _loop: 1.5,
     _scan: 1.5,

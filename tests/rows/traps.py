@@ -19,6 +19,8 @@ _BRANCH: Final = "c1 = Squeeze(g) y = If(c1) <then_branch = t () => (a) { a = So
 _FOLDED: Final = "n = Shape<start=0, end=1>(h) t = Concat<axis=0>(n, m1) r = Reshape(h, t) p = Softmax<axis=1>(r) s = Shape(x)"
 _NAMED: Final = "c = Shape(z) n0 = Gather(c, zero) n = Unsqueeze(n0, zero1) d = Shape(h) m0 = Gather(d, one) m = Unsqueeze(m0, zero1) k = Concat<axis=0>(n, m, less) t = Reshape(z, k) e = Shape<start=2>(t) g = Concat<axis=0>(less, e) f = Reshape(t, g) r = Range(zero, n0, one) b = Mul(r, m0) q = ReduceSum<keepdims=0>(h, two1) a = ArgMax<axis=1, keepdims=0>(q) i = Add(b, a) y = Gather(f, i)"
 _NAMED_WEIGHTS: Final = "int64 zero = {0}, int64 one = {1}, int64[1] zero1 = {0}, int64[1] two1 = {2}, int64[1] less = {-1}"
+MASKED_WRITE: Final = "p = NonZero(m) t = Transpose<perm=[1,0]>(p) f = Reshape(m, less) k = Cast<to=7>(f) a = ReduceSum(k) e = Expand(v, a) w = Reshape(e, less) y = ScatterND(x, t, w)"
+MASK_WEIGHTS: Final = "float zero = {0}, float v = {7}, int64[1] less = {-1}"
 _INFINITE: Final = [[[1.0] * 4], [[float("inf")] * 4], [[2.0] * 4]]
 
 TRAPS: Final = [
@@ -143,4 +145,11 @@ TRAPS: Final = [
     Case("an axis that ONNX Runtime does not add to a shape", "float[4,N] x, float[4] z", "q = Unsqueeze<axes=[-1]>(z) s = Shape(q) t = Concat<axis=0>(s, less) r = Reshape(x, t) p = ReduceSum<axes=[1]>(r) f = Reshape(p, m) y = Add(x, f)", "int64[2] m = {4, -1}, int64[1] less = {-1}", opset=10),
     Case("no axis that ONNX Runtime removes from a shape", "float[N,4] x, float[1] z", "q = Squeeze(z, e) s = Shape(q) t = Concat<axis=0>(s, m) r = Reshape(x, t) p = Softmax<axis=1>(r) y = Reshape(p, m)", "int64[2] m = {-1, 4}, int64[0] e"),
     Case("axes that ONNX Runtime leaves out of a shape", "float[N,4] x, float[1,2,3] z", "q = ConvTranspose<output_shape=[1]>(z, w) s = Shape<start=2>(q) t = Concat<axis=0>(s, m) r = Reshape(x, t) p = Softmax<axis=0>(r) y = Reshape(p, m)", "float[2,1,2] w, int64[2] m = {-1, 4}"),
+    Case("numbers that are counted over all masked positions", _X, f"m = Less(x, zero) {MASKED_WRITE.replace('w = Reshape(e, less)', 'b = Reshape(e, less) w = CumSum(b, axis)')}", f"{MASK_WEIGHTS}, int64 axis = {{0}}"),
+    Case("the number of all masked positions", _X, f"m = Less(x, zero) {MASKED_WRITE.replace('Expand(v, a)', 'Expand(q, a)').replace('e = ', 'q = Cast<to=1>(a) e = ')}", MASK_WEIGHTS),
+    Case("the batch size at masked positions", _X, f"m = Less(x, zero) n = Shape<start=0, end=1>(x) q = Cast<to=1>(n) {MASKED_WRITE.replace('Expand(v, a)', 'Expand(q, a)')}", MASK_WEIGHTS),
+    Case("a mask whose rows lie along another axis", "float[N,3] x, float[1,N] z", f"m = Less(z, zero) {MASKED_WRITE}", MASK_WEIGHTS),
+    Case("a mask whose rows lie in another order", "float[N] z, float[N,2] h", f"x = Concat<axis=0>(z, z) b = Less(h, zero) m = Reshape(b, less) {MASKED_WRITE.replace('y =', 'j =')} y1, y2 = Split<axis=0>(j)", MASK_WEIGHTS),
+    Case("masked numbers of two rounds", "float[N,3] z", f"b = Less(z, zero) m = Concat<axis=1>(b, b) x = Concat<axis=1>(z, z) {MASKED_WRITE.replace('f = Reshape(m,', 'f = Reshape(b,').replace('e = Expand(v, a)', 'e = Loop(two, yes) <body = step (int64 i, bool g) => (g2, o) { g2 = Identity(g) h = Cast<to=1>(i) o = Expand(h, a) }>')}", f"{MASK_WEIGHTS}, int64 two = {{2}}, bool yes = {{1}}"),
+    Case("entries at masked positions", _X, "m = Less(x, zero) p = NonZero(m) t = Transpose(p) g = GatherND(x, t) s = ReduceSum(g) y = Add(x, s)", "float zero = {0}"),
 ]

@@ -48,7 +48,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Further facts about the values of a tensor. A free tensor has only bounds.
+    """Further facts about the values of a tensor. A free tensor has only bounds, a mixed one only the last three.
 
     Attributes:
         stride: An entry in the batch is the entry of the row alone plus the row's number times ``stride``. If it is
@@ -59,6 +59,9 @@ class Facts:
         padding: The text that pads rows to the longest row; None if rows are not padded.
         transposed: The axes, counted from the end, that lay before the rows until a transposition. ONNX Runtime may
             move the transposition behind later operators, and fuse it with a product.
+        nonzero_of: The rows of which the tensor is the result of ``NonZero``: a column for each position.
+        tuples_of: The same for the transposed result: an index tuple for each position.
+        is_uniform: Whether all elements equal the element of a free tensor. Only their number depends on the rows.
     """
 
     stride: Number = 0
@@ -67,6 +70,9 @@ class Facts:
     columns: "tuple[Value, ...]" = ()
     padding: str | None = None
     transposed: frozenset[int] = frozenset()
+    nonzero_of: "Value | None" = None
+    tuples_of: "Value | None" = None
+    is_uniform: bool = False
 
 
 NO_FACTS: Final = Facts()

@@ -6,10 +6,10 @@ from typing import Final
 
 from ortserve.model_file.graph import Attribute, Dims, Function, Graph, Model, Node, Reference, Tensor, names_read
 from ortserve.rows.number import Number, contains_rows
-from ortserve.rows.rules import RULES
+from ortserve.rows.rules import RULES, masked_writes
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols
-from ortserve.rows.values import NO_FACTS, Cause, Kind, Value, free
+from ortserve.rows.values import NO_FACTS, Cause, Facts, Kind, Value, free
 from ortserve.rows.work_budget import TooMuchWorkError, WorkBudget
 
 DOMAINS: Final = frozenset({"", "ai.onnx.ml"})
@@ -152,7 +152,7 @@ class _Scope:
         self._walk.budget.take_graph(graph)
         read = {name for node in graph.nodes for name in names_read(node)}
         read.update(output.name for output in graph.outputs)
-        names = {name: self._names[name] for name in read & self._names.keys()}
+        names = {name: _without_facts(self._names[name]) for name in read & self._names.keys()}
         if hide_rows:
             names = {name: _hidden(value) for name, value in names.items()}
         names.update(_constants(graph, read))
@@ -165,13 +165,14 @@ class _Scope:
             graph.nodes, names, _inner_dims(graph) | {output.name: output.dims or () for output in graph.outputs}
         )
         self._walk.finished(graph, names)
-        return [_given(names, output.name) for output in graph.outputs]
+        return [_without_facts(_given(names, output.name)) for output in graph.outputs]
 
     def _results(self, node: Node, operands: list[Value | None], order: int, index: int) -> list[Value]:
         causes = [value for value in operands if value is not None and value.cause is not None]
         if causes:
             first = min(causes, key=lambda value: value.cause.order if value.cause is not None else 0)
-            return [Value(first.kind, cause=first.cause)] * len(node.outputs)
+            mixed = Value(first.kind, cause=first.cause)
+            return self._results_of_mixed(node, operands, mixed) or [mixed] * len(node.outputs)
         if node.op in RANDOM:
             return self._failed(node, Kind.MIXED, order, index, "draws random numbers")
         rule = RULES.get((node.domain, node.op))
@@ -188,7 +189,7 @@ class _Scope:
             self._check_flags(node)
             return self._applied(rule, node, operands)
         except RowsMeetError as meeting:
-            return self._failed(node, Kind.MIXED, order, index, str(meeting))
+            return self._failed(node, Kind.MIXED, order, index, str(meeting), meeting.facts)
         except NotKnownError as not_known:
             return self._failed(node, Kind.UNKNOWN, order, index, str(not_known))
         except TooMuchWorkError:
@@ -197,15 +198,28 @@ class _Scope:
             reason = f"does not have the form that its rule expects: {type(error).__name__}"
             return self._failed(node, Kind.UNKNOWN, order, index, reason)
 
+    def _results_of_mixed(self, node: Node, operands: list[Value | None], mixed: Value) -> list[Value]:
+        """The claims about the results of a node with mixed operands; empty if nothing is known about them."""
+        if (node.domain, node.op) not in masked_writes.OPERATORS or self._walk.function(node) is not None:
+            return []
+        try:
+            _check_operands(RULES[node.domain, node.op], operands)
+            found = masked_writes.result_of_mixed(self._call_of(node, operands), mixed)
+        except (RowsMeetError, NotKnownError):
+            return []
+        return [] if found is None else _with_transpositions(node, operands, [found])
+
     def _check_flags(self, node: Node) -> None:
         """Raise unless each flag of a node is 0 or 1. Kernels take others for either; Cast then writes no output."""
         for name, value in self._substituted(node.attributes).items():
             if name in _FLAGS and value not in (0, 1):
                 raise NotKnownError(f"has the attribute '{name}' with the value {value}, but 0 or 1 is expected")
 
-    def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
+    def _failed(
+        self, node: Node, kind: Kind, order: int, index: int, reason: str, facts: Facts = NO_FACTS
+    ) -> list[Value]:
         cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")
-        return [Value(kind, cause=cause)] * len(node.outputs)
+        return [Value(kind, cause=cause, facts=facts)] * len(node.outputs)
 
     def _applied(self, rule: Rule, node: Node, operands: list[Value | None]) -> list[Value]:
         """Apply a rule, after the checks for all operators."""
@@ -368,6 +382,11 @@ def _given(names: Mapping[str, Value], name: str) -> Value:
     if value is None:
         raise NotKnownError(f"has a graph that does not compute its output '{name}'")
     return value
+
+
+def _without_facts(value: Value) -> Value:
+    """A claim that holds for all runs of a graph: a mixed tensor has no facts there."""
+    return value if value.cause is None else Value(value.kind, cause=value.cause)
 
 
 def _hidden(value: Value) -> Value:

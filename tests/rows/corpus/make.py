@@ -252,6 +252,28 @@ class Greedy(nn.Module):
         return count
 
 
+class MaskedFrames(nn.Module):
+    """Sets padded frames to 0, as speech encoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.frames = nn.Linear(4, 8)
+
+    def forward(self, x, mask):
+        h = self.frames(x)
+        h[~mask.bool()] = 0
+        return h.mean(1)
+
+
+class CentredFrames(nn.Module):
+    """Subtracts from the frames the mean of those of all rows."""
+
+    def forward(self, x, mask):
+        x = x.clone()
+        x[~mask.bool()] = x[mask.bool()].mean()
+        return x.mean(1)
+
+
 class Centred(nn.Module):
     def forward(self, x):
         return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1e-5)
@@ -447,6 +469,18 @@ def dynamo_gru_with_lengths(path):
 @model({"x": [1, 8]})
 def dynamo_experts(path):
     return dynamo(Experts(), (torch.randn(3, 8),), path, ["x"], ["y"], ({0: N},))
+
+
+@model({"x": [1, 5, 4], "mask": [1, 5]}, below={"mask": 2})
+def dynamo_masked_frames(path):
+    example = torch.randn(3, 5, 4), torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [1] + [0] * 4])
+    return dynamo(MaskedFrames(), example, path, ["x", "mask"], ["y"], ({0: N, 1: S}, {0: N, 1: S}))
+
+
+@model({"x": [1, 5, 4], "mask": [1, 5]}, below={"mask": 2}, independent=False)
+def dynamo_centred_frames(path):
+    example = torch.randn(3, 5, 4), torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [1] + [0] * 4])
+    return dynamo(CentredFrames(), example, path, ["x", "mask"], ["y"], ({0: N, 1: S}, {0: N, 1: S}))
 
 
 @model({"images": [1, 6], "texts": [1, 6]}, independent=False)

@@ -12,7 +12,7 @@ import pytest
 
 from ortserve.model_file.reading import parse_model
 from ortserve.rows import Number, Outcome, Value, prove_axes, walk
-from ortserve.rows.rules import RULES, call, gather, matmul, reduction, shapes
+from ortserve.rows.rules import RULES, call, gather, masked_writes, matmul, reduction, shapes
 from ortserve.rows.rules.call import Call, Output
 from ortserve.rows.symbols import Symbols
 from rows.brute_force import Observation, RefusedError
@@ -101,6 +101,12 @@ def _of_any_image(call: Call) -> Value:
     return call.result((call.dims(boxes)[0], call.dims(call.operand(0))[1], 1, 1), boxes, dtype=1)
 
 
+def _written_anywhere(call: Call) -> Value | None:
+    """The rows after a masked write, with any mask."""
+    value = call.operand(0)
+    return call.same_shape(value) if value.is_rows and call.operand(2).facts.is_uniform else None
+
+
 def _then(call: Call) -> Output:
     """Take the first branch, whatever the condition."""
     return call.scope.run_graph(call.attributes["then_branch"], [])  # type: ignore[arg-type]
@@ -134,6 +140,8 @@ BROKEN: Final[dict[str, Callable[[Patch], None]]] = {
     "Softmax is the same in all versions": _breaks("Softmax", _of_any_version),
     "differences are never negative": _breaks("Sub", _never_negative),
     "RoiAlign reads any image": _breaks("RoiAlign", _of_any_image),
+    "masked writes have any mask": lambda p: p.setattr(masked_writes, "_written", _written_anywhere),
+    "what is known about a mask holds for all rounds": lambda p: p.setattr(walk, "_without_facts", lambda value: value),
     "If takes its first branch": _breaks("If", _then),
     "the number of a row is a value like others": _never_checks(walk, "_check_operands"),
     "transpositions stay where they are": lambda p: p.setattr(

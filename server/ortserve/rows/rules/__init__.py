@@ -13,6 +13,7 @@ from ortserve.rows.rules import (
     elementwise,
     fused,
     gather,
+    masked_writes,
     matmul,
     movement,
     reduction,
@@ -38,4 +39,4 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
 }
 """The rules by domain (empty for ONNX's own) and operator."""
 
-__all__ = ["RULES", "call"]
+__all__ = ["RULES", "call", "masked_writes"]

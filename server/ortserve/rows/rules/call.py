@@ -14,7 +14,14 @@ MAX_RANK: Final = 64
 
 
 class RowsMeetError(Exception):
-    """The operator may combine rows. The text continues a sentence whose subject is the operator."""
+    """The operator may combine rows. The text continues a sentence whose subject is the operator.
+
+    ``facts`` are known about the result all the same.
+    """
+
+    def __init__(self, text: str, facts: Facts = NO_FACTS) -> None:
+        super().__init__(text)
+        self.facts = facts
 
 
 class RandomError(RowsMeetError):

@@ -16,7 +16,7 @@ from ortserve.rows.rules.call import (
     off_axis,
     rule,
 )
-from ortserve.rows.values import MAX_ELEMENTS, NO_FACTS, Kind, Value, taken
+from ortserve.rows.values import MAX_ELEMENTS, NO_FACTS, Facts, Kind, Value, taken
 
 _WRONG_ROWS: Final = "has operands that do not all have the same rows along the same axis"
 
@@ -230,7 +230,8 @@ def nonzero(call: Call) -> Output:
 def whole_tensor(call: Call) -> Output:
     """Operators whose number of results depends on all elements."""
     if any(value.is_rows for value in call.present()):
-        raise RowsMeetError("returns the results of all rows together, without their numbers per row")
+        facts = Facts(nonzero_of=call.operand(0)) if call.op == "NonZero" else NO_FACTS
+        raise RowsMeetError("returns the results of all rows together, without their numbers per row", facts)
     raise NotKnownError("returns an unknown number of results")
 
 
