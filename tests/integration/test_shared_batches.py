@@ -109,7 +109,7 @@ async def test_every_answer_is_that_of_onnx_runtime_to_the_request_alone(
     server: ServerProcess, model: Exported
 ) -> None:
     name = served_name(model)
-    is_proven = model.verdict.outcome is Outcome.PROVEN and not model.at_shape
+    is_proven = model.verdict.outcome is Outcome.PROVEN
     shares_batches = is_proven and model.path.parent == CORPUS and model.name not in DECLARED_FIXED
     async with triton.InferenceServerClient(server.grpc) as client:
         metadata = await client.get_model_metadata(name)

@@ -36,7 +36,6 @@ class Exported:
         axes: The axis of rows for inputs whose rows are not on axis 0; None for inputs without rows.
         independent: Whether the rows are independent along these axes, as known from the model or from many trials.
         values: Values of inputs that require particular ones.
-        at_shape: Whether the verdict is for requests of exactly these sizes.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Exported:
     axes: Mapping[str, int | None] = field(default_factory=dict)
     independent: bool = True
     values: Mapping[str, Any] = field(default_factory=dict)
-    at_shape: bool = False
 
     @cached_property
     def model(self) -> onnx.ModelProto:
@@ -59,24 +57,8 @@ class Exported:
         return {name: self.axes.get(name, 0) for name in self.shapes}
 
     @property
-    def sizes(self) -> dict[str, list[int | None]]:
-        """The sizes on which the verdict may depend."""
-        if not self.at_shape:
-            return {}
-        axes = self.row_axes
-        return {
-            name: [None if axis == axes[name] else size for axis, size in enumerate(shape)]
-            for name, shape in self.shapes.items()
-        }
-
-    @property
-    def given(self) -> dict[str, list[int]]:
-        """The values of inputs without rows on which the verdict may depend."""
-        return {name: [value] for name, value in self.values.items() if self.at_shape and self.row_axes[name] is None}
-
-    @property
     def verdict(self) -> RowVerdict:
-        return prove_model(read_model(self.path), self.sizes, self.given)
+        return prove_model(read_model(self.path))
 
     def rows(self, seed: int = 0) -> list[dict[str, np.ndarray]]:
         rng = np.random.default_rng(seed)
@@ -183,14 +165,13 @@ _PACKAGED: Final[dict[str, dict[str, Any]]] = {
     "rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx": _DETECTOR,
     "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx": _READER,
     "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx": _READER,
-    "silero_vad/data/silero_vad.onnx": _VOICE | {"at_shape": True},
-    "silero_vad/data/silero_vad_16k_op15.onnx": _VOICE | {"at_shape": True},
+    "silero_vad/data/silero_vad.onnx": _VOICE,
+    "silero_vad/data/silero_vad_16k_op15.onnx": _VOICE,
     "silero_vad/data/silero_vad_16k_sequence.onnx": _FRAMES,
     "silero_vad/data/silero_vad_half.onnx": {
         "made_by": "torch 2.3.1, TorchScript",
         "shapes": {"input": (1, 576), "state": (2, 1, 128)},
         "axes": {"state": 1},
-        "at_shape": True,
     },
     "silero_vad/data/silero_vad_op18_ifless.onnx": _VOICE,
     "speechmos/aecmos_models/Run_1663829550_Stage_0.onnx": _ECHO

@@ -42,8 +42,6 @@ def judge(model: Exported) -> Line:
             detail += "; equal sizes: " + ", ".join(verdict.equal_sizes)
         if verdict.fixed_sizes:
             detail += "; sizes: " + ", ".join(f"{name} = {size}" for name, size in verdict.fixed_sizes)
-        if model.at_shape:
-            detail += "; for requests of one shape"
         detail = detail.removeprefix("; ")
     else:
         detail = f"{verdict.node}: {verdict.reason}"

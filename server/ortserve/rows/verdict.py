@@ -7,11 +7,10 @@ import enum
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import product
 from typing import Final, TypeAlias
 
-from ortserve.model_file.graph import Declared, Model, constant
+from ortserve.model_file.graph import Declared, Model
 from ortserve.rows.number import MAX_TERMS, N, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
@@ -30,24 +29,6 @@ inputs with equal declarations."""
 
 Axes: TypeAlias = Mapping[str, int | None]
 """The axis that carries the rows, by graph input; None for an input without rows."""
-Sizes: TypeAlias = Mapping[str, Sequence[int | None]]
-"""The sizes of a request's axes, by graph input; None if the size is unknown."""
-Values: TypeAlias = Mapping[str, Sequence[int | float]]
-"""The elements of a request, in the order of memory, by graph input without rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Known facts about the requests of a verdict.
-
-    Attributes:
-        sizes: The sizes of the axes of some inputs.
-        values: The elements of some small inputs without rows, in the order of memory.
-    """
-
-    sizes: Sizes = field(default_factory=dict)
-    values: Values = field(default_factory=dict)
-
 
 _NAME: Final = re.compile(r"\w")
 _SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d{1,18}))+")
@@ -65,12 +46,12 @@ def real_inputs(model: Model) -> list[Declared]:
     return [declared for declared in model.graph.inputs if declared.name not in model.graph.constants]
 
 
-def has_choice(model: Model, sizes: Sizes) -> bool:
+def has_choice(model: Model) -> bool:
     """Whether an input has an axis that may carry rows."""
-    return any(_choices(declared, sizes) for declared in real_inputs(model))
+    return any(map(_choices, real_inputs(model)))
 
 
-def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
+def hypotheses(model: Model) -> Iterator[Axes]:
     """Yield axes for all inputs, lower axes first, at most ``MAX_HYPOTHESES`` times.
 
     Inputs with equal declarations have the rows on the same axis.
@@ -79,7 +60,7 @@ def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
     choices: dict[tuple[object, ...], tuple[int, ...]] = {}
     fixed: dict[str, int | None] = {}
     for declared in real_inputs(model):
-        axes = _choices(declared, sizes)
+        axes = _choices(declared)
         if not axes:
             fixed[declared.name] = None
             continue
@@ -112,15 +93,8 @@ def _nearly_lowest(choices: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ..
             yield (*base[:index], axis, *base[index + 1 :])
 
 
-def _choices(declared: Declared, sizes: Sizes) -> tuple[int, ...]:
-    dims = _declared_dims(declared, sizes)
-    return tuple(axis for axis, size in enumerate(dims or ()) if not isinstance(size, int))[:_MAX_AXES]
-
-
-def _declared_dims(declared: Declared, sizes: Sizes) -> tuple[int | str | None, ...] | None:
-    if declared.dims is None and declared.is_tensor and declared.name in sizes:
-        return (None,) * len(sizes[declared.name])
-    return declared.dims
+def _choices(declared: Declared) -> tuple[int, ...]:
+    return tuple(axis for axis, size in enumerate(declared.dims or ()) if not isinstance(size, int))[:_MAX_AXES]
 
 
 class InitialClaims:
@@ -132,7 +106,7 @@ class InitialClaims:
         problem: The reason why an input has no claim; empty if all inputs have claims.
     """
 
-    def __init__(self, model: Model, symbols: Symbols, axes: Axes, request: Request, *, believe_names: bool) -> None:
+    def __init__(self, model: Model, symbols: Symbols, axes: Axes, *, believe_names: bool) -> None:
         self.claims: dict[str, Value] = {}
         self.problem = ""
         self._symbols = symbols
@@ -146,12 +120,11 @@ class InitialClaims:
             if (axis := axes.get(declared.name)) is not None and declared.dims and -1 < axis < len(declared.dims)
         }
         for declared in inputs:
-            self._claim(declared, axes.get(declared.name), request)
+            self._claim(declared, axes.get(declared.name))
         self.equal_sizes = tuple(sorted(name for name, uses in self._uses.items() if uses > 1))
 
-    def _claim(self, declared: Declared, axis: int | None, request: Request) -> None:
-        sizes = request.sizes
-        dims = _declared_dims(declared, sizes)
+    def _claim(self, declared: Declared, axis: int | None) -> None:
+        dims = declared.dims
         if not declared.is_tensor or dims is None:
             if axis is None and declared.is_tensor:
                 self.claims[declared.name] = free(None, declared.dtype)
@@ -163,27 +136,18 @@ class InitialClaims:
         if axis is not None and not 0 <= axis < len(dims):
             self.problem = self.problem or f"input '{declared.name}' has no axis {axis}"
             return
-        known = tuple(sizes.get(declared.name, ()))
-        if len(known) != len(dims):
-            known = (None,) * len(dims)
-        lengths = tuple(
-            1 if position == axis else self._length(size, known[position]) for position, size in enumerate(dims)
-        )
+        lengths = tuple(1 if position == axis else self._length(size) for position, size in enumerate(dims))
         for position, (name, length) in enumerate(zip(dims, lengths, strict=True)):
             if isinstance(name, str):
                 self._symbols.declare(name, N if position == axis else length)
         if axis is None:
-            given = request.values.get(declared.name)
-            elements = None if given is None else tuple(constant(Fraction(value)) for value in given)
-            self.claims[declared.name] = free(lengths, declared.dtype, elements)
+            self.claims[declared.name] = free(lengths, declared.dtype)
         else:
             self.claims[declared.name] = rows(self._symbols, lengths, axis, 1, 1, declared.dtype)
 
-    def _length(self, size: int | str | None, known: int | None) -> Number:
+    def _length(self, size: int | str | None) -> Number:
         if isinstance(size, int):
             return size
-        if known is not None and known > 0:
-            return known
         is_name = size is not None and _NAME.match(size) is not None  # some exporters write "?"
         if size is None or not is_name:
             return self._symbols.fresh(1, "")
@@ -248,31 +212,23 @@ def why_not_analysed(model: Model) -> str:
     return f"the model is not analysed: {model.too_large}" if model.too_large else ""
 
 
-def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None = None) -> RowVerdict:
+def prove_model(model: Model) -> RowVerdict:
     """Try to prove that the rows of a model are independent, along the first axes for which the proof succeeds.
 
-    Never raises an error. Takes some 50 µs for each node.
-
-    Args:
-        model: The record of the file.
-        sizes: Sizes of a request's axes, for inputs whose rank or axes are not declared; None for an axis of unknown
-            size. The verdict then holds only for requests with these sizes.
-        values: Elements of small inputs without rows, such as a sampling rate. The verdict then holds only for
-            requests with these values.
+    Never raises an error.
     """
     if because := why_not_analysed(model):
         return _unknown(because)
-    sizes = sizes or {}
-    if not has_choice(model, sizes):
+    if not has_choice(model):
         unclear = [each for each in real_inputs(model) if each.dims is None]
         if unclear:
             return _unknown(f"input '{unclear[0].name}' is declared without a shape")
         return RowVerdict(Outcome.FIXED, reason="no input has an axis of free size")
     budget = WorkBudget()
     first: RowVerdict | None = None
-    for axes in hypotheses(model, sizes):
+    for axes in hypotheses(model):
         try:
-            verdict = prove_axes(model, axes, sizes, values, budget)
+            verdict = prove_axes(model, axes, budget)
         except TooMuchWorkError as failure:
             return first or _unknown(f"the model is not analysed: {failure}")
         if verdict.outcome is Outcome.PROVEN:
@@ -282,13 +238,7 @@ def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None 
     return first
 
 
-def prove_axes(
-    model: Model,
-    axes: Axes,
-    sizes: Sizes | None = None,
-    values: Values | None = None,
-    budget: WorkBudget | None = None,
-) -> RowVerdict:
+def prove_axes(model: Model, axes: Axes, budget: WorkBudget | None = None) -> RowVerdict:
     """The verdict for one hypothesis: ``axes`` holds the axis of each input that carries rows.
 
     Dimensions of the same name are assumed equal only if the proof needs it.
@@ -297,37 +247,29 @@ def prove_axes(
         TooMuchWorkError: The analysis needs more than ``budget``.
     """
     budget = budget or WorkBudget()
-    request = Request(sizes or {}, values or {})
-    verdict = _judge(model, axes, request, budget, believe_names=True)
+    verdict = _judge(model, axes, budget, believe_names=True)
     if verdict.outcome is Outcome.PROVEN and verdict.equal_sizes:
         try:
-            without = _judge(model, axes, request, budget, believe_names=False)
+            without = _judge(model, axes, budget, believe_names=False)
         except TooMuchWorkError:
             return verdict
         return without if without.outcome is Outcome.PROVEN else verdict
     return verdict
 
 
-def claims(
-    model: Model,
-    axes: Axes,
-    sizes: Sizes | None = None,
-    values: Values | None = None,
-    *,
-    believe_names: bool = False,
-) -> dict[str, Value]:
+def claims(model: Model, axes: Axes, *, believe_names: bool = False) -> dict[str, Value]:
     """The claims of one hypothesis about all tensors of the main graph, by name. Tests compare them with results."""
     symbols = Symbols()
-    initial = InitialClaims(model, symbols, axes, Request(sizes or {}, values or {}), believe_names=believe_names)
+    initial = InitialClaims(model, symbols, axes, believe_names=believe_names)
     if initial.problem:
         return {}
     return Walk(model, symbols, WorkBudget()).run(initial.claims)
 
 
-def _judge(model: Model, axes: Axes, request: Request, budget: WorkBudget, *, believe_names: bool) -> RowVerdict:
+def _judge(model: Model, axes: Axes, budget: WorkBudget, *, believe_names: bool) -> RowVerdict:
     symbols = Symbols()
     budget.take_graph(model.graph)
-    initial = InitialClaims(model, symbols, axes, request, believe_names=believe_names)
+    initial = InitialClaims(model, symbols, axes, believe_names=believe_names)
     if initial.problem:
         return _unknown(initial.problem)
     names = Walk(model, symbols, budget).run(initial.claims)

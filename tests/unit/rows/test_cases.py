@@ -22,7 +22,7 @@ def test_rows_that_stay_apart_are_proven_and_do(case: Case) -> None:
     model = parse_model(memoryview(case.model.SerializeToString()))
     verdict = prove_axes(model, case.axes)
     assert verdict.outcome is Outcome.PROVEN, f"{verdict.node}: {verdict.reason}"
-    assert prove_model(model, {}).input_axes == case.axes
+    assert prove_model(model).input_axes == case.axes
     for name, seen in case.observe(inside=False).items():
         axis = verdict.output_axes[name]
         kind = brute_force.Kind.FREE if axis is None else brute_force.Kind.ROWS
@@ -33,7 +33,7 @@ def test_rows_that_stay_apart_are_proven_and_do(case: Case) -> None:
 def test_rows_that_meet_are_never_proven(case: Case) -> None:
     model = parse_model(memoryview(case.model.SerializeToString()))
     assert prove_axes(model, case.axes).outcome is not Outcome.PROVEN
-    found = prove_model(model, {})
+    found = prove_model(model)
     # Rows may be independent on another axis.
     assert found.outcome is not Outcome.PROVEN or found.input_axes != case.axes
     if case.refused_alone:
