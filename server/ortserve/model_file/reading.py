@@ -43,8 +43,6 @@ _DEFAULTS: Final[dict[int, int | float | str]] = {_FLOAT: 0.0, _INT: 0, _STRING:
 def read_model(path: Path) -> Model:
     """Read a model file. Returns ``UNREADABLE`` for a file in another format. Blocks on the file.
 
-    Reading takes some 20 µs for each node.
-
     Raises:
         ServeError: overloaded, if there is too little memory.
     """

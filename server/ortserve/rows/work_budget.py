@@ -5,7 +5,7 @@ from typing import Final
 from ortserve.model_file.graph import Graph, Node
 
 MAX_VISITS: Final = 40_000
-"""Maximum number of visits of nodes for one model. A visit takes some 50 µs. Other work is counted in visits."""
+"""Maximum number of visits of nodes for one model. Other work is counted in visits."""
 _STEPS_A_VISIT: Final = 2
 """Number of symbolic steps that take as long as a visit."""
 _NAMES_A_VISIT: Final = 10

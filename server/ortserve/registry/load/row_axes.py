@@ -106,7 +106,7 @@ class RowAxes:
 
 
 def find_row_axes(model: Model, options: ModelOptions) -> RowAxes:
-    """Find the row axes from the graph and the configuration. Takes about 50 µs per node.
+    """Find the row axes from the graph and the configuration.
 
     Raises:
         ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.

@@ -137,9 +137,9 @@ class Call:
     def axis(self, name: str, default: int, rank: int) -> int:
         return normal_axis(self.integer(name, default), rank)
 
-    def axes(self, index: int, rank: int, name: str = "axes") -> tuple[int, ...] | None:
-        """Axes from an attribute or an operand; None if neither is given."""
-        given = self.integers(name)
+    def axes(self, index: int, rank: int) -> tuple[int, ...] | None:
+        """Axes from the attribute ``axes`` or an operand; None if neither is given."""
+        given = self.integers("axes")
         if given is None and self.has(index):
             given = self.constants(index, "axes")
         return None if given is None else tuple(normal_axis(axis, rank) for axis in given)

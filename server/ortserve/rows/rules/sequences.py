@@ -26,18 +26,18 @@ def _check_first(value: Value) -> None:
         raise RowsMeetError("attends from one row to others")
 
 
-def _check_bias(call: Call, like: Value, index: int, rank: int) -> None:
-    """Raise an error unless a mask or bias, aligned from the right, has the rows or length 1 on its first axis."""
+def _check_bias(call: Call, like: Value, index: int) -> None:
+    """Raise an error unless a mask or bias of four axes or fewer has the rows or length 1 on the first of four."""
     value = call.optional(index)
     if value is None:
         return
     dims = call.dims(value)
-    if len(dims) > rank:
+    if len(dims) > 4:
         raise NotKnownError("has a mask with more axes than its rule expects")
     if value.is_rows:
-        if not like.is_rows or len(dims) != rank or value.axis != 0 or not value.is_plain:
+        if not like.is_rows or len(dims) != 4 or value.axis != 0 or not value.is_plain:
             raise RowsMeetError(_OTHER_ROWS)
-    elif like.is_rows and len(dims) == rank and dims[0] != 1:
+    elif like.is_rows and len(dims) == 4 and dims[0] != 1:
         raise RowsMeetError("pairs each row by its index with an entry of a mask without rows")
 
 
@@ -88,7 +88,7 @@ def _packed_attention(call: Call, mask: int, past: int, bias: int) -> Output:
     _check_first(value)
     _check_mask(call, value, mask)
     _check_rows(call, value, past, 1)
-    _check_bias(call, value, bias, 4)
+    _check_bias(call, value, bias)
     symbols = call.symbols
     hidden: Number
     if (sizes := call.integers("qkv_hidden_sizes")) is not None:
@@ -117,7 +117,7 @@ def multi_head(call: Call) -> Output:
     for index in (1, 2, 6, 7):
         _check_rows(call, query, index)
     _check_mask(call, query, 4)
-    _check_bias(call, query, 5, 4)
+    _check_bias(call, query, 5)
     symbols = call.symbols
     heads = call.integer("num_heads", 1)
     if len(dims) == 3 and call.has(2):
@@ -159,7 +159,7 @@ def group_query(call: Call) -> Output:
         raise RandomError("leaves unused rows unwritten, which then hold earlier content of the memory")
     if query.is_rows and call.has(9) and call.integer("do_rotary", 0):
         raise RowsMeetError("rotates the first prompts of all rows by the positions of the first row")
-    _check_bias(call, query, 10, 4)
+    _check_bias(call, query, 10)
     symbols = call.symbols
     heads, shared = call.integer("num_heads", 1), call.integer("kv_num_heads", 1)
     width = dims[2] if call.has(1) else symbols.divide_whole(symbols.multiply(dims[2], heads), heads + 2 * shared)
@@ -177,7 +177,7 @@ def onnx_attention(call: Call) -> Output:
     _check_first(query)
     for index in (1, 2, 4, 5, 6):
         _check_rows(call, query, index)
-    _check_bias(call, query, 3, 4)
+    _check_bias(call, query, 3)
     symbols = call.symbols
     heads, shared = call.integer("q_num_heads", 0), call.integer("kv_num_heads", 0)
     if len(dims) == 4 and len(width) == 4:
