@@ -10,6 +10,7 @@ from typing import Final
 import grpc
 import httpx
 import pytest
+from hpack import Encoder
 
 from certificates import Secret
 from http_wire import reset
@@ -34,8 +35,9 @@ UPLOAD: Final = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("few")
     add_model(repository, "identity", builders.identity)
-    limits = ("--http-max-connections", str(MOST), "--grpc-max-connections", str(MOST), "--http-body-timeout-s", "3")
-    with serving(repository, *SHORT_WARMUP, *limits) as server:
+    limits = ("--http-max-connections", str(MOST), "--grpc-max-connections", str(MOST))
+    timeouts = ("--http-body-timeout-s", "3", "--grpc-message-timeout-s", "1")
+    with serving(repository, *SHORT_WARMUP, *limits, *timeouts) as server:
         yield server
 
 
@@ -135,6 +137,20 @@ def test_idle_grpc_connections_yield_to_new_ones(server: ServerProcess) -> None:
                 live(b"", timeout=LONG_S)
 
 
+def test_calls_without_a_message_do_not_hold_all_grpc_connections(server: ServerProcess) -> None:
+    with connected(server.grpc) as silent:
+        for connection in silent:
+            connection.sendall(call_without_a_message(f"/{SERVICE_NAME}/ServerLive"))
+        received = [b""] * MOST
+        for number, connection in enumerate(silent):
+            while b"grpc_message_timeout_s" not in received[number]:
+                received[number] += (part := connection.recv(65536))
+                assert part
+        with grpc.insecure_channel(server.grpc) as channel:
+            live: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE_NAME}/ServerLive")
+            live(b"", timeout=LONG_S)
+
+
 def test_rejected_connections_are_counted_for_both_ports(server: ServerProcess) -> None:
     rejected = {"name": "ortserve_rejected_requests_total", "model": "", "reason": "overloaded"}
     with busy(server, MOST), connected(server.http, 1) as (beyond,):
@@ -143,6 +159,12 @@ def test_rejected_connections_are_counted_for_both_ports(server: ServerProcess) 
     with streams(server.grpc), connected(server.grpc, 1) as (beyond,):
         assert read_all(beyond) == b""
     assert read_metrics(server).value(**rejected) == before + 1
+
+
+def call_without_a_message(path: str) -> bytes:
+    head = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
+    block = Encoder().encode([*head, ("content-type", "application/grpc")])
+    return frames.PREFACE + frames.settings({}) + frames.header_block(1, block, frames.MIN_FRAME_SIZE, is_end=False)
 
 
 @contextmanager

@@ -166,8 +166,9 @@ class GrpcOptions(BaseModel):
     once, and its calls fail with UNAVAILABLE; grpcio replaces none. The process needs a limit of at least as many open
     files."""
     grpc_message_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
-    """Time limit for receiving a request message that has begun. The limit is renewed while the message averages at
-    least ``grpc_min_message_bytes_per_s``; otherwise the call ends with CANCELLED. ``native`` transport only."""
+    """Time limit for receiving the message of a unary call, or a message of a stream that has begun. The limit is
+    renewed while the message averages at least ``grpc_min_message_bytes_per_s``; otherwise the call ends with
+    CANCELLED. ``native`` transport only."""
     grpc_min_message_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
     """Minimum average rate of a request message that takes longer than ``grpc_message_timeout_s``, in bytes per
     second."""

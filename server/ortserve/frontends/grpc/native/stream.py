@@ -59,7 +59,8 @@ class Stream:
         message_count: Number of complete messages so far.
         window: Bytes that the caller may still send.
         hold: Reservation for the request; None if no memory was reserved.
-        since_ns: Start of the current measurement of the rate at which the incomplete message arrives.
+        since_ns: Start of the current measurement of the rate at which the incomplete message arrives. The message of a
+            unary call is incomplete from ``begun_ns`` on.
         since_bytes: Received bytes of the incomplete message at ``since_ns``.
         announced_left: Bytes of DATA that ``content-length`` announced and that are missing; None without this header.
         is_half_closed: Whether the caller has ended its side.
@@ -95,7 +96,7 @@ class Stream:
         self._waiting_bytes = 0
         self.window = ReceiveWindow(STREAM_WINDOW)
         self.hold: Hold | None = None
-        self.since_ns = 0
+        self.since_ns = begun_ns
         self.since_bytes = 0
         self.announced_left = head.content_length
         self.is_half_closed = False
@@ -119,8 +120,10 @@ class Stream:
 
     @property
     def waits_for_caller(self) -> bool:
-        """Whether memory holds part of a message whose rest the caller has not sent."""
-        return not self.is_half_closed and self.reader.kept_bytes > 0
+        """Whether memory holds part of a message whose rest the caller has not sent, or a unary call has no message."""
+        if self.is_half_closed:
+            return False
+        return self.reader.kept_bytes > 0 or not (self.takes_messages or self.message_count)
 
     def put(self, messages: list[Message]) -> None:
         """Enqueue complete messages."""

@@ -157,7 +157,7 @@ class CallTimeouts:
         return self._is_stalled(stream, self._sending.clock())
 
     def _is_stalled(self, stream: Stream, now_ns: int) -> bool:
-        """Whether an incomplete message arrives too slowly: its first part uses memory of other calls."""
+        """Whether a message arrives too slowly: the call keeps its connection open, and a part of it uses memory."""
         if not stream.waits_for_caller:
             return False
         kept = stream.reader.kept_bytes

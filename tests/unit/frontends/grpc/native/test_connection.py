@@ -889,6 +889,28 @@ def test_stalled_message_ends_its_call_and_releases_its_bytes() -> None:
     on_wire(test)
 
 
+@pytest.mark.parametrize("path", [ECHO, SLOW])
+def test_unary_call_whose_message_does_not_begin_ends(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        silent = [client.open(path) for _ in range(2)]
+        client.send(silent[1], framed(b"x")[:4])
+        idle, running = client.open(STREAM), client.open(path)
+        client.send(running, framed(b"x"))
+        await client.exchange()
+        await asyncio.sleep(58)
+        await client.exchange()
+        assert not any(client.answers[stream].is_ended for stream in silent)
+        await asyncio.sleep(4)
+        await client.exchange()
+        assert [client.answers[stream].status for stream in silent] == [CANCELLED] * 2
+        assert not client.answers[idle].is_ended
+        wire.release()
+        await client.exchange()
+        assert client.answers[running].messages == [b"x"]
+
+    on_wire(test)
+
+
 @pytest.mark.parametrize("part_bytes", [50, 200])
 def test_slow_message_is_accepted_at_the_minimum_rate(part_bytes: int) -> None:
     async def test(wire: Wire, client: Client) -> None:
