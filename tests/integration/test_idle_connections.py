@@ -151,6 +151,20 @@ def test_calls_without_a_message_do_not_hold_all_grpc_connections(server: Server
             live(b"", timeout=LONG_S)
 
 
+def test_replaced_connections_are_counted_for_both_ports(server: ServerProcess) -> None:
+    def counted() -> dict[str, float]:
+        return read_metrics(server).by_labels("ortserve_idle_evictions_total", "kind")
+
+    before = counted()
+    with connected(server.http, MOST + 1), connected(server.grpc, MOST + 1):
+        assert any(len(rises(before, counted())) == 2 for _ in range(1000))  # until the server has accepted all
+    assert rises(before, counted()) == {"http_connection", "grpc_connection"}
+
+
+def rises(before: dict[str, float], after: dict[str, float]) -> set[str]:
+    return {kind for kind, count in after.items() if count > before.get(kind, 0)}
+
+
 def test_rejected_connections_are_counted_for_both_ports(server: ServerProcess) -> None:
     rejected = {"name": "ortserve_rejected_requests_total", "model": "", "reason": "overloaded"}
     with busy(server, MOST), connected(server.http, 1) as (beyond,):

@@ -98,6 +98,7 @@ class Frontend:
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
                 on_rejected=_count_nothing,
+                on_evicted=lambda: None,
                 tls=TlsPort(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
                 )

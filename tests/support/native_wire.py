@@ -92,7 +92,7 @@ class Wire:
         self.rejections: list[ErrorKind] = []
         self.connection_errors: list[str] = []
         self.connections: set[Connection] = set()
-        self.idle_connections = IdleConnections(clock)
+        self.idle_connections = IdleConnections(clock, lambda: None)
         self._loop = loop
         self._releases: list[InflightRequest | asyncio.Future[None]] = []
         quick = {ECHO: self._answering(self._complete_soon), FAIL: _fail, HOLD: self._answering(self._keep)}

@@ -110,6 +110,7 @@ class ProtocolServers:
             on_rejected=partial(self.metrics.rejected, ""),
             budget=UnsentBudget("http_unsent_bytes", _unsent_limit(options.http_unsent_bytes), monotonic_ns),
             on_cut_answer=self.metrics.http_cut_answer,
+            on_evicted=partial(self.metrics.evicted_idle, "http_connection"),
         )
         return HttpServer(
             infer,
@@ -149,6 +150,7 @@ class ProtocolServers:
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,
             on_rejected=partial(self.metrics.rejected, ""),
+            on_evicted=partial(self.metrics.evicted_idle, "grpc_connection"),
             tls=self._tls_port("grpc", options.grpc_max_connections, alpn="h2"),
         )
 

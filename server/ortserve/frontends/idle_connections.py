@@ -6,7 +6,7 @@ Idle connections cost their peers nothing, so one caller could otherwise keep al
 import fcntl
 import termios
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, Final, Protocol
 
@@ -58,9 +58,10 @@ class IdleConnections:
     Only searches move a connection between both groups, so requests cost nothing.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        """``clock`` is that of ``Evictable.idle_ns``."""
+    def __init__(self, clock: Clock, on_evicted: Callable[[], object]) -> None:
+        """``clock`` is that of ``Evictable.idle_ns``; ``on_evicted`` counts evictions."""
         self._clock = clock
+        self._on_evicted = on_evicted
         self._unused: OrderedDict[Evictable, int] = OrderedDict()
         """Those without a request so far, with the time of their arrival. The first is the oldest."""
         self._used: OrderedDict[Evictable, None] = OrderedDict()
@@ -91,6 +92,7 @@ class IdleConnections:
             return False
         self.discard(found)
         found.evict()
+        self._on_evicted()
         return True
 
     def _is_due(self, unused: Evictable, now_ns: int) -> bool:

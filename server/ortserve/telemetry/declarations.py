@@ -372,6 +372,12 @@ GRPC_CONNECTION_ERRORS: Final = counter(
     "Connections of the native gRPC transport that the server closed with an HTTP/2 error, by error code. "
     "enhance_your_calm: the peer exceeded a limit on frames that carry no data.",
 )
+IDLE_EVICTIONS: Final = counter(
+    "ortserve_idle_evictions_total",
+    ("kind",),
+    "Idle connections that were closed for new ones at the limit of their number, by kind: http_connection "
+    "(http_max_connections) or grpc_connection (grpc_max_connections).",
+)
 CERTIFICATE_EXPIRATION: Final = gauge(
     "ortserve_tls_certificate_expiration_timestamp_seconds",
     (),

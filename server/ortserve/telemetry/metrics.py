@@ -78,6 +78,7 @@ class Metrics(Collector):
         self._cut_answers: Counter[Labels] = Counter()
         self._http_cut_answers: Counter[Labels] = Counter()
         self._connection_errors: Counter[Labels] = Counter()
+        self._idle_evictions: Counter[Labels] = Counter()
         self.read_streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
         self._certificate_reloads: Counter[Labels] = Counter()
@@ -159,6 +160,10 @@ class Metrics(Collector):
     def connection_error(self, code: str) -> None:
         """Count a gRPC connection that the server closed with an error; ``code`` is the name of its code."""
         self._connection_errors[code,] += 1
+
+    def evicted_idle(self, kind: str) -> None:
+        """Count an idle connection that was closed for a new one; ``kind`` as in ``IDLE_EVICTIONS``."""
+        self._idle_evictions[kind,] += 1
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before its model was found."""
@@ -248,6 +253,7 @@ class Metrics(Collector):
         yield Family(declared.HTTP_CUT_ANSWERS, self._http_cut_answers.copy())
         yield Family(declared.GRPC_CUT_ANSWERS, self._cut_answers.copy())
         yield Family(declared.GRPC_CONNECTION_ERRORS, self._connection_errors.copy())
+        yield Family(declared.IDLE_EVICTIONS, self._idle_evictions.copy())
         if self._certificate_expires_s is not None:
             yield Family(declared.CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})
             yield Family(declared.CERTIFICATE_RELOADS, dict(self._certificate_reloads))

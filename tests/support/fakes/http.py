@@ -104,6 +104,7 @@ class HttpSide:
             on_rejected=self.rejected.append,
             budget=self.budget,
             on_cut_answer=self.cut_answers.append,
+            on_evicted=lambda: None,
         )
         self.state = ServerState()
 

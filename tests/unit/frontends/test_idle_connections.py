@@ -30,8 +30,12 @@ class Peer:
 class Port:
     def __init__(self, *peers: Peer) -> None:
         self.now_ns = 0
-        self.peers = IdleConnections(lambda: self.now_ns)
+        self.evictions = 0
+        self.peers = IdleConnections(lambda: self.now_ns, self.count)
         self.add(*peers)
+
+    def count(self) -> None:
+        self.evictions += 1
 
     def add(self, *peers: Peer) -> None:
         for peer in peers:
@@ -51,6 +55,7 @@ def test_oldest_connection_without_a_request_is_evicted_first() -> None:
     assert evicted(port, *peers) == [1, 2]
     assert evicted(port, *peers) == [0, 1, 2]
     assert not port.peers.evict_one()
+    assert port.evictions == 3
 
 
 def test_longest_idle_of_the_used_connections_is_evicted() -> None:

@@ -195,6 +195,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     metrics.cut_answer("disconnected")
     metrics.http_cut_answer("too_slow")
     metrics.connection_error("enhance_your_calm")
+    metrics.evicted_idle("http_connection")
     metrics.loaded("m", is_ok=True)
     metrics.certificate_serves(1.5e9)
     metrics.batch_overdue(model.name)

@@ -36,13 +36,14 @@ class ConnectionContext:
         on_rejected: Callable[[ErrorKind], None],
         budget: UnsentBudget,
         on_cut_answer: Callable[[str], None],
+        on_evicted: Callable[[], object],
     ) -> None:
         self.options: Final = options
         self.on_rejected: Final = on_rejected
         self.budget: Final = budget
         self.on_cut_answer: Final = on_cut_answer
         self.cross_origin: Final = CrossOrigin(options.cors_origins) if options.cors_origins else None
-        self.idle_connections: Final = IdleConnections(monotonic_ns)
+        self.idle_connections: Final = IdleConnections(monotonic_ns, on_evicted)
         self.is_draining = False
         self._default_headers: list[Header] = []
         self._default_lines = b""

@@ -39,6 +39,7 @@ class NativeGrpcServer:
         on_cut_answer: Callable[[str], None],
         on_connection_error: Callable[[str], None],
         on_rejected: Callable[[ErrorKind], None],
+        on_evicted: Callable[[], object],
         tls: TlsPort | None = None,
     ) -> None:
         """Store the parameters; ``start`` opens the port.
@@ -52,12 +53,13 @@ class NativeGrpcServer:
             on_cut_answer: As in ``Sending``.
             on_connection_error: As ``on_error`` in ``ConnectionErrors``.
             on_rejected: Counts rejections of connections.
+            on_evicted: Counts idle connections that were closed for new ones.
             tls: Shared state of the TLS sessions; None for plain text.
         """
         errors = ConnectionErrors(clock, on_connection_error)
         budget = UnsentBudget("grpc_unsent_bytes", max_unsent_bytes, clock)
         ends = CallEnds(asyncio.get_running_loop())
-        idle = IdleConnections(clock)
+        idle = IdleConnections(clock, on_evicted)
         self._shared = GrpcPort(
             dispatcher, options, budget, ends, errors, clock, on_cut_answer, on_rejected, set(), idle
         )
