@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from fakes.service import FakeInferenceService, FakeModelService
-from grpc_frontends import LONG_S, Frontend, frontend, infer_request, wait_until
+from grpc_frontends import LONG_S, Frontend, frontend, infer_request, read_answer, wait_until
 from ortserve.codecs.grpc_wire import varint
 from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME
@@ -146,9 +146,7 @@ async def test_thousands_of_simultaneous_calls_are_all_answered(front: Frontend)
 
 
 @ON_BOTH_TRANSPORTS
-async def test_stream_past_the_limit_is_rejected(
-    grpc_transport: str,
-) -> None:
+async def test_unused_streams_keep_no_other_stream_away(grpc_transport: str) -> None:
     inference, models = FakeInferenceService(), FakeModelService()
     async with frontend(inference, models, grpc_transport) as (front, channel):
         call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
@@ -157,9 +155,15 @@ async def test_stream_past_the_limit_is_rejected(
         most = GrpcOptions().grpc_max_streams
         streams = [call(timeout=LONG_S) for _ in range(most)]
         await wait_until(lambda: front.streams.open_count == most)
-        refused = call(timeout=LONG_S)
-        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await refused.details()).startswith(f"grpc_max_streams: expected at most {most} open streams")
+        later = call(timeout=LONG_S)
+        await later.write(infer_request())
+        await read_answer(later)
+        await asyncio.wait([asyncio.ensure_future(stream.code()) for stream in streams], return_when="FIRST_COMPLETED")
+        ended = [stream for stream in streams if stream.done()]
+        assert [await stream.code() for stream in ended] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        assert await ended[0].details() == (
+            f"grpc_max_streams: expected at most {most} open streams, this idle one was closed for a new one"
+        )
         await ask(channel)
         for stream in streams:
             stream.cancel()

@@ -56,7 +56,7 @@ class Frontend:
         **options: Any,
     ) -> None:
         chosen = ServerOptions(host=host, grpc_port=port, max_body_bytes=max_body_bytes, **options)
-        self.streams = Streams(chosen.grpc_max_streams)
+        self.streams = new_streams(chosen.grpc_max_streams)
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
         service: Any = inference
         any_models: Any = models
@@ -109,6 +109,11 @@ class Frontend:
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{await self.server.start()}"
+
+
+def new_streams(max_open: int) -> Streams:
+    """Open streams that count no evictions."""
+    return Streams(max_open, monotonic_ns, lambda: None)
 
 
 def _count_nothing(_label: object) -> None:

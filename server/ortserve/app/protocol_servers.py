@@ -121,7 +121,7 @@ class ProtocolServers:
 
     def grpc(self) -> GrpcioServer | NativeGrpcServer:
         options = self.options
-        streams = Streams(options.grpc_max_streams)
+        streams = Streams(options.grpc_max_streams, monotonic_ns, partial(self.metrics.evicted_idle, "grpc_stream"))
         self.metrics.read_streams = lambda: streams.open_count
         inference = self.inference
         admission = BodyAdmission(

@@ -154,7 +154,9 @@ class GrpcOptions(BaseModel):
     """Compression of gRPC answers. It costs the event loop about 20 ms per megabyte of answer and helps only over slow
     networks. Compressed requests are always accepted."""
     grpc_max_streams: int = Field(default=1024, ge=1, le=1_048_576)
-    """Maximum number of open gRPC streams; further ones are rejected as ``overloaded``."""
+    """Maximum number of open gRPC streams of inference, and, counted apart, of health and reflection. A further one of
+    inference replaces an idle one, which fails as ``overloaded``: first those that have carried no request, then those
+    that have waited longest for their next one, for at least a minute. If none is idle, the further one fails."""
     grpc_stream_requests: int = Field(default=256, ge=1, le=65536)
     """Maximum number of unanswered requests of one gRPC stream; the next one is read after an answer."""
     grpc_stream_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=2**40)

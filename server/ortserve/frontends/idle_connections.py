@@ -27,7 +27,7 @@ _ARRIVING_SHARE: Final = 4
 
 
 class Evictable(Protocol):
-    """An open connection, as this module sees it."""
+    """An open connection, or a stream of gRPC, as this module sees it."""
 
     @property
     def has_begun(self) -> bool:

@@ -375,8 +375,8 @@ GRPC_CONNECTION_ERRORS: Final = counter(
 IDLE_EVICTIONS: Final = counter(
     "ortserve_idle_evictions_total",
     ("kind",),
-    "Idle connections that were closed for new ones at the limit of their number, by kind: http_connection "
-    "(http_max_connections) or grpc_connection (grpc_max_connections).",
+    "Idle connections and gRPC streams that were closed for new ones at the limit of their number, by kind: "
+    "http_connection (http_max_connections), grpc_connection (grpc_max_connections) or grpc_stream (grpc_max_streams).",
 )
 CERTIFICATE_EXPIRATION: Final = gauge(
     "ortserve_tls_certificate_expiration_timestamp_seconds",

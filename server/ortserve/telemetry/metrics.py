@@ -162,7 +162,7 @@ class Metrics(Collector):
         self._connection_errors[code,] += 1
 
     def evicted_idle(self, kind: str) -> None:
-        """Count an idle connection that was closed for a new one; ``kind`` as in ``IDLE_EVICTIONS``."""
+        """Count an idle connection or stream that was closed for a new one; ``kind`` as in ``IDLE_EVICTIONS``."""
         self._idle_evictions[kind,] += 1
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:

@@ -24,7 +24,7 @@ from ortserve.frontends.grpc.calls import (
     write,
 )
 from ortserve.frontends.grpc.infer_calls import load_report, time_left_ns
-from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.grpc.streams import OpenStream, Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import StreamPlace
@@ -97,7 +97,7 @@ class InferStreamCalls:
         Args:
             inference: Answers each request.
             admission: Admits the message of each request.
-            streams: Counts the open streams.
+            streams: The open streams.
             max_requests: Unanswered requests of one stream at which reading stops.
             max_bytes: Bytes of unanswered requests and unsent answers of one stream at which reading stops.
             tracing: Starts a trace for each request of a stream; None without tracing.
@@ -115,8 +115,8 @@ class InferStreamCalls:
         return {"ModelStreamInfer": streaming(self._model_stream_infer)}
 
     async def _model_stream_infer(self, context: Context) -> None:
-        with self.streams.open():
-            failure = await InferStream(self, context, StreamQuota(self._max_requests, self._max_bytes)).serve()
+        with self.streams.open(is_inference=True) as opened:
+            failure = await InferStream(self, context, opened, StreamQuota(self._max_requests, self._max_bytes)).serve()
         if failure is not None:
             await abort(context, failure)
         context.set_trailing_metadata(load_report(context, self._load_reports))
@@ -125,9 +125,10 @@ class InferStreamCalls:
 class InferStream:
     """Serves one stream. Unanswered requests are cancelled when the caller disconnects or the deadline passes."""
 
-    def __init__(self, calls: InferStreamCalls, context: Context, quota: StreamQuota) -> None:
+    def __init__(self, calls: InferStreamCalls, context: Context, opened: OpenStream, quota: StreamQuota) -> None:
         self._calls = calls
         self._context = context
+        self._opened = opened
         self._quota = quota
         self._ends_at_error = _ends_at_error(context)
         self._running: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
@@ -142,9 +143,9 @@ class InferStream:
             The status of the first failed request if the caller asked for the stream to end with it; otherwise None.
 
         Raises:
-            ServeError: not_ready if a drain ended the stream before the caller sent its last request.
+            ServeError: As from ``OpenStream.wait``.
         """
-        reading = asyncio.create_task(self._calls.streams.until_drain(self._read()))
+        reading = asyncio.create_task(self._opened.wait(self._read()))
         reading.add_done_callback(self._on_read)
         answered = 0
         try:
@@ -156,6 +157,7 @@ class InferStream:
                     await write(self._context, answer)
                     self._running.popleft()
                     self._quota.release(len(answer))
+                    self._opened.on_answer()
                     del answer  # free it while waiting for the next one
                     answered += 1
                     if answered % _TURN_REQUESTS == 0:
@@ -169,7 +171,7 @@ class InferStream:
             return None
         finally:
             reading.cancel()
-            del reading  # breaks the reference cycle described in ``Streams.until_drain``
+            del reading  # breaks the reference cycle described in ``OpenStream.wait``
             for task in self._running:
                 task.cancel()
 
@@ -187,6 +189,7 @@ class InferStream:
             if data is None:
                 return
             self._quota.reserve(len(data))
+            self._opened.on_request()
             place = self._last = StreamPlace(self._last)
             self._running.append(asyncio.create_task(self._answer(data, place)))
             self._changed.set()

@@ -31,7 +31,7 @@ class HealthCalls:
     service = "grpc.health.v1.Health"
 
     def __init__(self, models: ModelService, streams: Streams, services: Iterable[str]) -> None:
-        """``streams`` counts the ``Watch`` calls. ``services`` are the names that ``List`` returns."""
+        """``streams`` limits the ``Watch`` calls. ``services`` are the names that ``List`` returns."""
         self._models = models
         self._streams = streams
         self._services = ("", *services)
@@ -50,8 +50,8 @@ class HealthCalls:
         return health_v1_pb2.HealthListResponse(statuses=dict.fromkeys(self._services, self._status()))
 
     async def _watch(self, context: Context) -> None:
-        with self._streams.open():
-            parse_message(health_v1_pb2.HealthCheckRequest, await self._streams.until_drain(read_one(context)))
+        with self._streams.open(is_inference=False) as opened:
+            parse_message(health_v1_pb2.HealthCheckRequest, await opened.wait(read_one(context)))
             sent: health_v1_pb2.HealthCheckResponse | None = None
             while True:
                 change = self._models.readiness_change()
@@ -59,7 +59,7 @@ class HealthCalls:
                 if status != sent:
                     await write(context, status.SerializeToString())
                     sent = status
-                await self._streams.until_drain(change.wait())
+                await opened.wait(change.wait())
 
     def _status(self) -> health_v1_pb2.HealthCheckResponse:
         response = health_v1_pb2.HealthCheckResponse
@@ -79,8 +79,8 @@ class ReflectionCalls:
         return {"ServerReflectionInfo": streaming(self._server_reflection_info)}
 
     async def _server_reflection_info(self, context: Context) -> None:
-        with self._streams.open():
-            while (data := await self._streams.until_drain(read(context))) is not None:
+        with self._streams.open(is_inference=False) as opened:
+            while (data := await opened.wait(read(context))) is not None:
                 request = parse_message(reflection_v1_pb2.ServerReflectionRequest, data)
                 response = self._answer(request)
                 response.valid_host = request.host

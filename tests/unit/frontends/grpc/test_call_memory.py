@@ -12,6 +12,7 @@ import pytest
 from google.protobuf.message import Message
 
 from fakes.service import FakeInferenceService, FakeModelService
+from grpc_frontends import new_streams
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.errors import ErrorKind, ServeError
@@ -19,7 +20,6 @@ from ortserve.frontends.grpc.calls import Context, Handler, Handlers, answering,
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.standard_calls import HealthCalls, ReflectionCalls
-from ortserve.frontends.grpc.streams import Streams
 
 GARBAGE = b"\xff" * 1000
 
@@ -105,12 +105,12 @@ def of(handlers: Handlers) -> Handler:
 
 def watch() -> Handler:
     models: Any = FakeModelService()
-    return HealthCalls(models, Streams(5), ()).handlers()["Watch"]
+    return HealthCalls(models, new_streams(5), ()).handlers()["Watch"]
 
 
 def infer_stream() -> Handler:
     inference: Any = FakeInferenceService()
-    calls = InferStreamCalls(inference, inference.admission, Streams(5), max_requests=5, max_bytes=10**6)
+    calls = InferStreamCalls(inference, inference.admission, new_streams(5), max_requests=5, max_bytes=10**6)
     return of(calls.handlers())
 
 
@@ -128,7 +128,7 @@ CALLS: Mapping[str, Callable[[], Handler]] = {
     "ModelInfer": model_infer,
     "ModelStreamInfer": infer_stream,
     "Watch": watch,
-    "reflection": lambda: of(ReflectionCalls("grpc.reflection.v1.ServerReflection", Streams(5), ()).handlers()),
+    "reflection": lambda: of(ReflectionCalls("grpc.reflection.v1.ServerReflection", new_streams(5), ()).handlers()),
 }
 
 

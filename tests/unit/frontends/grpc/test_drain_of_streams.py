@@ -7,12 +7,11 @@ import grpc
 import pytest
 
 from fakes.service import FakeInferenceService, FakeModelService
-from grpc_frontends import LONG_S, infer_request
+from grpc_frontends import LONG_S, infer_request, new_streams
 from ortserve._pb import reflection_v1_pb2
 from ortserve.frontends.grpc.calls import Calls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
-from ortserve.frontends.grpc.streams import Streams
 
 
 class SlowCaller:
@@ -48,7 +47,7 @@ class SlowCaller:
 
 @pytest.mark.parametrize("name", ["Watch", "ServerReflectionInfo", "ModelStreamInfer"])
 async def test_drain_finishes_the_current_write_before_the_stream_ends(name: str) -> None:
-    streams = Streams(1)
+    streams = new_streams(1)
     inference: Any = FakeInferenceService()
     models: Any = FakeModelService()
     calls: dict[str, tuple[Calls, bytes]] = {

@@ -7,9 +7,8 @@ import grpc
 import pytest
 
 from fakes.service import FakeInferenceService
-from grpc_frontends import infer_request
+from grpc_frontends import infer_request, new_streams
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls, StreamQuota
-from ortserve.frontends.grpc.streams import Streams
 
 
 def has_room(quota: StreamQuota) -> bool:
@@ -94,7 +93,7 @@ async def test_other_callers_are_served_between_the_requests_of_a_stream() -> No
     count, most = 200, 20
     inference: Any = FakeInferenceService()
     caller = HastyCaller(count)
-    calls: Any = InferStreamCalls(inference, inference.admission, Streams(1), max_requests=256, max_bytes=2**30)
+    calls: Any = InferStreamCalls(inference, inference.admission, new_streams(1), max_requests=256, max_bytes=2**30)
     serving = asyncio.ensure_future(calls.handlers()["ModelStreamInfer"].stream_stream(None, caller))
     while not serving.done():
         begun, answered = len(inference.received), caller.written
