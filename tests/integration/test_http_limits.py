@@ -17,9 +17,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from hpack import Encoder
 
 from http_wire import reset
 from models import builders, costly
+from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.frontends.grpc.native import frames
 from servers import (
     LONG_S,
     LOOK_S,
@@ -62,6 +65,15 @@ def hasty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     add_model(repository, "loop", costly.counted_loop)
     times = ("--http-header-timeout-s", "0.8", "--http-body-timeout-s", "0.8", "--http-min-body-bytes-per-s", "1000000")
     with serving(repository, *SHORT_WARMUP, *times, "--idle-timeout-s", "1.5") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def patient_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with a timeout for callers that read nothing, shorter than the system takes to accept more."""
+    repository = tmp_path_factory.mktemp("patient")
+    add_model(repository, "widened", costly.widened)
+    with serving(repository, *SHORT_WARMUP, "--http-send-timeout-s", "2", "--grpc-send-timeout-s", "2") as server:
         yield server
 
 
@@ -291,21 +303,60 @@ def test_client_that_reads_nothing_is_disconnected(server: ServerProcess) -> Non
     assert is_well(server)
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_client_that_reads_slowly_is_not_disconnected(patient_server: ServerProcess, protocol: str) -> None:
+    """The system accepts hundreds of kilobytes at a time, so the server writes nothing for longer than its timeout."""
+    width, read_s = 4_000_000, 8
+    if protocol == "http":
+        address, request = patient_server.http, wide_request(width)
+    else:
+        message = pb.ModelInferRequest(model_name="widened", raw_input_contents=[np.array([width]).tobytes()])
+        message.inputs.add(name="n", datatype="INT64", shape=[1])
+        address, request = patient_server.grpc, call_with_large_windows(message.SerializeToString())
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+        connection.sendall(request)
+        end_s, received = time.monotonic() + read_s, 0
+        while time.monotonic() < end_s and (part := connection.recv(8192)):
+            received += len(part)
+            time.sleep(0.1)
+        while received < 4 * width and (part := connection.recv(2**20)):
+            received += len(part)
+    assert received >= 4 * width
+
+
+def call_with_large_windows(message: bytes) -> bytes:
+    """A gRPC call whose answer needs no WINDOW_UPDATE."""
+    head = [(":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer")]
+    block = Encoder().encode([*head, (":authority", "x"), ("te", "trailers"), ("content-type", "application/grpc")])
+    return b"".join(
+        (
+            frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 2**30}) + frames.window_update(0, 2**30),
+            frames.header_block(1, block, frames.MIN_FRAME_SIZE, is_end=False),
+            frames.frame(frames.DATA, frames.END_STREAM, 1, b"\0" + len(message).to_bytes(4, "big") + message),
+        )
+    )
+
+
+def wanting(width: int) -> bytes:
+    """The body of a request for an answer of ``width`` numbers of 4 bytes, to the model ``widened``."""
+    output = {"name": "y", "parameters": {"binary_data": True}}
+    return json.dumps({"inputs": [json_input("n", np.array([width]))], "outputs": [output]}).encode()
+
+
+def wide_request(width: int) -> bytes:
+    body = wanting(width)
+    return INFER.replace(b"identity", b"widened") + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
 def test_unread_answers_are_cut_and_read_ones_are_not(tmp_path: Path) -> None:
     add_model(tmp_path, "widened", costly.widened)
     count, size, limit = 8, 8_000_000, 30_000_000
-
-    def wanting(width: int) -> bytes:
-        output = {"name": "y", "parameters": {"binary_data": True}}
-        return json.dumps({"inputs": [json_input("n", np.array([width]))], "outputs": [output]}).encode()
-
-    body = wanting(size // 4)
-    request = INFER.replace(b"identity", b"widened") + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with serving(tmp_path, *SHORT_WARMUP, "--http-unsent-bytes", str(limit)) as server, contextlib.ExitStack() as stack:
         unread = []
         for _ in range(count):
             connection = stack.enter_context(connected(server))
-            connection.sendall(request)
+            connection.sendall(wide_request(size // 4))
             assert connection.recv(12) == b"HTTP/1.1 200"
             unread.append(connection)
         for _ in range(3):

@@ -1,8 +1,11 @@
 """One budget for the unsent answers of all connections of a port, HTTP or gRPC."""
 
 import asyncio
+import fcntl
 import heapq
-from typing import Final, Protocol
+import sys
+import termios
+from typing import Any, Final, Protocol
 
 from ortserve.clock import Clock
 
@@ -124,3 +127,14 @@ class UnsentBudget:
 def _negated_cost(holder: AnswerHolder, now_ns: int) -> tuple[int, int]:
     """Order of the connections that lose calls; the lowest comes first."""
     return holder.unsent_bytes * (holder.unsent_since_ns - now_ns), -holder.unsent_bytes
+
+
+def unacknowledged_bytes(connected: Any) -> int:
+    """Bytes that the system holds because the peer has not acknowledged them; 0 for None, which stands for no socket.
+
+    The system accepts more only when a third of its buffer is free, up to megabytes. A peer that reads slowly all the
+    time would seem to read nothing meanwhile.
+    """
+    if connected is None:
+        return 0
+    return int.from_bytes(fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)

@@ -1,10 +1,12 @@
 """The budget for the unsent answers of all connections of a port."""
 
 import asyncio
+import select
+import socket
 from collections import deque
 
 from fakes.clock import FakeClock
-from ortserve.frontends.unsent_answers import UnsentBudget
+from ortserve.frontends.unsent_answers import UnsentBudget, unacknowledged_bytes
 
 
 class FakeHolder:
@@ -106,3 +108,19 @@ async def test_budget_that_fits_again_in_time_ends_no_call() -> None:
     holder.read()
     await settle()
     assert list(holder.answers) == [60]
+
+
+def test_unacknowledged_bytes_fall_before_the_system_accepts_more() -> None:
+    assert unacknowledged_bytes(None) == 0
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.connect(listener.getsockname())
+        with listener.accept()[0] as server:
+            assert unacknowledged_bytes(server) == 0
+            server.setblocking(False)
+            while select.select([], [server], [], 0)[1]:
+                server.send(bytes(65536))
+            full = unacknowledged_bytes(server)
+            while unacknowledged_bytes(server) == full:
+                peer.recv(4096)
+            assert not select.select([], [server], [], 0)[1]

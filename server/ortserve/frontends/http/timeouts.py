@@ -9,6 +9,7 @@ from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.limits import Stage, tick_s, too_many_connections, too_slow_body, too_slow_headers
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.idle_connections import has_unread_bytes
+from ortserve.frontends.unsent_answers import unacknowledged_bytes
 
 _SLOW_BODY_SHARE: Final = 1 / 6
 """Share of ``http_body_timeout_s`` from which a body below the minimum rate may be rejected for a new connection."""
@@ -186,6 +187,8 @@ class Timeouts:
             return
         self._handle = connection.loop.call_later(self._tick_s, self._check)
         unsent = transport.get_write_buffer_size()
+        if unsent:
+            unsent += unacknowledged_bytes(transport.get_extra_info("socket"))
         if connection.is_write_paused:
             connection.count_unsent()
         stage, exchange = reader.stage, connection.newest

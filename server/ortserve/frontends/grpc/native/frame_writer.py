@@ -6,6 +6,7 @@ from typing import Final
 
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.long_reads import resume_reads
+from ortserve.frontends.unsent_answers import unacknowledged_bytes
 
 _MAX_PIECES: Final = 256
 """Number of pending pieces above which they are passed to the transport within the turn."""
@@ -37,6 +38,7 @@ class FrameWriter:
         self.is_paused = False
         self._paused_bytes = 0
         self._written_bytes = 0
+        self._unacknowledged_bytes = 0
         self._resets: dict[int, asyncio.TimerHandle] = {}
 
     @property
@@ -120,7 +122,12 @@ class FrameWriter:
         """Bytes that the transport has not sent yet."""
         return self._transport.get_write_buffer_size()
 
+    def count_sent(self) -> int:
+        """Count the sent bytes that the peer has not acknowledged. Returns ``sent_bytes``."""
+        self._unacknowledged_bytes = unacknowledged_bytes(self._transport.get_extra_info("socket"))
+        return self.sent_bytes
+
     @property
     def sent_bytes(self) -> int:
-        """Total of the bytes that the transport has sent."""
-        return self._written_bytes - self._transport.get_write_buffer_size()
+        """Total of the bytes that the peer had acknowledged at the last count, plus those sent since then."""
+        return self._written_bytes - self.buffered_bytes - self._unacknowledged_bytes

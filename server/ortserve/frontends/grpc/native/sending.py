@@ -274,10 +274,8 @@ class Sending:
 
     def sent_by_stream(self) -> dict[int, int]:
         """Return ``sent_of`` each stream with unsent bytes. Key 0 is the transport, if it has unsent bytes."""
-        sent = {stream.id: self.sent_of(stream) for stream in self.streams.values() if stream.unsent}
-        if self._writer.buffered_bytes:
-            sent[0] = self._writer.sent_bytes
-        return sent
+        sent = {0: self._writer.count_sent()} if self._writer.buffered_bytes else {}
+        return sent | {stream.id: self.sent_of(stream) for stream in self.streams.values() if stream.unsent}
 
     def sent_of(self, stream: Stream) -> int:
         """Return the input of ``SendProgress`` for a stream: a number that grows when it makes progress.
