@@ -22,7 +22,7 @@ from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.console_routes import console_routes
 from ortserve.frontends.http.context import ConnectionContext
-from ortserve.frontends.http.control_app import build_routes, make_control_app
+from ortserve.frontends.http.control_app import add_routes, make_control_app
 from ortserve.frontends.http.embeddings_routes import embeddings_routes
 from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
@@ -100,11 +100,10 @@ class ProtocolServers:
             title=options.server_name,
             guarded=self.guards,
         )
-        control.include_router(generate_routes(infer, self.models))
-        control.include_router(embeddings_routes(infer, self.models, self.codec_threads.read_json))
+        add_routes(control, generate_routes(infer, self.models))
+        add_routes(control, embeddings_routes(infer, self.models, self.codec_threads.read_json))
         if (console := self.console) is not None:
-            control.include_router(console_routes(console.observation, console.models, console.server))
-        build_routes(control)
+            add_routes(control, console_routes(console.observation, console.models, console.server))
         context = ConnectionContext(
             options,
             on_rejected=partial(self.metrics.rejected, ""),

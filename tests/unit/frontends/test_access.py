@@ -5,7 +5,7 @@ import sys
 from typing import Any, Final
 
 import pytest
-from fastapi.routing import iter_route_contexts
+from fastapi.routing import APIRoute
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ from ortserve.frontends.access import GRPC_GROUPS, http_group, is_unambiguous, u
 from ortserve.frontends.grpc.calls import answering
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.http.console_routes import console_routes
-from ortserve.frontends.http.control_app import make_control_app
+from ortserve.frontends.http.control_app import add_routes, make_control_app
 from ortserve.frontends.http.embeddings_routes import embeddings_routes
 from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.service.access import Group
@@ -69,14 +69,13 @@ def all_routes() -> list[Route]:
 
     services: Any = Nothing()
     app = make_control_app(nothing, services, nothing, nothing, nothing, title="t")
-    app.include_router(generate_routes(nothing, nothing))
-    app.include_router(embeddings_routes(nothing, nothing, nothing))
-    app.include_router(console_routes(nothing, nothing, nothing))
-    known = iter_route_contexts(app.routes)
-    plain = ((route.path or "", route.methods) for route in known)
+    add_routes(app, generate_routes(nothing, nothing))
+    add_routes(app, embeddings_routes(nothing, nothing, nothing))
+    add_routes(app, console_routes(nothing, nothing, nothing))
     return [
-        Route(path.replace("{path:path}", "{path}"), answer_nothing, methods=list(methods or ()))
-        for path, methods in plain
+        Route(route.path.replace("{path:path}", "{path}"), answer_nothing, methods=list(route.methods or ()))
+        for route in app.routes
+        if isinstance(route, APIRoute)
     ]
 
 

@@ -68,11 +68,9 @@ class EventStream(Response):
 
 def console_routes(observation: Observation, models: ModelDetails, server: ServerDetails) -> APIRouter:
     """Create the routes of the page, its files, and its data."""
-    router = APIRouter(include_in_schema=False)
-    router.include_router(_page_routes())
-    data = APIRouter(prefix="/v2/console")
+    router = _page_routes()
 
-    @data.get("/stream")
+    @router.get("/v2/console/stream")
     async def stream(request: Request, model: str = "", version: str = "") -> Response:
         watched = (model, version) if model else None
         # HEAD runs as GET, and its stream would never end.
@@ -82,20 +80,19 @@ def console_routes(observation: Observation, models: ModelDetails, server: Serve
             observation.leave(viewer)
         return EventStream(observation, viewer)
 
-    @data.get("/models/{model}")
+    @router.get("/v2/console/models/{model}")
     async def unnumbered(model: ModelName) -> JSONResponse:
         return _json(models.describe(model, ""))
 
-    @data.get("/models/{model}/versions/{version}")
+    @router.get("/v2/console/models/{model}/versions/{version}")
     async def version(model: ModelName, version: str) -> JSONResponse:
         return _json(models.describe(model, version))
 
-    @data.get("/server")
+    @router.get("/v2/console/server")
     async def server_details() -> JSONResponse:
         devices = await asyncio.to_thread(server.devices)
         return _json(server.describe() | {"devices": devices})
 
-    router.include_router(data)
     return router
 
 
@@ -104,7 +101,7 @@ def _page_routes() -> APIRouter:
     scripts = [script for script in (root / "js").iterdir() if script.name.endswith(".js")]
     paths = {_PAGE: root / _PAGE, "console.css": root / "console.css", **{f"js/{one.name}": one for one in scripts}}
     known = {path: StaticFile(path, file.read_bytes(), _POLICY) for path, file in paths.items()}
-    router = APIRouter()
+    router = APIRouter(include_in_schema=False)
 
     @router.get("/")
     async def page(request: Request) -> Response:

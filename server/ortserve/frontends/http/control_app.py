@@ -1,9 +1,7 @@
 """The FastAPI application: all REST calls except inference, the documentation page, and the OpenAPI document."""
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Container
-from functools import lru_cache
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -11,9 +9,8 @@ from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
-from fastapi.routing import iter_route_contexts
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.routing import compile_path
 
 from ortserve import __version__
 from ortserve.codecs.json_text import LoadParameter
@@ -68,21 +65,20 @@ def make_control_app(
         title=title,
         version=__version__,
         description="ONNX models over the Open Inference Protocol v2.",
-        responses={"4XX": {"model": ErrorDocument}, "5XX": {"model": ErrorDocument}},
         redirect_slashes=False,
         openapi_url=None,  # FastAPI's route would build the document on the event loop
         docs_url=None,  # FastAPI's pages load scripts from a CDN
         redoc_url=None,
     )
-    app.include_router(docs_routes())
-    app.include_router(health_routes(models))
-    app.include_router(statistics_routes(management.statistics))
-    app.include_router(repository_routes(management.repository, admission, read_load))
-    app.include_router(settings_routes(management.logs, management.traces))
-    app.include_router(profile_routes(management.profiling))
-    app.include_router(model_routes(models))
-    app.include_router(label_routes(management.labels, management.rollouts))
-    app.include_router(shared_memory_routes(shared_memory))
+    add_routes(app, docs_routes())
+    add_routes(app, health_routes(models))
+    add_routes(app, statistics_routes(management.statistics))
+    add_routes(app, repository_routes(management.repository, admission, read_load))
+    add_routes(app, settings_routes(management.logs, management.traces))
+    add_routes(app, profile_routes(management.profiling))
+    add_routes(app, model_routes(models))
+    add_routes(app, label_routes(management.labels, management.rollouts))
+    add_routes(app, shared_memory_routes(shared_memory))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_malformed_path)
@@ -90,15 +86,13 @@ def make_control_app(
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            documented = APIRouter()
-            documented.include_router(_documented_infer_routes(), responses=app.router.responses)
             document = get_openapi(
                 title=app.title,
                 version=app.version,
                 description=app.description,
-                routes=[*app.routes, *documented.routes],
+                routes=[*app.routes, *_documented_infer_routes().routes],
             )
-            app.openapi_schema = _with_keys(_without_422(document), guarded)
+            app.openapi_schema = _with_keys(_with_errors(_without_422(document)), guarded)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend the document
@@ -113,9 +107,9 @@ def make_control_app(
     return app
 
 
-def build_routes(app: FastAPI) -> None:
-    """Build the routes before the server listens. FastAPI would do so for the first requests."""
-    list(iter_route_contexts(app.routes))
+def add_routes(app: FastAPI, router: APIRouter) -> None:
+    """Add the routes themselves. ``include_router`` would build each of them again for the first requests."""
+    app.router.routes.extend(router.routes)
 
 
 def _without_422(document: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +119,16 @@ def _without_422(document: dict[str, Any]) -> dict[str, Any]:
             operation["responses"].pop("422", None)
     for schema in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(schema, None)
+    return document
+
+
+def _with_errors(document: dict[str, Any]) -> dict[str, Any]:
+    """Give all operations the errors of the infer routes. FastAPI would build two validators for each operation."""
+    errors = document["paths"]["/v2/models/{model}/infer"]["post"]["responses"]
+    for path in document["paths"].values():
+        for operation in path.values():
+            for status in ("4XX", "5XX"):
+                operation["responses"].setdefault(status, errors[status])
     return document
 
 
@@ -142,7 +146,8 @@ def _with_keys(document: dict[str, Any], guarded: Container[Group | None]) -> di
 
 def _documented_infer_routes() -> APIRouter:
     """Create the infer routes for the OpenAPI document; no request reaches them."""
-    router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
+    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorDocument}, "5XX": {"model": ErrorDocument}}
+    router = APIRouter(prefix="/v2/models/{model}", tags=["inference"], responses=errors)
     request_body = Body(
         description="JSON, or JSON followed by binary tensors; then the header Inference-Header-Content-Length holds "
         "the length of the JSON part in bytes. At 0 the body is one row of the model's only input, and nothing else. "
@@ -174,22 +179,13 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette lists only the methods of the first route with this path.
         path = request.scope["path"]
-        matching = [route for route in iter_route_contexts(request.app.routes) if _matches(path, route.path or "")]
-        allowed = {method for route in matching for method in route.methods or ()}
+        routes = (route for route in request.app.routes if isinstance(route, APIRoute))
+        allowed = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
         allowed |= {"HEAD"} if "GET" in allowed else set()
         return as_response(wrong_method(request.method, ", ".join(sorted(allowed)), path))
     if error.status_code == HTTPStatus.NOT_FOUND:
         return as_response(failure(unknown_path(request.scope["path"]), request.scope["path"]))
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
-
-
-def _matches(path: str, template: str) -> bool:
-    return _pattern(template).match(path) is not None
-
-
-@lru_cache(maxsize=256)
-def _pattern(template: str) -> re.Pattern[str]:
-    return compile_path(template)[0]
 
 
 async def _answer_fault(request: Request, _: Exception) -> Response:

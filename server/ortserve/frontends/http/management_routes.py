@@ -184,9 +184,8 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
 
 def shared_memory_routes(regions: SharedMemory) -> APIRouter:
     """Create the routes for shared memory of the system and of GPUs."""
-    router = APIRouter(prefix="/v2", tags=["shared memory"])
-    system = _region_routes(regions, RegionStatus, list[RegionStatus], "of system memory")
-    cuda = _region_routes(regions, CudaRegionStatus, list[CudaRegionStatus], "on GPUs")
+    system = _region_routes("system", regions, RegionStatus, list[RegionStatus], "of system memory")
+    cuda = _region_routes("cuda", regions, CudaRegionStatus, list[CudaRegionStatus], "on GPUs")
 
     @system.post("/region/{region}/register", openapi_extra=_REGISTRATION_BODY, response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
@@ -204,16 +203,14 @@ def shared_memory_routes(regions: SharedMemory) -> APIRouter:
         await regions.register_cuda(region, _handle(document), device_id, byte_size)
         return _nothing()
 
-    router.include_router(system, prefix="/systemsharedmemory")
-    router.include_router(cuda, prefix="/cudasharedmemory")
-    return router
+    return APIRouter(routes=[*system.routes, *cuda.routes])
 
 
 def _region_routes(
-    regions: SharedMemory, kind: type[RegionStatus | CudaRegionStatus], document: Any, where: str
+    memory: str, regions: SharedMemory, kind: type[RegionStatus | CudaRegionStatus], document: Any, where: str
 ) -> APIRouter:
     """Create the routes that both kinds of regions have. ``where`` follows "regions" in their descriptions."""
-    router = APIRouter()
+    router = APIRouter(prefix=f"/v2/{memory}sharedmemory", tags=["shared memory"])
 
     @router.get("/status", response_model=document, description=f"All regions {where}.")
     async def status_of_all() -> Response:
