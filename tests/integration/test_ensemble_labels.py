@@ -66,7 +66,7 @@ def test_ensemble_that_is_changed_with_its_member_stays_in_service(tmp_path: Pat
     flags = ("--model-control-mode", "poll", "--repository-poll-s", "1", *SHORT_WARMUP)
     with serving(tmp_path, *flags) as server, triton_clients(server) as (http, _):
         answers = [float(http.infer("e", triton_inputs(triton_http, ONES)).as_numpy("y")[0, 0])]
-        add_model(tmp_path, "m", builders.slow, version=3, steps=300_000)
+        add_model(tmp_path, "m", builders.slow, version=3, steps=60_000)
         (ensemble / "model.yaml").write_text(ensemble_text(["x"], ["y"], [("m", {"x": "x"}, {"z": "y"})]))
         (folder / "model.yaml").write_text(f"{EVERY}labels: {{stable: 2}}")
         while answers[-1] != 2:
