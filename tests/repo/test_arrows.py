@@ -7,8 +7,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "server" / "ortserve"
 
 # A room may import rooms of lower levels; rooms of one level do not import each other.
@@ -96,8 +94,11 @@ def test_every_package_has_a_level() -> None:
     assert rooms == set(LEVEL)
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_downwards(module: Path) -> None:
+def test_imports_point_downwards() -> None:
+    assert [f"{name_of(module)} imports {name}" for module in modules() for name in upward_imports(module)] == []
+
+
+def upward_imports(module: Path) -> Iterator[str]:
     room = room_of(module)
     if room in ("__init__", "__main__"):
         return
@@ -105,10 +106,10 @@ def test_imports_point_downwards(module: Path) -> None:
         library, _, rest = name.partition(".")
         if library == "ortserve":
             other = rest.split(".")[0]
-            if other not in (room, "__version__"):
-                assert LEVEL[other] < LEVEL[room], f"{room} imports {name}"
-        elif library in DOORS:
-            assert room in DOORS[library], f"{room} imports {name}, whose door is {DOORS[library]}"
+            if other not in (room, "__version__") and LEVEL[other] >= LEVEL[room]:
+                yield name
+        elif library in DOORS and room not in DOORS[library]:
+            yield f"{name}, whose door is {DOORS[library]}"
 
 
 def name_of(module: Path) -> str:
@@ -133,32 +134,35 @@ def exported(package: str) -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_modules_import_only_what_another_package_exports(module: Path) -> None:
+def test_modules_import_only_what_another_package_exports() -> None:
+    assert [f"{name_of(module)} imports {name}" for module in modules() for name in private_imports(module)] == []
+
+
+def private_imports(module: Path) -> Iterator[str]:
     importer = name_of(module)
-    known = names()
     for name in imports(module):
         parts = name.split(".")
         for depth in range(2, len(parts)):
             package = ".".join(parts[:depth])
             is_outside = package not in (importer, "ortserve._pb") and not importer.startswith(f"{package}.")
-            if is_outside and f"{package}.{parts[depth]}" in known:
-                assert parts[depth] in exported(package), f"{package} does not export {parts[depth]}"
+            if is_outside and f"{package}.{parts[depth]}" in names() and parts[depth] not in exported(package):
+                yield f"{parts[depth]}, which {package} does not export"
 
 
-PACKAGES = sorted({name_of(path) for path in modules() if path.name == "__init__.py"} - {"ortserve", "ortserve.rows"})
+def test_packages_export_only_what_another_package_imports() -> None:
+    packages = {name_of(path) for path in modules() if path.name == "__init__.py"} - {"ortserve", "ortserve.rows"}
+    assert [f"{package}.{name}" for package in packages for name in exported_in_vain(package)] == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_export_only_what_another_package_imports(package: str) -> None:
-    submodules = {name.removeprefix(f"{package}.") for name in map(name_of, modules())}
+def exported_in_vain(package: str) -> set[str]:
+    submodules = {name.removeprefix(f"{package}.") for name in names()}
     outside = [path for path in modules() if not f"{name_of(path)}.".startswith(f"{package}.")]
-    used = {name for path in outside for name in imports(path)}
-    assert {
+    used = {f"{name}." for path in outside for name in imports(path) if name.startswith(f"{package}.")}
+    return {
         name
         for name in exported(package) & submodules
-        if not any(f"{imported}.".startswith(f"{package}.{name}.") for imported in used)
-    } == set()
+        if not any(imported.startswith(f"{package}.{name}.") for imported in used)
+    }
 
 
 def test_modules_have_no_import_cycles() -> None:
