@@ -40,7 +40,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
-from matplotlib import pyplot  # noqa: E402
 
 from apart import CACHE, run_tool  # noqa: E402
 from harness import NOTHING, Load, checking, post, running, serving, spread, table, write_report, wrk  # noqa: E402
@@ -288,6 +287,8 @@ def report(results: dict[str, list[Load]], foreign: set[str], connections: int, 
 
 
 def plot(requests_per_s: dict[str, float], connections: int, file: Path) -> None:
+    from matplotlib import pyplot  # imported here: it takes half a second, and tests import this module
+
     figure, axes = pyplot.subplots(figsize=(7, 0.5 * len(requests_per_s) + 1))
     bars = axes.barh(
         [server.replace(" (", "\n(") for server in requests_per_s],

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -17,7 +18,6 @@ import tritonclient.grpc as triton_grpc
 import yaml
 from onnx import TensorProto, helper
 from PIL import Image
-from sklearn.datasets import load_digits
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import Infer, grpc_raw, rest_binary, rest_json, triton_inputs
@@ -53,6 +53,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def digits() -> Any:
+    """Images of 8 by 8 numbers from 0 to 16, and the digits that they show."""
+    from sklearn.datasets import load_digits
+
+    return load_digits()
+
+
 def example(language: str, mark: str) -> str:
     """The only block of the page with this text."""
     (found,) = (block for block in blocks(language, PAGE) if mark in block)
@@ -68,17 +76,15 @@ def photo(image: np.ndarray, form: str = "JPEG") -> np.ndarray:
 
 
 @pytest.mark.parametrize("infer", [rest_json, rest_binary, grpc_raw])
-def test_digits_in_image_files_are_classified(server: ServerProcess, infer: Infer) -> None:
-    data = load_digits()
-    files = [photo(image, form) for image, form in zip(data.images[:60], ["JPEG", "PNG", "WEBP"] * 20, strict=True)]
+def test_digits_in_image_files_are_classified(server: ServerProcess, digits: Any, infer: Infer) -> None:
+    files = [photo(image, form) for image, form in zip(digits.images[:60], ["JPEG", "PNG", "WEBP"] * 20, strict=True)]
     with ThreadPoolExecutor(4) as threads:  # callers share batches of the classifier
         labels = [*threads.map(lambda file: infer(server, "digit_photos", {"FILE": file})["LABEL"][0], files)]
-    assert np.mean(np.array(labels) == data.target[:60]) >= 0.95
+    assert np.mean(np.array(labels) == digits.target[:60]) >= 0.95
 
 
-def test_client_of_the_page_classifies_a_file(server: ServerProcess, tmp_path: Path) -> None:
-    data = load_digits()
-    (tmp_path / "seven.jpg").write_bytes(photo(data.images[data.target == 7][0]).tobytes())
+def test_client_of_the_page_classifies_a_file(server: ServerProcess, digits: Any, tmp_path: Path) -> None:
+    (tmp_path / "seven.jpg").write_bytes(photo(digits.images[digits.target == 7][0]).tobytes())
     script = example("python", "seven.jpg").replace("127.0.0.1:8000", server.http)
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=LONG_S, stdout=subprocess.PIPE, text=True
@@ -92,8 +98,8 @@ def test_metadata_name_the_file_as_the_input(server: ServerProcess) -> None:
     assert metadata["properties"]["batching"] == "not batched because input 'file' is one image file"
 
 
-def test_malformed_files_harm_no_other_caller(server: ServerProcess) -> None:
-    whole = photo(load_digits().images[0])
+def test_malformed_files_harm_no_other_caller(server: ServerProcess, digits: Any) -> None:
+    whole = photo(digits.images[0])
     broken = [whole[: len(whole) * part // 40] for part in range(39)] + [np.arange(99, dtype=np.uint8)]
 
     def ask(file: np.ndarray) -> tuple[int, str]:

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from ortserve.example import repository_path
 from ortserve.example.make_tiny_models import write_models
@@ -81,6 +79,9 @@ def test_text_stats_rows_are_independent() -> None:
 
 
 def test_digits_reaches_the_accuracy_its_readme_states() -> None:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     # The split is repeated here to check the stated number without the script that produced it.
     data = load_digits()
     images = data.images.astype(np.float32)[:, np.newaxis]

@@ -26,7 +26,6 @@ from onnxruntime.quantization import (
     quantize_static,
     save_tensors_data,
 )
-from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 
 from ortserve.errors import invalid_input
@@ -245,6 +244,9 @@ def make(
 
 
 def _make_weights(prepared: Prepared, target: Path, settings: Settings, nodes: Mapping[str, str]) -> None:
+    # Imported here: it takes 0.3 s, and only weights in blocks need it.
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
     gathers = [name for name, operator in nodes.items() if operator == "Gather"]
     operators = ("MatMul", "Gather") if settings.bits == 4 else ("MatMul",)
     if settings.bits == 8 and gathers:  # the block quantizer supports 8 bits for MatMul only
