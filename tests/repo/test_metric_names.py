@@ -3,12 +3,10 @@
 import re
 from typing import Final
 
-import pytest
-
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind
 from ortserve.service.access import Group
-from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES, Declaration
+from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 
 UNITS: Final = (
     "seconds",
@@ -77,47 +75,45 @@ BOUNDED_LABELS: Final = {
 }
 """Every label, with the number of its values or the reason why it is bounded. Callers cannot choose any of them."""
 
-each_metric = pytest.mark.parametrize("declared", DECLARATIONS, ids=lambda declared: declared.name)
+
+def test_name_has_the_prefix_and_snake_case() -> None:
+    for declared in DECLARATIONS:
+        assert re.fullmatch(r"ortserve(_[a-z]+)+", declared.name), declared.name
+        assert not re.search(NO_BASE_UNITS, declared.name), declared.name
 
 
-@each_metric
-def test_name_has_the_prefix_and_snake_case(declared: Declaration) -> None:
-    assert re.fullmatch(r"ortserve(_[a-z]+)+", declared.name)
-    assert not re.search(NO_BASE_UNITS, declared.name)
+def test_name_ends_with_its_unit_and_counters_with_total() -> None:
+    for declared in DECLARATIONS:
+        stem = declared.name.removesuffix("_total")
+        assert declared.name.endswith("_total") == (declared.type == "counter"), declared.name
+        # The text format appends these suffixes to the samples of histograms.
+        assert not stem.endswith(("_count", "_sum", "_bucket", "_created")), declared.name
+        assert (declared.name in UNITLESS) != stem.endswith(UNITS), declared.name
 
 
-@each_metric
-def test_name_ends_with_its_unit_and_counters_with_total(declared: Declaration) -> None:
-    stem = declared.name.removesuffix("_total")
-    assert declared.name.endswith("_total") == (declared.type == "counter")
-    # The text format appends these suffixes to the samples of histograms.
-    assert not stem.endswith(("_count", "_sum", "_bucket", "_created"))
-    assert (declared.name in UNITLESS) != stem.endswith(UNITS)
+def test_name_repeats_no_label() -> None:
+    for declared in DECLARATIONS:
+        words = declared.name.removeprefix("ortserve_").split("_")
+        assert not {"protocol", "version", "outcome", "reason"} & set(words), declared.name
 
 
-@each_metric
-def test_name_repeats_no_label(declared: Declaration) -> None:
-    words = declared.name.removeprefix("ortserve_").split("_")
-    assert not {"protocol", "version", "outcome", "reason"} & set(words)
+def test_labels_are_bounded_and_avoid_reserved_names() -> None:
+    for declared in DECLARATIONS:
+        assert set(declared.labels) <= BOUNDED_LABELS.keys(), declared.name
+        assert not {"le", "quantile", "job", "instance"} & set(declared.labels), declared.name
+        # A histogram's buckets multiply with its labels; the case is a model with requests of every kind.
+        counts = [BOUNDED_LABELS[label] for label in declared.labels]
+        series = (len(declared.buckets) + 3) if declared.buckets else 1
+        for count in counts:
+            series *= count if isinstance(count, int) else 1
+        assert series <= 550, declared.name
 
 
-@each_metric
-def test_labels_are_bounded_and_avoid_reserved_names(declared: Declaration) -> None:
-    assert set(declared.labels) <= BOUNDED_LABELS.keys()
-    assert not {"le", "quantile", "job", "instance"} & set(declared.labels)
-    # A histogram's buckets multiply with its labels; the case is a model with requests of every kind.
-    counts = [BOUNDED_LABELS[label] for label in declared.labels]
-    series = (len(declared.buckets) + 3) if declared.buckets else 1
-    for count in counts:
-        series *= count if isinstance(count, int) else 1
-    assert series <= 550
-
-
-@each_metric
-def test_buckets_rise_and_cover_three_orders_of_magnitude(declared: Declaration) -> None:
-    buckets = declared.buckets
-    assert list(buckets) == sorted(set(buckets))
-    assert not buckets or buckets[-1] / buckets[0] >= 1000
+def test_buckets_rise_and_cover_three_orders_of_magnitude() -> None:
+    for declared in DECLARATIONS:
+        buckets = declared.buckets
+        assert list(buckets) == sorted(set(buckets)), declared.name
+        assert not buckets or buckets[-1] / buckets[0] >= 1000, declared.name
 
 
 def test_names_are_declared_once() -> None:
