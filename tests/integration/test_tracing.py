@@ -328,7 +328,7 @@ def test_absent_collector_delays_nothing_and_its_dropped_spans_are_counted(repos
             begin_s = time.monotonic()
             server.send(signal.SIGTERM)
             assert server.wait() == 0
-            assert time.monotonic() - begin_s < 5
+            assert time.monotonic() - begin_s < 15
 
 
 def test_trace_option_without_the_library_stops_the_start_with_a_hint() -> None:

@@ -162,7 +162,7 @@ def test_spans_past_the_bound_are_dropped_without_a_collector(nowhere: str) -> N
         trace.end(EndedRequest(ANSWERED, 10_000, None))
     assert tracing.dropped_spans >= (5000 - 2048 - 256) * 6
     tracing.close(0.05)
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < 15  # 30 s if it waits for the collector
     assert tracing.exported_spans == 0
 
 
