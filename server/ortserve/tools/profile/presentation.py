@@ -1,6 +1,7 @@
 """Makes reports of profiles."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from ortserve.tools.profile.drawing import flame_view, tree_map
@@ -34,11 +35,11 @@ def present(result: ProfileResult, runs: Sequence[Runs] = ()) -> Report:
         profiles.append(result.other)
         blocks += _comparison(result.comparison, result.profile.label, result.other.label, result.profile.balance.runs)
     for number, profile in enumerate(profiles):
+        own = list(_profile(profile, "afterwards" if result.server else "alternating"))
+        if number < len(runs):
+            own.append(Picture("One run", flame_view(runs[number].trace, runs[number].quiet_run), _FLAME))
         of = f" of {profile.label}" if len(profiles) > 1 else ""
-        blocks += _profile(profile, of, "afterwards" if result.server else "alternating")
-        blocks.append(Picture(f"Self times{of}", tree_map(profile.nodes), _AREAS))
-        for held in runs[number : number + 1]:
-            blocks.append(Picture(f"One run{of}", flame_view(held.trace, held.quiet_run), _FLAME))
+        blocks += [one if isinstance(one, Text) else replace(one, title=one.title + of) for one in own]
     return Report(f"Profile of {' and '.join(profile.label for profile in profiles)}", blocks)
 
 
@@ -51,7 +52,7 @@ def _batches(batches: Batches) -> Facts:
     return Facts("Batches of the server", facts | ({"ended": batches.ended_because} if batches.ended_because else {}))
 
 
-def _profile(profile: Profile, of: str, order: str) -> Iterator[Block]:
+def _profile(profile: Profile, order: str) -> Iterator[Block]:
     rows = f"{profile.rows:,.0f}" if profile.rows == round(profile.rows) else number_text(profile.rows)
     facts: dict[str, Cell] = {
         "execution provider": f"{profile.provider}, {profile.threads} thread{'s' if profile.threads > 1 else ''}",
@@ -67,11 +68,11 @@ def _profile(profile: Profile, of: str, order: str) -> Iterator[Block]:
         )
     for number, note in enumerate(profile.notes, 1):
         facts["note" if number == 1 else f"note {number}"] = note
-    yield Facts(f"Measurement{of}", facts)
-    yield _balance(profile, of)
-    yield _operators(f"Operator types{of}", profile.operators)
+    yield Facts("Measurement", facts)
+    yield _balance(profile)
+    yield _operators("Operator types", profile.operators)
     if profile.copies:
-        yield _operators(f"Copies between devices{of}", profile.copies)
+        yield _operators("Copies between devices", profile.copies)
     nodes = [
         {
             "node": " / ".join((*node.inside, node.name)),
@@ -84,12 +85,13 @@ def _profile(profile: Profile, of: str, order: str) -> Iterator[Block]:
         for node, cells in zip(profile.nodes, _costs(profile.nodes), strict=True)
     ]
     note = "Per call; µs before are a gap without operators. Nodes of an inner graph are named after those around them."
-    yield _table(f"Nodes{of}", nodes, note)
+    yield _table("Nodes", nodes, note)
     if profile.fusion is not None:
-        yield _fusion(profile, profile.fusion, of)
+        yield _fusion(profile, profile.fusion)
+    yield Picture("Self times", tree_map(profile.nodes), _AREAS)
 
 
-def _balance(profile: Profile, of: str) -> Table:
+def _balance(profile: Profile) -> Table:
     balance = profile.balance
     parts = {
         "operators (self times)": balance.operators_ms,
@@ -106,7 +108,7 @@ def _balance(profile: Profile, of: str) -> Table:
     if balance.gaps_ms is not None:
         note += f" No operator ran for {number_text(balance.gaps_ms)} ms of a profiled run."
     rows = [(part, ms, 100 * ms / balance.profiled_ms) for part, ms in parts.items()]
-    return Table(f"Where the time goes{of}", ("part", "ms", "%"), rows, note)
+    return Table("Where the time goes", ("part", "ms", "%"), rows, note)
 
 
 def _verdict(balance: Balance) -> str:
@@ -164,7 +166,7 @@ def _table(title: str, rows: Sequence[Mapping[str, Cell]], note: str) -> Table:
     return Table(title, shown, [[row[name] for name in shown] for row in rows], note, _SHOWN)
 
 
-def _fusion(profile: Profile, fusion: Fusion, of: str) -> Block:
+def _fusion(profile: Profile, fusion: Fusion) -> Block:
     nodes = f"{fusion.before:,} node{'s' if fusion.before != 1 else ''}"
     note = f"The file has {nodes} in its main graph, without constants; {fusion.after:,} run."
     for text, kinds in (("Removed", fusion.removed), ("Added", fusion.added)):
@@ -173,7 +175,7 @@ def _fusion(profile: Profile, fusion: Fusion, of: str) -> Block:
     rows = [(node.op, node.name, " + ".join(node.replaces), node.self_ms) for node in profile.nodes if node.replaces]
     if not rows:
         return Text(f"No nodes were fused. {note}")
-    return Table(f"Fused nodes{of}", ("operator", "node", "replaces", "ms"), rows, note, _SHOWN)
+    return Table("Fused nodes", ("operator", "node", "replaces", "ms"), rows, note, _SHOWN)
 
 
 def _comparison(comparison: Comparison, one: str, other: str, pairs: int) -> Iterator[Block]:
