@@ -356,7 +356,10 @@ class BatchRuns:
                 self.tap.observe(batch, result.run_ns)
         if now_ns >= self.answer_time.due_ns:
             # Callbacks have answered by now. Waiting tasks answer in the next turn, before this one.
-            self._loop.call_soon(lambda: self.answer_time.observe(now_ns, self._clock()))
+            self._loop.call_soon(self._on_answered, now_ns)
+
+    def _on_answered(self, computed_ns: int) -> None:
+        self.answer_time.observe(computed_ns, self._clock())
 
     def _on_failed(self, group: RequestGroup, batch: Batch, taken_ns: int, error: Exception) -> None:
         """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""
