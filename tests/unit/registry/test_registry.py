@@ -37,6 +37,7 @@ from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import Registry
 from ortserve.registry.served_model import ServedModel
+from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import MAX_ABANDONED
 from ortserve.telemetry.metrics import Metrics
 from servers import LONG_S
@@ -1154,6 +1155,12 @@ async def test_model_that_was_opened_before_its_load_was_given_up_is_closed(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_loader, "_SILENCE_S", 0.2)
+    find_silent = VersionLoader._find_silent
+
+    async def find_after_the_model_is_open(loader: VersionLoader, *load: Any) -> str:
+        return await find_silent(loader, *load) if is_open("m") else ""
+
+    monkeypatch.setattr(VersionLoader, "_find_silent", find_after_the_model_is_open)
     registry = await load(warmup_s=0, intra_op_threads=1)
     put(tmp_path, builders.identity, "m")
     provenance = tmp_path / "m" / "1" / "provenance.json"
