@@ -60,7 +60,7 @@ def test_the_first_model_is_as_fast_as_itself() -> None:
 
 
 def test_a_slow_model_runs_few_times_beyond_the_time_limit(tmp_path: Path) -> None:
-    timed = Timed(Subject("slow", builders.slow(tmp_path / "slow.onnx", steps=30_000)), threads=1)
+    timed = Timed(Subject("slow", builders.slow(tmp_path / "slow.onnx", steps=12_000)), threads=1)
     feeds = [{"x": np.zeros((1, 4), np.float32)}] * 4
     (speed,) = compare_speed([timed], feeds, seconds=0.01)
     assert speed.runs == 10, "two blocks of one run in each process"
