@@ -9,7 +9,7 @@ A line is a name, the inputs, the nodes, and sometimes weights and options of ``
 from typing import Any, Final
 
 from rows.cases import Case
-from rows.traps import MASK_WEIGHTS, MASKED_WRITE
+from rows.traps import CHUNK, CHUNK_WEIGHTS, MASK_WEIGHTS, MASKED_WRITE
 
 _IMAGE: Final = "float[N,2,6,6] x"
 _SEQUENCE: Final = "float[N,L,8] x"
@@ -212,6 +212,7 @@ _apart("slice: positions and a mask cut behind a past", "float[N,L,8] ids, float
 _apart("slice: a table cut to the length", _SEQUENCE, "l = Shape<start=1, end=2>(x) p = Slice(w, z, l, o) y = Add(x, p)", "float[1,77,8] w, int64[1] z = {0}, int64[1] o = {1}")
 _apart("slice: Split within the row", _X, "y1, y2 = Split<axis=1>(x)")
 _apart("slice: Split of stacked rows", "float[N,4] x, float[N,4] z", "a = Concat<axis=0>(x, z) b = Relu(a) y1, y2 = Split<axis=0>(b)")
+_apart("slice: chunks of stacked rows", "float[N,4] x, float[N,4] z", f"j = Concat<axis=0>(x, z) c = Relu(j) {CHUNK}", CHUNK_WEIGHTS)
 _apart("slice: Pad within the row", _X, "y = Pad(x, p)", "int64[4] p = {0, 1, 0, 2}")
 _meet("slice: the first row", _X, "y = Slice(x, s, e, a)", "int64[1] s = {0}, int64[1] e = {1}, int64[1] a = {0}")
 _meet("slice: rows reversed", _X, "y = Slice(x, s, e, a, t)", "int64[1] s = {-1}, int64[1] e = {-9223372036854775807}, int64[1] a = {0}, int64[1] t = {-1}")

@@ -451,8 +451,20 @@ def _stack_and_split(g: Grower) -> object:
     stacked = g.graph.add("Concat", first, g.rng.choice(same or [first]), axis=axis)
     if g.rng.random() < 0.5:
         stacked = g.graph.add("Relu", stacked)
+    if g.rng.random() < 0.4:
+        return _chunks(g, stacked, axis)
     extra: dict[str, Any] = {"num_outputs": 2} if g.graph.opset >= 18 else {}
     return g.graph.add_many("Split", stacked, outputs=2, axis=axis, **extra)
+
+
+def _chunks(g: Grower, name: str, axis: int) -> object:
+    """Cut a tensor in halves, or at a wrong length, as exporters write the chunks of PyTorch."""
+    parts, start = g.graph.add_ints(2), g.graph.add_ints(0)
+    rest = g.graph.add_ints(1 if g.rng.random() < 0.8 else g.rng.choice((-1, 2, 3)))
+    size = g.graph.add("Div", g.graph.add("Add", g.size(name, axis), rest), parts)
+    end = g.graph.add("Mul", size, parts)
+    g.graph.add("Slice", name, start, size, g.graph.add_ints(axis))
+    return g.graph.add("Slice", name, size, end, g.graph.add_ints(axis))
 
 
 def _gather(g: Grower) -> object:

@@ -21,6 +21,8 @@ _NAMED: Final = "c = Shape(z) n0 = Gather(c, zero) n = Unsqueeze(n0, zero1) d = 
 _NAMED_WEIGHTS: Final = "int64 zero = {0}, int64 one = {1}, int64[1] zero1 = {0}, int64[1] two1 = {2}, int64[1] less = {-1}"
 MASKED_WRITE: Final = "p = NonZero(m) t = Transpose<perm=[1,0]>(p) f = Reshape(m, less) k = Cast<to=7>(f) a = ReduceSum(k) e = Expand(v, a) w = Reshape(e, less) y = ScatterND(x, t, w)"
 MASK_WEIGHTS: Final = "float zero = {0}, float v = {7}, int64[1] less = {-1}"
+CHUNK: Final = "s = Shape(c) n = Gather(s, start) a = Add(n, rest) d = Div(a, parts) e = Mul(d, parts) y1 = Slice(c, start, d, start) y2 = Slice(c, d, e, start)"
+CHUNK_WEIGHTS: Final = "int64[1] start = {0}, int64[1] rest = {1}, int64[1] parts = {2}"
 _INFINITE: Final = [[[1.0] * 4], [[float("inf")] * 4], [[2.0] * 4]]
 
 TRAPS: Final = [
@@ -152,4 +154,7 @@ TRAPS: Final = [
     Case("a mask whose rows lie in another order", "float[N] z, float[N,2] h", f"x = Concat<axis=0>(z, z) b = Less(h, zero) m = Reshape(b, less) {MASKED_WRITE.replace('y =', 'j =')} y1, y2 = Split<axis=0>(j)", MASK_WEIGHTS),
     Case("masked numbers of two rounds", "float[N,3] z", f"b = Less(z, zero) m = Concat<axis=1>(b, b) x = Concat<axis=1>(z, z) {MASKED_WRITE.replace('f = Reshape(m,', 'f = Reshape(b,').replace('e = Expand(v, a)', 'e = Loop(two, yes) <body = step (int64 i, bool g) => (g2, o) { g2 = Identity(g) h = Cast<to=1>(i) o = Expand(h, a) }>')}", f"{MASK_WEIGHTS}, int64 two = {{2}}, bool yes = {{1}}"),
     Case("entries at masked positions", _X, "m = Less(x, zero) p = NonZero(m) t = Transpose(p) g = GatherND(x, t) s = ReduceSum(g) y = Add(x, s)", "float zero = {0}"),
+    Case("halves of interleaved rows", "float[N,2,4] x", f"c = Reshape(x, flat) {CHUNK}", f"{CHUNK_WEIGHTS}, int64[2] flat = {{-1, 4}}"),
+    Case("one row more than half of the stacked rows", "float[N,4] x, float[N,4] z", f"c = Concat<axis=0>(x, z) {CHUNK}", CHUNK_WEIGHTS.replace("{1}", "{2}")),
+    Case("halves of three stacked rows", _X, f"c = Concat<axis=0>(x, x, x) {CHUNK}", CHUNK_WEIGHTS),
 ]

@@ -48,7 +48,9 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Further facts about the values of a tensor. A free tensor has only bounds, a mixed one only the last three.
+    """Further facts about the values of a tensor. A free tensor has only bounds.
+
+    The last four facts are for tensors of kind size or mixed.
 
     Attributes:
         stride: An entry in the batch is the entry of the row alone plus the row's number times ``stride``. If it is
@@ -61,6 +63,7 @@ class Facts:
             move the transposition behind later operators, and fuse it with a product.
         nonzero_of: The rows of which the tensor is the result of ``NonZero``: a column for each position.
         tuples_of: The same for the transposed result: an index tuple for each position.
+        rows_and_rest: For a tensor of kind size with one element, which is a sum: the term with N, and a constant.
         is_uniform: Whether all elements equal the element of a free tensor. Only their number depends on the rows.
     """
 
@@ -72,6 +75,7 @@ class Facts:
     transposed: frozenset[int] = frozenset()
     nonzero_of: "Value | None" = None
     tuples_of: "Value | None" = None
+    rows_and_rest: tuple[Number, int] | None = None
     is_uniform: bool = False
 
 

@@ -252,6 +252,18 @@ class Greedy(nn.Module):
         return count
 
 
+class Pair(nn.Module):
+    """Compares two vectors, which it encodes as one batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(6, 4)
+
+    def forward(self, a, b):
+        a, b = self.encoder(torch.cat([a, b])).chunk(2)
+        return nn.functional.cosine_similarity(a, b)
+
+
 class MaskedFrames(nn.Module):
     """Sets padded frames to 0, as speech encoders do."""
 
@@ -384,6 +396,13 @@ def torch_experts(path):
 @model({"x": [1, 9]})
 def torch_standardized_rows(path):
     return script(Standardized(), torch.randn(3, 9), path, ["x"], ["y"], {"x": {0: "batch"}})
+
+
+@model({"a": [1, 6], "b": [1, 6]})
+def torch_pair(path):
+    return script(
+        Pair(), (torch.randn(3, 6), torch.randn(3, 6)), path, ["a", "b"], ["y"], {"a": {0: "n"}, "b": {0: "n"}}
+    )
 
 
 @model({"images": [1, 6], "texts": [1, 6]}, independent=False)

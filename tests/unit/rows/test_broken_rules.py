@@ -12,9 +12,10 @@ import pytest
 
 from ortserve.model_file.reading import parse_model
 from ortserve.rows import Number, Outcome, Value, prove_axes, walk
-from ortserve.rows.rules import RULES, call, gather, masked_writes, matmul, reduction, shapes
+from ortserve.rows.rules import RULES, call, elementwise, gather, masked_writes, matmul, reduction, shapes
 from ortserve.rows.rules.call import Call, Output
 from ortserve.rows.symbols import Symbols
+from ortserve.rows.values import uniform
 from rows.brute_force import Observation, RefusedError
 from rows.cases import Case
 from rows.claims import check_model
@@ -107,6 +108,12 @@ def _written_anywhere(call: Call) -> Value | None:
     return call.same_shape(value) if value.is_rows and call.operand(2).facts.is_uniform else None
 
 
+def _without_any_rest(call: Call) -> Number | None:
+    """A quotient of a number of rows, without its other summand."""
+    summands, divisor = call.operand(0).facts.rows_and_rest, uniform(call.operand(1))
+    return None if summands is None or divisor is None else call.symbols.divide_exactly(summands[0], divisor)
+
+
 def _then(call: Call) -> Output:
     """Take the first branch, whatever the condition."""
     return call.scope.run_graph(call.attributes["then_branch"], [])  # type: ignore[arg-type]
@@ -142,6 +149,7 @@ BROKEN: Final[dict[str, Callable[[Patch], None]]] = {
     "RoiAlign reads any image": _breaks("RoiAlign", _of_any_image),
     "masked writes have any mask": lambda p: p.setattr(masked_writes, "_written", _written_anywhere),
     "what is known about a mask holds for all rounds": lambda p: p.setattr(walk, "_without_facts", lambda value: value),
+    "every rest is lost by rounding": lambda p: p.setattr(elementwise, "_without_rest", _without_any_rest),
     "If takes its first branch": _breaks("If", _then),
     "the number of a row is a value like others": _never_checks(walk, "_check_operands"),
     "transpositions stay where they are": lambda p: p.setattr(

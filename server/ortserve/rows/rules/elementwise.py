@@ -11,7 +11,7 @@ from functools import partial, reduce
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
-from ortserve.rows.number import DEPENDENT, Number, is_nonnegative, is_whole
+from ortserve.rows.number import DEPENDENT, Number, contains_rows, is_nonnegative, is_whole
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -132,7 +132,20 @@ def add(call: Call) -> Output:
         nonnegative=below is not None,
         below=below,
     )
-    return _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.add))
+    result = _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.add))
+    return _with_summands(values, result)
+
+
+def _with_summands(values: Sequence[Value], result: Value) -> Value:
+    """Note the summands of a number of rows and a constant: exporters compute the sizes of chunks with such sums."""
+    if result.elements != (DEPENDENT,) or len(values) != 2 or _dtype(values) not in _INDICES:
+        return result
+    numbers = [element for value in values for element in value.elements or ()]
+    rest = [number for number in numbers if isinstance(number, int) and 0 <= number < _MAX_BELOW]
+    of_rows = [number for number in numbers if contains_rows(number) and is_nonnegative(number)]
+    if len(numbers) != 2 or not rest or not of_rows:
+        return result
+    return replace(result, facts=Facts(rows_and_rest=(of_rows[0], rest[0])))
 
 
 def subtract(call: Call) -> Output:
@@ -153,7 +166,18 @@ def divide(call: Call) -> Output:
     values = call.present()
     check_no_stride(values)
     divide_numbers = call.symbols.divide_whole if _dtype(values) in _INDICES else partial(quotient, call.symbols)
+    if (rounded_down := _without_rest(call)) is not None:
+        return _computed(call, values, NO_FACTS, lambda *_: rounded_down)
     return _computed(call, values, NO_FACTS, divide_numbers)
+
+
+def _without_rest(call: Call) -> Number | None:
+    """The quotient of a sum whose rest is lost by rounding, such as ``(2 * N + 1) / 2``; None for any other."""
+    dividend, divisor = call.operand(0), uniform(call.operand(1))
+    if dividend.facts.rows_and_rest is None or dividend.elements != (DEPENDENT,) or not isinstance(divisor, int):
+        return None
+    of_rows, rest = dividend.facts.rows_and_rest
+    return call.symbols.divide_exactly(of_rows, divisor) if rest < divisor else None
 
 
 def remainder(call: Call) -> Output:
