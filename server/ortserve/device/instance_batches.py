@@ -1,7 +1,8 @@
 """Prepares the batch sizes of an instance on a device, and runs its batches. Only the instance's threads call it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Final
@@ -103,6 +104,15 @@ class InstanceBatches:
         """Convert the error of a run to the error for callers."""
         return self.streams.opened.run_error(error) if isinstance(error, DEVICE_ERRORS) else error
 
+    @contextmanager
+    def _device_work(self) -> Iterator[None]:
+        """Hold the capture lock, shared, and convert errors of the device to those for callers."""
+        try:
+            with self._capture_lock.shared():
+                yield
+        except DEVICE_ERRORS as error:
+            raise self.failure(error) from error
+
     def _run_plainly(self, batch: Batch) -> BatchResult:
         self.termination.begin_run(batch)
         try:
@@ -155,11 +165,8 @@ class InstanceBatches:
 
     def _check_plainly(self, inputs: Arrays) -> None:
         """Raise an error if a plain run of the model fails."""
-        try:
-            with self._capture_lock.shared():
-                self._plain.run_arrays(inputs)
-        except DEVICE_ERRORS as error:
-            raise self.streams.opened.run_error(error) from error
+        with self._device_work():
+            self._plain.run_arrays(inputs)
 
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
         nbytes = sets_nbytes(self._parts.signature, outputs, rows)
@@ -173,11 +180,8 @@ class InstanceBatches:
 
         The session's memory is the drop of the device's free memory, less buffers and graphs.
         """
-        try:
-            with self._capture_lock.shared():
-                free_bytes = self.streams.device.memory().free_bytes
-        except DEVICE_ERRORS as error:
-            raise self.failure(error) from error
+        with self._device_work():
+            free_bytes = self.streams.device.memory().free_bytes
         buffers = self._account.entries().get("buffers", 0)
         self._account.enter("session", max(0, self.streams.free_bytes - free_bytes - buffers - graph_bytes))
         self._account.enter("graphs", graph_bytes)
@@ -191,12 +195,9 @@ class InstanceBatches:
         if problem:
             raise ServeError(ErrorKind.UNSUPPORTED, problem)
         make = partial(DeviceStates, self.streams.device, self._account, initial, is_fixed=binding is not None)
-        try:
-            with self._capture_lock.shared():
-                self._try_states(make(), samples)
-                return make()
-        except DEVICE_ERRORS as error:
-            raise self.failure(error) from error
+        with self._device_work():
+            self._try_states(make(), samples)
+            return make()
 
     def _try_states(self, states: DeviceStates, samples: Sequence[Arrays]) -> None:
         """Raise an error if runs with states on the device fail or differ from plain runs. Frees ``states``."""
@@ -213,16 +214,13 @@ class InstanceBatches:
 
     def keep_states(self, states: DeviceStates) -> None:
         """See ``DeviceInstance.keep_states``."""
-        try:
-            with self._capture_lock.shared():
-                states.begin_use()
-                try:
-                    self._state_runs = self._make_state_runs(states)
-                except BaseException:
-                    states.end_use()
-                    raise
-        except DEVICE_ERRORS as error:
-            raise self.failure(error) from error
+        with self._device_work():
+            states.begin_use()
+            try:
+                self._state_runs = self._make_state_runs(states)
+            except BaseException:
+                states.end_use()
+                raise
         self._states = states
         if self.binding is not None:
             self.binding.keep_states(states)
