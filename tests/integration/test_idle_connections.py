@@ -27,6 +27,7 @@ LIVE: Final = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM: Final = b"GET /v2/console/stream HTTP/1.1\r\nHost: x\r\n\r\n"
 """A request whose response never ends."""
 PART: Final = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n"
+PONG: Final = frames.frame(frames.PING, frames.ACK, 0, bytes(8))
 CONTROL: Final = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
 UPLOAD: Final = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
 
@@ -138,14 +139,15 @@ def test_idle_grpc_connections_yield_to_new_ones(server: ServerProcess) -> None:
 
 
 def test_calls_without_a_message_do_not_hold_all_grpc_connections(server: ServerProcess) -> None:
-    with connected(server.grpc) as silent:
-        for connection in silent:
+    with ExitStack() as stack:
+        silent = []
+        for _ in range(MOST):
+            (connection,) = stack.enter_context(connected(server.grpc, 1))
             connection.sendall(call_without_a_message(f"/{SERVICE_NAME}/ServerLive"))
-        received = [b""] * MOST
-        for number, connection in enumerate(silent):
-            while b"grpc_message_timeout_s" not in received[number]:
-                received[number] += (part := connection.recv(65536))
-                assert part
+            read_until(connection, PONG)  # the call has begun, so that the next connection cannot replace this one
+            silent.append(connection)
+        for connection in silent:
+            read_until(connection, b"grpc_message_timeout_s")
         with grpc.insecure_channel(server.grpc) as channel:
             live: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE_NAME}/ServerLive")
             live(b"", timeout=LONG_S)
@@ -178,7 +180,15 @@ def test_rejected_connections_are_counted_for_both_ports(server: ServerProcess) 
 def call_without_a_message(path: str) -> bytes:
     head = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
     block = Encoder().encode([*head, ("content-type", "application/grpc")])
-    return frames.PREFACE + frames.settings({}) + frames.header_block(1, block, frames.MIN_FRAME_SIZE, is_end=False)
+    head_frame = frames.header_block(1, block, frames.MIN_FRAME_SIZE, is_end=False)
+    return frames.PREFACE + frames.settings({}) + head_frame + frames.frame(frames.PING, 0, 0, bytes(8))
+
+
+def read_until(connection: socket.socket, text: bytes) -> None:
+    received = b""
+    while text not in received:
+        received += (part := connection.recv(65536))
+        assert part, received
 
 
 @contextmanager
