@@ -116,7 +116,8 @@ class VersionLoader:
                 return self._assembly.serve(loaded, source.configuration, record.metrics, events)
             except BaseException:  # also cancellation, because the server stops
                 record.metrics.release_sources()
-                await asyncio.to_thread(loaded.close)
+                assert record.account is not None
+                await asyncio.to_thread(self._ledger.release, record.account, loaded.close)
                 raise
         finally:
             reporting.cancel()
@@ -246,7 +247,7 @@ class VersionLoader:
             if name := changed():  # What was read first, such as the proof that rows are independent, does not hold.
                 raise invalid_input(f"{name} changed while it was loaded: expected files that stay as they are")
         except BaseException:
-            loaded.close()
+            self._ledger.release(account, loaded.close)
             raise
         return loaded
 

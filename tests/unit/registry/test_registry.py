@@ -30,11 +30,12 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.inflight import InflightRequest, Scheduling, Terms
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
+from ortserve.errors import ErrorKind, NotInMemoryError, ServeError, invalid_input
 from ortserve.registry import changes, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.coordination import WAITING
+from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.registry import Registry
 from ortserve.registry.served_model import ServedModel
 from ortserve.registry.version_loader import VersionLoader
@@ -1263,6 +1264,45 @@ async def test_model_is_closed_if_the_system_cannot_tell_whether_a_file_has_chan
     with pytest.raises(ServeError, match="unexpected error"):
         await asyncio.wait_for(loading, 30)
     assert not is_open("m")
+
+
+@pytest.mark.parametrize("ending", ["drained", "too slow", "changed"])
+async def test_measurement_of_a_load_waits_while_the_memory_of_another_one_is_freed(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    is_freed, may_end = threading.Event(), threading.Event()
+    close = LoadedModel.close
+
+    def close_slowly(loaded: LoadedModel) -> None:
+        close(loaded)
+        is_freed.set()
+        assert may_end.wait(LONG_S)
+
+    async def reject(*_: object) -> None:
+        raise invalid_input("too slow")
+
+    monkeypatch.setattr(LoadedModel, "close", close_slowly)
+    if ending == "too slow":
+        monkeypatch.setattr(version_loader, "check_speed", reject)
+    if ending == "changed":
+        monkeypatch.setattr(version_loader, "watch_files", lambda _: lambda: "model.onnx")
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    put(tmp_path, builders.identity, "m")
+    leaving: list[asyncio.Future[None]] = [asyncio.ensure_future(registry.load("m"))]
+    if ending == "drained":
+        await leaving[0]
+        leaving.append(asyncio.ensure_future(registry.unload("m")))
+    ledger = registry._loader._ledger
+    coming = ledger.reserve(1, 1)
+    assert await asyncio.to_thread(is_freed.wait, LONG_S)
+    beginning = asyncio.ensure_future(asyncio.to_thread(ledger.begin, coming))
+    has_begun, _ = await asyncio.wait({beginning}, timeout=0.1)
+    may_end.set()
+    await beginning
+    assert not has_begun
+    await asyncio.gather(*leaving, return_exceptions=True)
+    assert ledger.total_bytes == coming.nbytes
+    ledger.release(coming)
 
 
 async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(

@@ -132,7 +132,7 @@ class HostLedger:
                 account._finish()
 
     def release(self, account: HostAccount, free: Callable[[], None] = lambda: None) -> None:
-        """Free a version, or what is left of a load that was given up, with ``free``, and close its account.
+        """Free a version, or what is left of a load that failed, with ``free``, and close its account if it is open.
 
         Meanwhile no measurement begins or ends: the freed memory would count as growth of a load that began, and would
         be taken from one that ended.
@@ -142,14 +142,13 @@ class HostLedger:
         try:
             free()
         finally:
-            freed = account._measured or {SESSIONS: 0, RUNS: 0, MAPPED: 0}
             with self._changed:
                 self._freeing -= 1
                 self._changed.notify_all()
+                if account._measured is not None and account in self._accounts:
+                    mapped = self._last.mapped - account._measured[MAPPED]
+                    self._last = HeldMemory(self._last.private - account.nbytes, mapped)
                 self._accounts.discard(account)
-                self._last = HeldMemory(
-                    self._last.private - freed[SESSIONS] - freed[RUNS], self._last.mapped - freed[MAPPED]
-                )
                 self._divide_growth()
                 if account in self._loading:
                     self._loading.remove(account)

@@ -110,6 +110,21 @@ def test_load_that_begins_or_ends_while_a_version_is_freed_is_measured_exactly(i
     assert coming.measured_bytes == 150
 
 
+def test_memory_of_an_account_that_is_closed_twice_is_subtracted_once() -> None:
+    process, ledger = open_ledger()
+    failed, coming = ledger.reserve(100, 1), ledger.reserve(100, 1)
+    ledger.begin(failed)
+    process.private += 100
+    ledger.end(failed)
+    ledger.begin(coming)
+    process.private += 50
+    process.private -= 100
+    ledger.release(failed)
+    ledger.release(failed)
+    ledger.end(coming)
+    assert coming.measured_bytes == 50
+
+
 def test_growth_that_is_negative_counts_as_none() -> None:
     process, ledger = open_ledger()
     account = ledger.reserve(100, 1)
