@@ -39,6 +39,8 @@ class Hub(BaseHTTPRequestHandler):
     """Ends what trickles."""
     is_slow = threading.Event()
     """While it is set, listings trickle."""
+    is_left = threading.Event()
+    """Set when a client has ended the connection of what trickles."""
 
     def do_GET(self) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -66,11 +68,13 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
         step = 1 if len(body) >= len(TRICKLES) else max(1, len(body))
-        with suppress(ConnectionError):  # the client gives up what trickles
+        try:
             for place in range(0, len(body), step):
                 self.wfile.write(body[place : place + step])
                 if step < len(body) and self.is_over.wait(0.05):
                     break
+        except ConnectionError:  # the client gives up what trickles
+            self.is_left.set()
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -94,6 +98,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("HF_ENDPOINT", address)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     Hub.is_over.clear()
+    Hub.is_left.clear()
     yield address
     Hub.is_over.set()
     server.shutdown()
@@ -198,6 +203,7 @@ def test_listing_that_trickles_is_ended_and_the_next_one_begins_anew(endpoint: s
             store.list({})
     finally:
         Hub.is_slow.clear()
+    assert Hub.is_left.wait(LONG_S), "the connection is ended"
     store._timeout_s = LONG_S
     assert len(store.list({})) == 3
 
