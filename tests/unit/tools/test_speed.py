@@ -59,8 +59,9 @@ def test_the_first_model_is_as_fast_as_itself() -> None:
     assert _speed(first, first).ratio == Estimate(1.0, 1.0, 1.0)
 
 
-def test_a_slow_model_runs_few_times_beyond_the_time_limit(tmp_path: Path) -> None:
-    timed = Timed(Subject("slow", builders.slow(tmp_path / "slow.onnx", steps=12_000)), threads=1)
+def test_a_slow_model_runs_few_times_beyond_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ortserve.tools.speed._BLOCK_S", 0.005)
+    timed = Timed(Subject("slow", builders.slow(tmp_path / "slow.onnx", steps=10_000)), threads=1)
     feeds = [{"x": np.zeros((1, 4), np.float32)}] * 4
     (speed,) = compare_speed([timed], feeds, seconds=0.01)
     assert speed.runs == 10, "two blocks of one run in each process"
