@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ortserve.config.model import LoadOptions
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.registry.stores.cache import StoreCache
 from ortserve.registry.stores.fetch import FetchProgress, fetch_object
 from ortserve.registry.stores.model_plan import (
@@ -128,7 +129,7 @@ class Placer:
         self._cache = cache
         self._folder = folder
         self._defaults = defaults
-        self._files = ThreadPoolExecutor(FILES_SIDE_BY_SIDE, "store-files")
+        self._files = ThreadPool(FILES_SIDE_BY_SIDE, "store-files")
         self._progress = progress
         self._checks_etags = checks_etags
         self._on_digest = on_digest

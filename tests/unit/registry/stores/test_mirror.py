@@ -14,6 +14,7 @@ from ortserve.registry.stores import mirrors
 from ortserve.registry.stores.cache import StoreCache
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import StoredObject, StoreError
+from scarcity import no_threads
 
 SHORT_S = 0.3
 
@@ -53,6 +54,14 @@ def test_wrong_content_keeps_the_old_one_and_is_fetched_again_after_growing_wait
     lab.store.files["a/1/model.onnx"] = b"first"  # restored
     lab.mirror.sync()
     assert problems(lab) == {}
+
+
+def test_files_are_fetched_while_no_further_thread_can_start(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"other"))
+    with no_threads():
+        lab.mirror.sync()
+    assert problems(lab) == {}
+    assert (lab.content("a"), lab.content("b")) == (b"first", b"other")
 
 
 def test_load_by_name_does_not_wait_for_the_next_retry(tmp_path: Path) -> None:
