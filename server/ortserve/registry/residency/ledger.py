@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ortserve.clock import monotonic_ns
 from ortserve.engine.process_memory import HeldMemory, give_back_freed, read_held_memory
 
 SESSIONS: Final = "sessions"
@@ -19,8 +20,8 @@ RUNS: Final = "runs"
 MAPPED: Final = "mapped"
 EXPECTED: Final = "expected"
 """The four names above are the kinds of ``HostAccount.entries``."""
-_MAX_FREEING_S: Final = 10
-"""Maximum time for which a measurement waits for versions that are being freed, if a device does not answer."""
+_MAX_FREEING_NS: Final = 10_000_000_000
+"""Time for which measurements wait for a version that is being freed. A device that is lost may never free it."""
 
 
 class HostAccount:
@@ -83,8 +84,8 @@ class HostLedger:
         self._read: Final = read
         self._give_back: Final = give_back
         self._changed: Final = threading.Condition()
-        self._freeing = 0
-        """Number of versions that are being freed."""
+        self._freeing: list[int] = []
+        """For each version that is being freed, the time until which measurements wait for it (monotonic)."""
         self._accounts: set[HostAccount] = set()
         self._loading: list[HostAccount] = []
         self._last = HeldMemory(0, 0)
@@ -137,13 +138,14 @@ class HostLedger:
         Meanwhile no measurement begins or ends: the freed memory would count as growth of a load that began, and would
         be taken from one that ended.
         """
+        until_ns = monotonic_ns() + _MAX_FREEING_NS
         with self._changed:
-            self._freeing += 1
+            self._freeing.append(until_ns)
         try:
             free()
         finally:
             with self._changed:
-                self._freeing -= 1
+                self._freeing.remove(until_ns)
                 self._changed.notify_all()
                 if account._measured is not None and account in self._accounts:
                     mapped = self._last.mapped - account._measured[MAPPED]
@@ -154,7 +156,8 @@ class HostLedger:
                     self._loading.remove(account)
 
     def _wait_until_freed(self) -> None:
-        self._changed.wait_for(lambda: not self._freeing, _MAX_FREEING_S)
+        while self._freeing and (left_ns := max(self._freeing) - monotonic_ns()) > 0:
+            self._changed.wait(left_ns / 1e9)
 
     def _divide_growth(self) -> None:
         self._give_back()

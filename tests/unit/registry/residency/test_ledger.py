@@ -1,6 +1,7 @@
 """The ledger of the host's memory, with a process whose memory the test sets."""
 
 import threading
+import time
 
 import pytest
 
@@ -123,6 +124,28 @@ def test_memory_of_an_account_that_is_closed_twice_is_subtracted_once() -> None:
     ledger.release(failed)
     ledger.end(coming)
     assert coming.measured_bytes == 50
+
+
+def test_version_that_is_never_freed_delays_only_the_loads_of_its_first_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ortserve.registry.residency.ledger._MAX_FREEING_NS", 200_000_000)
+    process, ledger = open_ledger()
+    stuck = ledger.reserve(100, 1)
+    never = threading.Event()
+    freeing = threading.Thread(target=ledger.release, args=(stuck, never.wait))
+    freeing.start()
+    begun_ns = []
+    for _ in range(3):
+        coming = ledger.reserve(100, 1)
+        ledger.begin(coming)
+        begun_ns.append(time.monotonic_ns())
+        process.private += 150
+        ledger.end(coming)
+        assert coming.measured_bytes == 150
+    never.set()
+    freeing.join(5)
+    assert begun_ns[2] - begun_ns[0] < 600_000_000, "fewer than four waits"
 
 
 def test_growth_that_is_negative_counts_as_none() -> None:
