@@ -170,7 +170,7 @@ class _Client:
 
     def _observe(self, event: str, info: Mapping[str, Any]) -> None:
         """Called by the library for each step of a request."""
-        if event == "connection.connect_tcp.complete":
+        if event.endswith(".connect_tcp.complete"):  # also of a SOCKS proxy, whose events have another prefix
             self._add(info["return_value"].get_extra_info("socket"))
 
     def _add(self, connection: socket.socket) -> None:
