@@ -50,7 +50,7 @@ class StageTimer:
         """
         options = self._options
         if stage is Stage.RESPONSE:
-            # Without unsent bytes the server is still working. With fewer than before, the caller is reading.
+            # Without unsent bytes the server is still working. With fewer than at the last check, the caller reads.
             continues = 0 < self._since_bytes <= unsent_bytes
             n_bytes = unsent_bytes
         else:
@@ -70,6 +70,7 @@ class StageTimer:
             self._restart(now_ns, stage, subject, received_bytes)
             return TimeoutAction.NOTHING
         if stage is Stage.RESPONSE:
+            self._since_bytes = unsent_bytes  # more than before if the server has written more
             return TimeoutAction.ABORT if waited_s >= options.http_send_timeout_s else TimeoutAction.NOTHING
         return TimeoutAction.CLOSE if waited_s >= options.idle_timeout_s else TimeoutAction.NOTHING
 

@@ -67,3 +67,16 @@ def test_client_that_reads_nothing_is_disconnected() -> None:
     unsent = [0, 1000, 1000, 900, 900, 900, 900, 900, 900, 900]
     dues = [check(timer, second, Stage.RESPONSE, unsent=size) for second, size in enumerate(unsent)]
     assert dues == [TimeoutAction.NOTHING] * 9 + [TimeoutAction.ABORT]
+
+
+def test_client_that_reads_slowly_is_not_disconnected_while_the_server_writes_more() -> None:
+    timer = StageTimer(LIMITS)
+    unsent = [*range(1000, 0, -100)] * 5  # the server writes 1,000 bytes whenever the transport accepts more
+    dues = [check(timer, second, Stage.RESPONSE, unsent=size) for second, size in enumerate(unsent)]
+    assert set(dues) == {TimeoutAction.NOTHING}
+
+
+def test_client_that_reads_nothing_is_disconnected_although_the_server_writes_more() -> None:
+    timer = StageTimer(LIMITS)
+    dues = [check(timer, second, Stage.RESPONSE, unsent=1000 + second) for second in range(10)]
+    assert TimeoutAction.ABORT in dues
