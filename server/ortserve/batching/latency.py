@@ -90,7 +90,7 @@ class LatencyModel:
             self._set_knot(size, ns if not predicted or at_size is None else ns * at_size / predicted)
             self._once.add(size)
             return
-        if size in self._once:
+        if size in self._once and self._sizes[bisect_left(self._sizes, rows)] == size:  # the prediction used this knot
             self._once.remove(size)
             if ns < predicted / _MAX_BATCH_RATIO:
                 self._knots[size] = max(_MIN_NS, self._knots[size] * ns / predicted)

@@ -72,6 +72,14 @@ def test_slow_first_run_of_a_size_in_part_filled_is_nearly_forgotten_at_the_seco
     assert latency.predict_ns(6) == pytest.approx(600, rel=0.35)
 
 
+def test_second_run_of_a_size_between_known_ones_does_not_scale_the_knot_above_again() -> None:
+    latency = LatencyModel([(8, 70), (12, 100)])
+    latency.observe(12, 40)
+    above = latency.predict_ns(16)
+    latency.observe(12, 40)
+    assert latency.knots() == {8: 70, 12: 95, 16: above}
+
+
 def test_first_run_that_took_less_than_twice_as_long_as_the_second_counts() -> None:
     latency = LatencyModel()
     latency.observe(8, 1900)
