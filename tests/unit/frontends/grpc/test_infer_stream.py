@@ -88,6 +88,9 @@ class HastyCaller:
     def time_remaining(self) -> None:
         return None
 
+    def set_trailing_metadata(self, metadata: tuple[()]) -> None:
+        assert metadata == ()
+
 
 async def test_other_callers_are_served_between_the_requests_of_a_stream() -> None:
     count, most = 200, 20
