@@ -6,11 +6,14 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pytest
+from hpack import Encoder
 
 from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, Frontend, frontend, infer_request, open_stream, read, read_answer, wait_until
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import SERVICE_NAME
+from ortserve.frontends.grpc.native import frames
 
 # Streams need flow control in both directions, which TLS must preserve.
 pytestmark = pytest.mark.parametrize("grpc_transport", ["grpcio", "native", "native over TLS"])
@@ -240,6 +243,34 @@ async def test_streams_past_the_limit_are_rejected(
         third = open_stream(channel)
         await third.write(infer_request())
         await read_answer(third)
+
+
+async def test_stream_whose_request_is_on_its_way_is_not_replaced(
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
+) -> None:
+    if grpc_transport != "native":
+        pytest.skip("grpcio does not tell that a part of a message has arrived; TLS changes nothing here")
+    message = infer_request(size=1000)
+    head = [(":method", "POST"), (":scheme", "http"), (":path", f"/{SERVICE_NAME}/ModelStreamInfer")]
+    block = Encoder().encode([*head, (":authority", "x"), ("te", "trailers"), ("content-type", "application/grpc")])
+    data = b"\0" + len(message).to_bytes(4, "big") + message
+    async with frontend(inference, models, grpc_transport, grpc_max_streams=1) as (front, channel):
+        host, port = front.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frames.PREFACE + frames.settings({}))
+        writer.write(frames.header_block(1, block, frames.MIN_FRAME_SIZE, is_end=False))
+        writer.write(frames.frame(frames.DATA, 0, 1, data[:100]))
+        await wait_until(lambda: front.streams.open_count == 1)
+        other = open_stream(channel)
+        assert await read(other) is None
+        assert "got one more" in await other.details()
+        writer.write(frames.frame(frames.DATA, frames.END_STREAM, 1, data[100:]))
+        received = b""
+        while b"grpc-status" not in received:
+            received += (part := await reader.read(2**16))
+            assert part
+        assert len(inference.received) == 1
+        writer.close()
 
 
 async def test_drain_answers_read_requests_and_ends_the_stream_as_unavailable(

@@ -142,6 +142,12 @@ async def read(context: Context) -> bytes | memoryview | None:
     return data if isinstance(data, bytes | memoryview) else None
 
 
+def has_unread(context: Any) -> bool:
+    """Whether a message that ``read`` has not returned has arrived or is arriving; False on grpcio."""
+    tell: Callable[[], bool] | None = getattr(context, "has_unread", None)
+    return tell is not None and tell()
+
+
 async def write(context: Any, data: bytes | memoryview) -> None:
     """Send a message of a stream. Returns when the transport accepts more.
 

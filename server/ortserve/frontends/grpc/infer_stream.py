@@ -7,6 +7,7 @@ does not read a stream whose quota is used up, so the flow control of HTTP/2 sto
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import Final
 
 from ortserve.codecs.grpc_answer import StreamEncoder, encode_stream_error
@@ -18,6 +19,7 @@ from ortserve.frontends.grpc.calls import (
     Handlers,
     Status,
     abort,
+    has_unread,
     read,
     status_of,
     streaming,
@@ -115,7 +117,7 @@ class InferStreamCalls:
         return {"ModelStreamInfer": streaming(self._model_stream_infer)}
 
     async def _model_stream_infer(self, context: Context) -> None:
-        with self.streams.open(is_inference=True) as opened:
+        with self.streams.open(is_inference=True, has_unread=partial(has_unread, context)) as opened:
             failure = await InferStream(self, context, opened, StreamQuota(self._max_requests, self._max_bytes)).serve()
         if failure is not None:
             await abort(context, failure)

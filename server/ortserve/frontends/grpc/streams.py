@@ -27,8 +27,10 @@ class OpenStream:
         has_begun: Whether it has carried a request.
     """
 
-    def __init__(self, streams: "Streams") -> None:
+    def __init__(self, streams: "Streams", has_unread: Callable[[], bool]) -> None:
+        """``has_unread`` is that of ``Evictable``."""
         self.has_begun = False
+        self.has_unread: Final = has_unread
         self._streams = streams
         self._task: asyncio.Task[object] | None = None
         self._unanswered = 0
@@ -86,10 +88,6 @@ class OpenStream:
         idle_ns = max(1, now_ns - self._since_ns)
         return None if self.has_begun and idle_ns < _PAUSE_NS else idle_ns
 
-    def has_unread(self) -> bool:
-        """As ``Evictable.has_unread``. A message reaches a waiting stream in the next turn of the loop."""
-        return False
-
     def evict(self) -> None:
         """End the wait for the caller, and with it the stream."""
         self._is_evicted = True
@@ -127,10 +125,14 @@ class Streams:
         return len(self._inference) + len(self._others)
 
     @contextmanager
-    def open(self, *, is_inference: bool) -> Iterator[OpenStream]:
+    def open(self, *, is_inference: bool, has_unread: Callable[[], bool] = lambda: False) -> Iterator[OpenStream]:
         """Admit a stream for the duration of a ``with`` block. At the limit, one of inference replaces an idle one.
 
         The streams of other services are idle as a rule, so none is replaced.
+
+        Args:
+            is_inference: Whether it is a stream of inference.
+            has_unread: Whether a message that the stream has not read has arrived or is arriving.
 
         Raises:
             ServeError: overloaded if the limit is reached, and no stream is replaced.
@@ -138,7 +140,7 @@ class Streams:
         streams = self._inference if is_inference else self._others
         if len(streams) >= self._max_open and not (is_inference and self._idle.evict_one()):
             raise self.too_many("got one more")
-        stream = OpenStream(self)
+        stream = OpenStream(self, has_unread)
         streams.add(stream)
         if is_inference:
             self._idle.add(stream)

@@ -91,6 +91,19 @@ async def test_stream_with_requests_is_replaced_only_after_a_minute_without_one(
         await task
 
 
+async def test_stream_with_an_unread_message_is_not_replaced(stack: ExitStack) -> None:
+    port, unread = Port(1), [True]
+    stream = stack.enter_context(port.streams.open(is_inference=True, has_unread=lambda: bool(unread)))
+    task = await waiting(stream)
+    port.now_ns += 2 * MINUTE_NS
+    with pytest.raises(ServeError, match="got one more"):
+        opened(port.streams, stack)
+    unread.clear()
+    opened(port.streams, stack)
+    with pytest.raises(ServeError, match="closed for a new one"):
+        await task
+
+
 async def test_streams_without_inference_take_no_places_of_it_and_are_not_replaced(stack: ExitStack) -> None:
     port = Port(1)
     task = await waiting(stack.enter_context(port.streams.open(is_inference=False)))

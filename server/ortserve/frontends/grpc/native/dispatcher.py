@@ -202,6 +202,10 @@ class NativeContext:
     def set_trailing_metadata(self, metadata: Sequence[MetadataEntry]) -> None:
         self._trailing = tuple(metadata)
 
+    def has_unread(self) -> bool:
+        """Whether a message that ``read`` has not returned has arrived or is arriving. Not in grpcio."""
+        return self._stream.is_arriving(self._sending.clock())
+
     async def read(self) -> Any:
         """Return the next message; ``grpc.aio.EOF`` after the last message, or if the call has ended."""
         stream = self._stream

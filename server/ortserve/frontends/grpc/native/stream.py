@@ -17,6 +17,10 @@ from ortserve.service.gate import Hold
 _MESSAGE_OVERHEAD: Final = 128
 """Bytes counted for a message besides its content, so that empty messages are not free."""
 
+_ARRIVAL_NS: Final = 10_000_000_000
+_ARRIVAL_BYTES_PER_S: Final = 4096
+"""An incomplete message may take the first time, or longer at this rate, before its stream counts as idle."""
+
 
 class ReceiveWindow:
     """Counts the bytes that the peer may still send, on a stream or a connection (RFC 9113, section 5.2).
@@ -124,6 +128,14 @@ class Stream:
         if self.is_half_closed:
             return False
         return self.reader.kept_bytes > 0 or not (self.takes_messages or self.message_count)
+
+    def is_arriving(self, now_ns: int) -> bool:
+        """Whether a message has arrived that no handler has taken, or content of one that does not arrive slowly."""
+        if self.messages:
+            return True
+        waited_ns = now_ns - self.since_ns
+        is_slow = (self.reader.kept_bytes - self.since_bytes) * 1e9 < waited_ns * _ARRIVAL_BYTES_PER_S
+        return self.reader.kept_bytes > 0 and (waited_ns < _ARRIVAL_NS or not is_slow)
 
     def put(self, messages: list[Message]) -> None:
         """Enqueue complete messages."""
