@@ -68,6 +68,11 @@ class Symbols:
         self.replaced: set[tuple[Number, Number]] = set()
         """A size of a target shape and another size of the operand that it replaces (``rules.shapes``)."""
 
+    @property
+    def doubts(self) -> tuple[bool, bool]:
+        """The doubts about claims so far. Rules that depend on them are stricter afterwards."""
+        return self.has_uncertain_size, self.has_lost_axes
+
     def fresh(self, lowest: Constant | None = None, name: str | None = None) -> Number:
         """A new atom; with a name, which may be empty, if it is a free size of an input."""
         self.made += 1

@@ -234,12 +234,14 @@ class _States:
     def settle(self, run: Callable[[list[Value]], list[Value]]) -> list[Value]:
         """Run the body until the claims about the states are stable. Returns the scanned results of the last run."""
         for _ in range(MAX_ROUNDS):
+            doubts = self._symbols.doubts
             outputs = run(self._current)
             states = outputs[: len(self._current)]
             if len(states) < len(self._current):
                 raise NotKnownError("has a body with fewer results than states")
             weaker = [self._weaker(i, *pair) for i, pair in enumerate(zip(self._current, states, strict=True))]
-            if weaker == self._current:
+            # A node may have raised a doubt about tensors that an earlier node reads in the next round.
+            if weaker == self._current and doubts == self._symbols.doubts:
                 return outputs[len(states) :]
             self._current = weaker
         raise NotKnownError("has states whose shapes keep changing")
