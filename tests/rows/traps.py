@@ -23,6 +23,10 @@ MASKED_WRITE: Final = "p = NonZero(m) t = Transpose<perm=[1,0]>(p) f = Reshape(m
 MASK_WEIGHTS: Final = "float zero = {0}, float v = {7}, int64[1] less = {-1}"
 CHUNK: Final = "s = Shape(c) n = Gather(s, start) a = Add(n, rest) d = Div(a, parts) e = Mul(d, parts) y1 = Slice(c, start, d, start) y2 = Slice(c, d, e, start)"
 CHUNK_WEIGHTS: Final = "int64[1] start = {0}, int64[1] rest = {1}, int64[1] parts = {2}"
+_LAST: Final = "b = Slice(z, start, end, one1) l = Shape<start=1>(z) d = Sub(l, five) c = Slice(z, d, end, one1)"
+_WINDOWS: Final = "a = MaxPool<kernel_shape=[2], strides=[3], pads=[0,1], ceil_mode=1>(z)"
+_INFERRED: Final = "u = Add(x, w) l = Shape<start=2>(w) n = Shape<start=0, end=1>(x) m = Squeeze(n) k = Squeeze(l) r = Range(zero, m, one) h = Mul(r, k) o = ArgMax<axis=2, keepdims=0>(u) q = Reshape(o, less) i = Add(h, q) f = Reshape(u, less) y = Gather(f, i)"
+_INFERRED_WEIGHTS: Final = "int64 zero = {0}, int64 one = {1}, int64[1] less = {-1}, float number = {1}, bool yes = {1}, int64[1] first = {0}"
 _INFINITE: Final = [[[1.0] * 4], [[float("inf")] * 4], [[2.0] * 4]]
 
 TRAPS: Final = [
@@ -158,4 +162,8 @@ TRAPS: Final = [
     Case("halves of interleaved rows", "float[N,2,4] x", f"c = Reshape(x, flat) {CHUNK}", f"{CHUNK_WEIGHTS}, int64[2] flat = {{-1, 4}}"),
     Case("one row more than half of the stacked rows", "float[N,4] x, float[N,4] z", f"c = Concat<axis=0>(x, z) {CHUNK}", CHUNK_WEIGHTS.replace("{1}", "{2}")),
     Case("halves of three stacked rows", _X, f"c = Concat<axis=0>(x, x, x) {CHUNK}", CHUNK_WEIGHTS),
+    Case("the last entries, counted from the end or by a computed position", "float[N,M] z", f"{_LAST} n = Shape<start=0, end=1>(b) e = Squeeze(n) r = Range(zero, e, one) k = Shape<start=1>(b) q = Squeeze(k) h = Mul(r, q) o = ArgMax<axis=1, keepdims=0>(b) i = Add(h, o) f = Reshape(c, less) y = Gather(f, i)", "int64 zero = {0}, int64 one = {1}, int64[1] one1 = {1}, int64[1] start = {-5}, int64[1] five = {5}, int64[1] end = {999999999999}, int64[1] less = {-1}", sizes={"M": 3}, feeds={"z": [[[9, 1, 2]], [[5, 4, 3]], [[7, 2, 6]]]}),
+    Case("windows with as much padding at the other end", f"{_X}, float[N,1,3] z", f"{_WINDOWS.replace('a =', 'p =')} {_WINDOWS.replace('a =', 'q =').replace('0,1', '1,0')} s = Shape<start=2>(p) t = Shape<start=2>(q) e = Equal(s, t) g = Not(e) {_BRANCH}"),
+    Case("windows in a branch that ONNX Runtime puts in place of the node", "float[N,1,1] x, float[1,1,3] z", f"c = IsNaN(number) d = Not(c) w = If(d) <then_branch = t () => (a) {{ {_WINDOWS} }}, else_branch = e () => (b) {{ {_WINDOWS.replace('a =', 'b =').replace('[3]', '[2]')} }}> {_INFERRED}", _INFERRED_WEIGHTS, feeds={"z": [[[[1, 2, 3]]]] * 3}),
+    Case("windows of all rounds of a loop", "float[N,1,1] x, float[1,1,3] z", f"p = Loop(one, yes) <body = step (int64 j, bool c) => (d, a) {{ d = Identity(c) {_WINDOWS} }}> w = Squeeze(p, first) {_INFERRED}", _INFERRED_WEIGHTS),
 ]

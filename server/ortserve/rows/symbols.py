@@ -22,6 +22,7 @@ from ortserve.rows.number import (
     factor_of,
     is_fine,
     is_free,
+    is_inferred,
     is_nonnegative,
     is_positive,
     is_whole,
@@ -73,10 +74,16 @@ class Symbols:
         """The doubts about claims so far. Rules that depend on them are stricter afterwards."""
         return self.has_uncertain_size, self.has_lost_axes
 
-    def fresh(self, lowest: Constant | None = None, name: str | None = None) -> Number:
-        """A new atom; with a name, which may be empty, if it is a free size of an input."""
+    def fresh(
+        self, lowest: Constant | None = None, name: str | None = None, *, instead_of: tuple[Number, ...] = ()
+    ) -> Number:
+        """A new atom; with a name, which may be empty, if it is a free size of an input.
+
+        ``instead_of`` are the sizes for any of which the atom stands.
+        """
         self.made += 1
         atom = Atom(self.made, lowest, is_free=name is not None)
+        atom.is_inferred = is_inferred(instead_of)
         if name is not None:
             self.names[atom] = name
         return single_atom(atom, 1)

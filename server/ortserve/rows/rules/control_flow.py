@@ -70,7 +70,7 @@ def _joined_dims(call: Call, one: Value, other: Value) -> tuple[Number, ...] | N
     dims: list[Number] = []
     for axis, (length, wanted) in enumerate(zip(one.dims, other.dims, strict=True)):
         is_same = length == wanted or (one.is_rows and axis == one.axis)
-        dims.append(length if is_same else call.symbols.fresh(0))
+        dims.append(length if is_same else call.symbols.fresh(0, instead_of=(length, wanted)))
     return tuple(dims)
 
 
@@ -281,7 +281,7 @@ class _States:
     def _renewed(self, number: Number, least: int | None) -> Number:
         if number is DEPENDENT or _is_before(number, self._mark):
             return number
-        return DEPENDENT if contains_rows(number) else self._symbols.fresh(least)
+        return DEPENDENT if contains_rows(number) else self._symbols.fresh(least, instead_of=(number,))
 
     def _weaker(self, index: int, current: Value, new: Value) -> Value:
         """The strongest known claim that holds for a state both before and after a round."""
@@ -330,7 +330,7 @@ class _States:
         if contains_rows(current) or contains_rows(new):
             return DEPENDENT
         if own is None:
-            own = self._own[key] = self._symbols.fresh(least)
+            own = self._own[key] = self._symbols.fresh(least, instead_of=(current, new))
         return own
 
 

@@ -194,12 +194,16 @@ def _cut_length(call: Call, length: Number, start: Number, end: Number, step: in
         return len(_positions(length, start, end, step))
     if step != 1:
         return symbols.opaque("strided", length, start, end, step, lowest=0)
+    if isinstance(end, int) and end >= TO_THE_END:
+        end = length
+    given = start, end
     if isinstance(start, int) and start < 0:
         start = symbols.add(length, start)
-    if isinstance(end, int):
-        end = length if end >= TO_THE_END else symbols.add(length, end) if end < 0 else end
+    if isinstance(end, int) and end < 0:
+        end = symbols.add(length, end)
     if not is_nonnegative(start) or not is_nonnegative(end):
-        return symbols.opaque("cut", length, start, end, lowest=0)
+        # -5 of 3 entries is the first one, but the computed position 3 - 5 is the second one, counted from the end.
+        return symbols.opaque("cut", length, *given, lowest=0)
     if symbols.at_least(start, end):
         return 0
     stop = symbols.minimum(length, end)

@@ -135,7 +135,8 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
                 raise NotKnownError("rounds up the number of windows of auto_pad")
             lengths.append(symbols.ceil(symbols.multiply(length, stride)))
             continue
-        padding = 0 if kind == "VALID" else pads[i] + pads[i + rank]
+        before, after = (0, 0) if kind == "VALID" else (pads[i], pads[i + rank])
+        padding = before + after
         reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
         if not is_pool and isinstance(reach, int) and padding <= reach:  # it rejects an empty axis, or has no windows
             length = number_of(length)
@@ -143,7 +144,7 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
         moves = symbols.multiply(room, stride)
         whole = symbols.truncate(moves) if is_pool else symbols.floor(moves)
         if rounds_up and whole != moves:  # unknown: a last window that starts in the padding does not count
-            lengths.append(symbols.opaque(WINDOWS, length, sizes[i], strides[i], dilations[i], padding, lowest=0))
+            lengths.append(symbols.opaque(WINDOWS, length, sizes[i], strides[i], dilations[i], before, after, lowest=0))
         else:
             lengths.append(length_of(call, symbols.add(whole, 1)))
     return lengths
