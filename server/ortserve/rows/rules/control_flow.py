@@ -58,6 +58,8 @@ def _joined(call: Call, one: Value, other: Value) -> Value:
         nonnegative=one.facts.nonnegative and other.facts.nonnegative,
         below=one.facts.below if one.facts.below == other.facts.below else None,
         padding=one.facts.padding,
+        # If the condition is a constant, of which the analysis need not know, ONNX Runtime inlines a branch.
+        transposed=one.facts.transposed | other.facts.transposed,
     )
     return call.result(dims, one, one.axis, dtype, facts=facts)
 
