@@ -10,8 +10,8 @@ from fractions import Fraction
 from functools import partial, reduce
 from typing import Final
 
-from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
-from ortserve.rows.number import DEPENDENT, Number, contains_rows, is_nonnegative, is_whole
+from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, Constant
+from ortserve.rows.number import DEPENDENT, Dependent, Number, contains_rows, is_nonnegative, is_whole, terms_of
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -121,7 +121,9 @@ LIMITS: Final = {BOOL: 2, DOUBLE: 1 << 53, FLOAT: 1 << 24, INT32: 1 << 31, INT64
 """Element types that may hold sizes of tensors, and for each type the limit below which it holds integers exactly."""
 _INDICES: Final = frozenset({INT32, INT64})
 _MAX_BELOW: Final = 1 << 31
-"""Bounds in facts have only constants below this limit, so that INT32 holds the values, and sums do not overflow."""
+"""Constants in bounds are below this limit, so that INT32 holds the values."""
+_SIZE_BITS: Final = 30
+"""Sizes have at most so many bits, as tensors with longer axes do not fit into a request."""
 
 
 def add(call: Call) -> Output:
@@ -271,7 +273,7 @@ def cast(call: Call) -> Output:
     facts = Facts(padding=value.facts.padding)
     if value.dtype in _INDICES and to in _INDICES:
         # Without an upper bound, the cast of a nonnegative number may overflow and be negative.
-        is_held = value.facts.nonnegative and _is_small(call.symbols, value.facts.below)
+        is_held = value.facts.nonnegative and _is_held(value.facts.below, to)
         facts = replace(value.facts, columns=(), nonnegative=is_held, below=value.facts.below if is_held else None)
     check_no_stride([value] if facts.stride != value.facts.stride else [])
     return _computed(call, [value], facts, partial(cast_number, call.symbols, to) if to else None, dtype=to)
@@ -333,18 +335,25 @@ def _below(value: Value, symbols: Symbols) -> Number | None:
 def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
     """An upper bound of a sum of nonnegative integers; None if a term has no bound, because the sum may overflow."""
     total: Number = 1
+    dtype = _dtype(values)
     for value in values:
         bound = _below(value, symbols)
-        if bound is None or not _is_small(symbols, bound) or not _is_nonnegative(value):
+        if bound is None or not _is_nonnegative(value):
             return None
         total = symbols.add(total, symbols.subtract(bound, 1))
-        if not _is_small(symbols, total):
+        if not _is_held(total, dtype):
             return None
     return total
 
 
-def _is_small(symbols: Symbols, bound: Number | None) -> bool:
-    return bound is not None and symbols.bounded(bound, _MAX_BELOW) == bound
+def _is_held(bound: Number | None, dtype: int) -> bool:
+    """Whether an integer type holds all numbers below a bound of indices, for all values of the sizes in the bound."""
+    if bound is None or isinstance(bound, Dependent) or dtype not in _INDICES:
+        return False
+    largest: Constant = 0
+    for (rows, powers), factor in terms_of((bound,)).items():
+        largest = largest + max(factor, -factor) * (1 << _SIZE_BITS * sum((rows, *(power for _, power in powers))))
+    return largest <= LIMITS[dtype]
 
 
 def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
@@ -357,8 +366,9 @@ def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
         facts = replace(facts, stride=symbols.multiply(value.facts.stride, factor))
         if value.facts.below is not None and _is_nonnegative(value) and is_nonnegative(factor):
             largest = symbols.multiply(factor, symbols.subtract(value.facts.below, 1))
-            if _is_small(symbols, factor) and _is_small(symbols, largest):
-                facts = replace(facts, nonnegative=True, below=symbols.add(largest, 1))
+            below = symbols.add(largest, 1)
+            if _is_held(factor, value.dtype) and _is_held(below, value.dtype):
+                facts = replace(facts, nonnegative=True, below=below)
     return facts
 
 
