@@ -5,6 +5,7 @@ A symbol that stands for two different numbers is a finding too, because proofs 
 
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from math import isfinite
 
 import numpy as np
 import onnx
@@ -77,6 +78,10 @@ class Check:
                 if len(flat) != len(value.elements):
                     return f"{len(flat)} elements, claimed {value.elements}"
                 for number, element in zip(value.elements, flat, strict=True):
+                    if isinstance(element, float) and not isfinite(element):
+                        if not (isinstance(number, Product) and any(atom.is_unbounded for atom, _ in number.atoms)):
+                            return f"elements {flat} of {count} rows: {number} is finite"
+                        continue
                     if text := self._numbers.contradicts(number, count, Fraction(element)):
                         return f"elements {flat} of {count} rows: {text}"
         return ""

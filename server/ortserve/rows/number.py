@@ -28,9 +28,10 @@ class Atom:
         key: The expression that the atom represents; empty for a fresh atom.
         is_free: Whether the number follows from free sizes of inputs, so that ONNX Runtime cannot know it at the load.
         is_inferred: Whether ONNX Runtime may infer another number for this size of a tensor when it loads the model.
+        is_unbounded: Whether the number may be too large for an element type, infinite or not a number.
     """
 
-    __slots__ = ("is_free", "is_inferred", "is_whole", "key", "lowest", "serial", "terms")
+    __slots__ = ("is_free", "is_inferred", "is_unbounded", "is_whole", "key", "lowest", "serial", "terms")
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Atom:
         self.is_whole = is_whole
         self.is_free = is_free
         self.is_inferred = key[:1] == (WINDOWS,) or any(map(is_inferred, key))
+        self.is_unbounded = key[:1] == (UNBOUNDED,) or any(map(is_unbounded, key))
 
     def __repr__(self) -> str:
         return f"a{self.serial}"
@@ -114,6 +116,32 @@ def is_inferred(operand: object) -> bool:
     if isinstance(operand, (frozenset, tuple)):
         return any(map(is_inferred, operand))
     return isinstance(operand, Product) and any(atom.is_inferred for atom, _ in operand.atoms)
+
+
+UNBOUNDED: Final = "unbounded"
+"""The beginning of an expression that is computed with floating-point numbers and may have no finite result."""
+
+
+def is_unbounded(operand: object) -> bool:
+    """Whether a number, or one of several, may be too large for an element type, infinite or not a number.
+
+    Its difference from itself may then be other than 0.
+    """
+    if isinstance(operand, (frozenset, tuple)):
+        return any(map(is_unbounded, operand))
+    return isinstance(operand, Product) and any(atom.is_unbounded for atom, _ in operand.atoms)
+
+
+_SIZE_BITS: Final = 30
+"""Sizes have at most so many bits, as tensors with longer axes do not fit into a request."""
+
+
+def largest(number: "int | Fraction | Product") -> Constant:
+    """The largest absolute value of a number for all values of the sizes that it contains."""
+    total: Constant = 0
+    for (rows, powers), factor in terms_of((number,)).items():
+        total = total + max(factor, -factor) * (1 << _SIZE_BITS * sum((rows, *(power for _, power in powers))))
+    return total
 
 
 def is_whole(number: Number) -> bool:

@@ -10,6 +10,7 @@ from ortserve.model_file.graph import Constant, constant
 from ortserve.rows.number import (
     DEPENDENT,
     MAX_TERMS,
+    UNBOUNDED,
     Atom,
     Dependent,
     Number,
@@ -26,6 +27,7 @@ from ortserve.rows.number import (
     is_nonnegative,
     is_positive,
     is_whole,
+    largest,
     lowest,
     lowest_sum,
     make_product,
@@ -37,6 +39,11 @@ from ortserve.rows.number import (
     terms_of,
 )
 
+FLOAT_LIMIT: Final = 1 << 24
+DOUBLE_LIMIT: Final = 1 << 53
+"""The limits below which these types hold integers exactly."""
+MOST_FINITE: Final = 1 << 60
+"""A product of two floating-point numbers up to this one is finite."""
 _LARGEST: Final = 1 << 62
 """Constants from this size on become atoms, because computing on with them could overflow INT64."""
 _HIGHEST_POWER: Final = 12
@@ -147,7 +154,7 @@ class Symbols:
     def multiply(self, one: Number, other: Number) -> Number:
         if isinstance(one, int) and isinstance(other, int):
             value = one * other
-            return value if abs(value) < _LARGEST else self.opaque("large", one, other)
+            return value if abs(value) < _LARGEST else self.opaque(UNBOUNDED, "large", one, other)
         if one == 0 or other == 0:
             return 0
         if isinstance(one, Dependent) or isinstance(other, Dependent):
@@ -165,7 +172,8 @@ class Symbols:
             powers[atom] = powers.get(atom, 0) + power
         rows = rows_power(one) + rows_power(other)
         if not -_LARGEST < factor < _LARGEST or sum(powers.values()) + rows > _HIGHEST_POWER or is_fine(factor):
-            return self.opaque("product", frozenset((one, other)), is_whole=is_whole(one) and is_whole(other))
+            kind = ("product",) if -_LARGEST < factor < _LARGEST else (UNBOUNDED, "product")
+            return self.opaque(*kind, frozenset((one, other)), is_whole=is_whole(one) and is_whole(other))
         return make_product(factor, rows, powers)
 
     def product(self, numbers: Iterable[Number]) -> Number:
@@ -191,7 +199,7 @@ class Symbols:
     def add(self, one: Number, other: Number) -> Number:
         if isinstance(one, int) and isinstance(other, int):
             value = one + other
-            return value if abs(value) < _LARGEST else self.opaque("large sum", one, other)
+            return value if abs(value) < _LARGEST else self.opaque(UNBOUNDED, "large sum", one, other)
         if isinstance(one, Dependent) or isinstance(other, Dependent):
             return DEPENDENT
         if one == 0:
@@ -294,9 +302,15 @@ class Symbols:
         finest = lcm(*(value.denominator for value in terms.values()))
         is_held = all(-limit < value * finest < limit for value in terms.values())
         atoms = [atom for _, powers in terms for atom, _ in powers]
-        if is_held and (all(atom.is_whole for atom in atoms) or number in [single_atom(atom, 1) for atom in atoms]):
-            return number
-        return self.opaque("bounded", number, limit, is_whole=is_whole(number))
+        is_large = limit in (FLOAT_LIMIT, DOUBLE_LIMIT) and largest(number) > MOST_FINITE
+        if is_held and not is_large:
+            if all(atom.is_whole for atom in atoms):
+                return number
+            # The two types round the same number to different ones.
+            if number in [single_atom(atom, 1) for atom in atoms if limit != DOUBLE_LIMIT or atom.key[-1:] == (limit,)]:
+                return number
+        kind = (UNBOUNDED, "bounded") if is_large else ("bounded",)
+        return self.opaque(*kind, number, limit, is_whole=is_whole(number))
 
     def minimum(self, one: Number, other: Number) -> Number:
         if self.at_least(one, other):

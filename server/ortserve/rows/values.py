@@ -10,16 +10,21 @@ from typing import Final
 from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, INTEGERS
 from ortserve.rows.number import (
     DEPENDENT,
+    UNBOUNDED,
+    Dependent,
     N,
     Number,
+    Product,
     atoms_of,
     contains_rows,
     is_nonnegative,
     is_positive,
+    is_unbounded,
     is_whole,
+    largest,
     lowest,
 )
-from ortserve.rows.symbols import Symbols
+from ortserve.rows.symbols import MOST_FINITE, Symbols
 
 
 class Kind(enum.Enum):
@@ -163,6 +168,10 @@ _EXACT_FLOATS: Final = frozenset({FLOAT, DOUBLE})
 
 Compute = Callable[..., Number]
 
+_LEAST_DIVISOR: Final = Fraction(1, 1 << 20)
+_LARGEST_DIVIDEND: Final = 1 << 40
+"""Quotients of such numbers are at most ``MOST_FINITE``."""
+
 
 def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) -> tuple[Number, ...] | None:
     """Compute the elements of a result of these dimensions from the operands' elements; None if they are unknown."""
@@ -226,10 +235,16 @@ def uniform(value: Value) -> Number | None:
 
 
 def quotient(symbols: Symbols, one: Number, other: Number) -> Number:
-    """A quotient of floating-point numbers."""
-    if (exact := symbols.divide_exactly(one, other)) is not None:
+    """A quotient of floating-point numbers. If the divisor may be 0 or almost 0, it may be infinite or not a number."""
+    if isinstance(one, Dependent) or isinstance(other, Dependent):
+        return DEPENDENT
+    least = max(other, -other) if isinstance(other, (int, Fraction)) else lowest(other)
+    is_apart = least is not None and least >= _LEAST_DIVISOR
+    if is_apart and (exact := symbols.divide_exactly(one, other)) is not None:
         return exact
-    if isinstance(other, (int, Fraction)) and other:
+    if not is_apart or largest(one) > _LARGEST_DIVIDEND:
+        return symbols.opaque(UNBOUNDED, "quotient", one, other, is_whole=False)
+    if isinstance(other, (int, Fraction)):
         inverse = Fraction(1) / other
         if inverse.denominator & (inverse.denominator - 1) == 0:
             return symbols.multiply(one, inverse)
@@ -251,7 +266,8 @@ def power(symbols: Symbols, one: Number, other: Number) -> Number:
         return symbols.multiply(one, one)
     if other == Fraction(1, 2) and isinstance(one, int) and one >= 0 and (root := isqrt(one)) ** 2 == one:
         return root
-    return symbols.opaque("power", one, other, is_whole=False)
+    is_finite = is_nonnegative(one) and isinstance(other, (int, Fraction)) and 0 <= other <= 1
+    return symbols.opaque(*(() if is_finite else (UNBOUNDED,)), "power", one, other, is_whole=False)
 
 
 def equal(symbols: Symbols, one: Number, other: Number) -> Number:
@@ -315,10 +331,22 @@ def cast_number(symbols: Symbols, to: int, number: Number) -> Number:
             return int(number != 0)
         return 1 if is_positive(number) else symbols.opaque("bool", number, lowest=0)
     if to in (INT32, INT64):
+        if is_whole(number) and not is_unbounded(number):
+            return number
+        if is_unbounded(number) or (to == INT32 and isinstance(number, Product)):  # the two types overflow differently
+            return symbols.opaque("cast", to, number, lowest=0 if is_nonnegative(number) else None)
         return symbols.truncate(number)
     is_exact = symbols.bounded(number, 1 << 24) == number and all(atom.is_whole for atom in atoms_of(number))
     if to in _EXACT_FLOATS and is_exact:
         return number
     if isinstance(number, int) and 0 <= number < 128:
         return number
-    return symbols.opaque("cast", to, number, is_whole=False, lowest=0 if is_nonnegative(number) else None)
+    is_large = isinstance(number, Dependent) or largest(number) > MOST_FINITE
+    return symbols.opaque(
+        *((UNBOUNDED,) if is_large else ()),
+        "cast",
+        to,
+        number,
+        is_whole=False,
+        lowest=0 if is_nonnegative(number) else None,
+    )

@@ -10,8 +10,17 @@ from fractions import Fraction
 from functools import partial, reduce
 from typing import Final
 
-from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, Constant
-from ortserve.rows.number import DEPENDENT, Dependent, Number, contains_rows, is_nonnegative, is_whole, terms_of
+from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
+from ortserve.rows.number import (
+    DEPENDENT,
+    Dependent,
+    Number,
+    contains_rows,
+    is_nonnegative,
+    is_unbounded,
+    is_whole,
+    largest,
+)
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -23,7 +32,7 @@ from ortserve.rows.rules.call import (
     check_no_stride,
     rule,
 )
-from ortserve.rows.symbols import Symbols
+from ortserve.rows.symbols import DOUBLE_LIMIT, FLOAT_LIMIT, Symbols
 from ortserve.rows.values import (
     NO_FACTS,
     Facts,
@@ -117,13 +126,12 @@ def _is_bound_nonnegative(bound: Value) -> bool:
     return bound.elements is not None and all(isinstance(each, int) and each >= 0 for each in bound.elements)
 
 
-LIMITS: Final = {BOOL: 2, DOUBLE: 1 << 53, FLOAT: 1 << 24, INT32: 1 << 31, INT64: 1 << 63}
+LIMITS: Final = {BOOL: 2, DOUBLE: DOUBLE_LIMIT, FLOAT: FLOAT_LIMIT, INT32: 1 << 31, INT64: 1 << 63}
 """Element types that may hold sizes of tensors, and for each type the limit below which it holds integers exactly."""
 _INDICES: Final = frozenset({INT32, INT64})
+_FLOATS: Final = frozenset({DOUBLE, FLOAT})
 _MAX_BELOW: Final = 1 << 31
 """Constants in bounds are below this limit, so that INT32 holds the values."""
-_SIZE_BITS: Final = 30
-"""Sizes have at most so many bits, as tensors with longer axes do not fit into a request."""
 
 
 def add(call: Call) -> Output:
@@ -303,6 +311,8 @@ def _computed(
     result = broadcast(call, values, dtype, facts)
     if compute is None or result.is_rows or result.dims is None or not all(v.dtype in LIMITS for v in values):
         return result
+    if len(values) > 1 and any(is_unbounded(value.elements) for value in values if value.dtype in _FLOATS):
+        return result
     known = paired(values, result.dims, compute)
     if known is not None and (limit := LIMITS.get(dtype)):
         known = tuple(call.symbols.bounded(number, limit) for number in known)
@@ -348,12 +358,9 @@ def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
 
 def _is_held(bound: Number | None, dtype: int) -> bool:
     """Whether an integer type holds all numbers below a bound of indices, for all values of the sizes in the bound."""
-    if bound is None or isinstance(bound, Dependent) or dtype not in _INDICES:
-        return False
-    largest: Constant = 0
-    for (rows, powers), factor in terms_of((bound,)).items():
-        largest = largest + max(factor, -factor) * (1 << _SIZE_BITS * sum((rows, *(power for _, power in powers))))
-    return largest <= LIMITS[dtype]
+    return (
+        bound is not None and not isinstance(bound, Dependent) and dtype in _INDICES and largest(bound) <= LIMITS[dtype]
+    )
 
 
 def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
@@ -365,8 +372,7 @@ def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
             continue
         facts = replace(facts, stride=symbols.multiply(value.facts.stride, factor))
         if value.facts.below is not None and _is_nonnegative(value) and is_nonnegative(factor):
-            largest = symbols.multiply(factor, symbols.subtract(value.facts.below, 1))
-            below = symbols.add(largest, 1)
+            below = symbols.add(symbols.multiply(factor, symbols.subtract(value.facts.below, 1)), 1)
             if _is_held(factor, value.dtype) and _is_held(below, value.dtype):
                 facts = replace(facts, nonnegative=True, below=below)
     return facts

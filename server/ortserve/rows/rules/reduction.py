@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.model_file.graph import DOUBLE, FLOAT, INT64
-from ortserve.rows.number import Number, is_nonnegative
+from ortserve.rows.number import Number, is_nonnegative, is_unbounded
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -64,7 +64,7 @@ def _reduced_elements(call: Call, value: Value) -> tuple[Number, ...] | None:
     compute = known.get(call.op)
     if compute is None or not value.elements or len(value.dims or ()) != 1 or value.dtype not in LIMITS:
         return None
-    if not all(map(is_nonnegative, value.elements)):
+    if not all(map(is_nonnegative, value.elements)) or is_unbounded(value.elements):
         return None
     return (reduce_over(symbols, DOUBLE if value.dtype == INT64 else value.dtype, compute, *value.elements),)
 
