@@ -20,9 +20,9 @@ _MIN_OPSET_OF_DIVISIONS: Final = 9
 _MIN_OPSET_OF_GATHERS: Final = 12
 """Before it GatherND has no ``batch_dims``."""
 _DIVISIONS: Final = frozenset({"Div", "Mod"})
-_FAULTING: Final = frozenset({INT32, INT64})
-"""Element types whose division can fault. Smaller types are divided as INT32, in which their quotient cannot
-overflow."""
+_SMALLEST: Final = {INT32: -(1 << 31), INT64: -(1 << 63)}
+"""Element types whose division can fault, and their smallest numbers. Smaller types are divided as INT32, in which
+their quotient cannot overflow."""
 _SIZES: Final = frozenset({"Shape", "Size"})
 """Operators whose results are never negative."""
 _INDICES: Final = frozenset({"ArgMax", "ArgMin", "NonZero"}) | _SIZES
@@ -58,9 +58,12 @@ def _division_edits(model: Model) -> Edits:
             continue
         dividend, divisor = node.inputs
         dtype = types.get(dividend)
-        if dtype not in _FAULTING:
+        if dtype not in _SMALLEST:
             continue
-        if dividend in requested and (divisor in requested or _may_be_minus_one(graph, divisor)):
+        can_fault = (dividend in requested or _may_contain(graph, dividend, _SMALLEST[dtype])) and (
+            divisor in requested or _may_contain(graph, divisor, -1)
+        )
+        if can_fault:
             edits[GRAPH_NODE, node.outputs[0]] = b"".join(_without_fault(node, dtype))
     return edits
 
@@ -94,14 +97,14 @@ def _type_of(node: Node, types: dict[str, int]) -> int | None:
     return types.get(node.inputs[at]) if at < len(node.inputs) else None
 
 
-def _may_be_minus_one(graph: Graph, name: str) -> bool:
-    """Whether a divisor that does not depend on requests may contain -1."""
+def _may_contain(graph: Graph, name: str, number: int) -> bool:
+    """Whether an operand that does not depend on the values of requests may contain a number."""
     known = graph.constants.get(name)
     if known is None:
         made = next((node for node in graph.nodes if name in node.outputs), None)
         value = made.attributes.get("value") if made is not None and made.op == "Constant" else None
         known = value if isinstance(value, Tensor) else None
-    return known is None or known.elements is None or -1 in known.elements
+    return known is None or known.elements is None or number in known.elements
 
 
 def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:

@@ -59,6 +59,16 @@ def test_constant_divisor_of_minus_one_is_no_fault_either(tmp_path: Path) -> Non
     assert found.tolist() == [-(2**63), -7]
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_smallest_number_as_a_constant_dividend_is_no_fault_either(
+    tmp_path: Path, dtype: type[np.integer[Any]]
+) -> None:
+    name, least = np.dtype(dtype).name, np.iinfo(dtype).min
+    path = write(tmp_path, f"{name}[n] a", "y = Div (least, a)", f"{name} least = {{{least}}}")
+    (found,) = opened(path).run(None, {"a": np.array([-1, 2], dtype)})
+    assert found.tolist() == [least, least // 2]
+
+
 @pytest.mark.parametrize(
     ("inputs", "nodes", "constants", "opset"),
     [
@@ -66,11 +76,21 @@ def test_constant_divisor_of_minus_one_is_no_fault_either(tmp_path: Path) -> Non
         ("uint8[n] a, uint8[n] b", "y = Div (a, b)", "", 21),
         ("int64[n] a", "c = Constant <value = int64 {3}> () y = Div (a, c)", "", 21),
         ("int64[n] a", "y = Mod (a, c)", "int64[2] c = {3, 4}", 21),
+        ("int64[n] a", "y = Div (c, a)", "int64 c = {7}", 21),
         ("int64[n] a, float[n] x", "s = Shape (x) d = Div (s, two) y = Add (a, d)", "int64 two = {2}", 21),
         ("int32[n] a, float s", "c = DequantizeLinear (a, s) y = Div (c, c)", "", 21),
         ("int64[n] a, int64[n] b", "y = Div (a, b)", "", 8),
     ],
-    ids=["floats", "bytes", "a constant", "constants", "sizes", "of a known operator only", "before Where"],
+    ids=[
+        "floats",
+        "bytes",
+        "a constant",
+        "constants",
+        "a constant dividend",
+        "sizes",
+        "of a known operator only",
+        "before Where",
+    ],
 )
 def test_other_divisions_stay_as_they_are(tmp_path: Path, inputs: str, nodes: str, constants: str, opset: int) -> None:
     assert replacement_edits(read_model(write(tmp_path, inputs, nodes, constants, opset))) == {}
