@@ -16,6 +16,7 @@ from ortserve.rows.number import (
     Dependent,
     Number,
     contains_rows,
+    has_atom,
     is_nonnegative,
     is_unbounded,
     is_whole,
@@ -238,7 +239,11 @@ def absolute(call: Call) -> Output:
     def compute(number: Number) -> Number:
         if is_nonnegative(number):
             return number
-        return call.symbols.opaque("absolute", number, lowest=0, is_whole=is_whole(number))
+        if isinstance(number, (int, Fraction)):
+            return -number
+        # The smallest integer has no absolute value. A number that a type does not hold may wrap around to it.
+        may_wrap = has_atom(number, lambda atom: atom.lowest is None and not atom.terms)
+        return call.symbols.opaque("absolute", number, lowest=None if may_wrap else 0, is_whole=is_whole(number))
 
     return _computed(call, [value], NO_FACTS, compute)
 
