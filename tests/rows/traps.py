@@ -87,6 +87,7 @@ TRAPS: Final = [
     Case("a free number without an absolute value", "float[N,4] x, int64 i", f"j = Identity(i) d = Abs(j) e = Less(d, zero) g = Unsqueeze(e, zero1) {_BRANCH}", "int64 zero = {0}, int64[1] zero1 = {0}", feeds={"i": [-(2**63)] * 3}),
     Case("the smallest number, which has no absolute value", _X, f"d = Abs(least) g = Less(d, zero) {_BRANCH}", "int64[1] least = {-9223372036854775808}, int64[1] zero = {0}"),
     Case("a sum that overflows to the smallest number", _X, f"s = Add(half, half) d = Abs(s) g = Less(d, zero) {_BRANCH}", "int32[1] half = {1073741824}, int32[1] zero = {0}"),
+    Case("statistics for each pixel, before opset 9", "float[1,2,N] x", "y = BatchNormalization<spatial=0>(x, s, s, s, v)", "float[2,1] s, float[2,1] v = {1, 2}", opset=7),
     Case("a free number that a type does not hold", "float[N,4] x, int64 i", f"j = Identity(i) c = Cast<to=6>(j) d = Cast<to=7>(c) e = Equal(d, j) f = Not(e) g = Unsqueeze(f, zero1) {_BRANCH}", "int64[1] zero1 = {0}", feeds={"i": [2**40] * 3}),
     Case("a maximum of fewer entries than its window has", "float[N,1,3] x", f"p = MaxPool<kernel_shape=[4], strides=[2]>(x) s = Shape<start=2>(p) g = Equal(s, one) {_BRANCH}", "int64[1] one = {1}"),
     Case("an average whose padding ignores the dilation", "float[N,1,7] x", f'p = AveragePool<kernel_shape=[2], dilations=[2], auto_pad="SAME_LOWER">(x) s = Shape<start=2>(p) g = Less(s, seven) {_BRANCH}', "int64[1] seven = {7}", opset=19),

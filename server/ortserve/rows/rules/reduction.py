@@ -223,7 +223,8 @@ def batch_normalization(call: Call) -> Output:
     more = any(call.wants(index) for index in range(1, 5))
     if call.integer("training_mode", 0) or (call.opset < 7 and not call.integer("is_test", 0)) or more:
         raise RowsMeetError("takes its statistics from the whole batch in training mode")
-    off_axis(value, (1,), _NORMALIZES)
+    is_spatial = call.integer("spatial", 1)  # otherwise there are statistics for each entry, before opset 9
+    off_axis(value, (1,) if is_spatial else range(1, len(call.dims(value))), _NORMALIZES)
     if len(channels := call.dims(call.operand(1))) == 1 and len(call.dims(value)) > 1:
         call.symbols.need(call.dims(value)[1], channels[0])
     return call.same_shape(value)
