@@ -92,6 +92,18 @@ def test_many_short_texts_are_decoded_off_the_loop(encode: Callable[..., RestReq
     assert is_on_loop(np.array(["ä" * (INLINE_BYTES // 2 - 200)], object))
 
 
+@pytest.mark.parametrize("letter", ["B", "Y", "T", "E", "S"])
+def test_many_texts_are_decoded_off_the_loop_also_behind_an_escaped_datatype(letter: str) -> None:
+    datatype = "BYTES".replace(letter, f"\\u{ord(letter):04x}")
+    entry = f'{{"name":"x","datatype":"{datatype}","shape":[5000],"parameters":{{"binary_data_size":20000}}}}'
+    head = f'{{"inputs":[{entry}]}}'.encode()
+    encoded = RestRequest(head + bytes(20_000), len(head), "m", "")
+    assert encoded.decoding_place() is DecodingPlace.THREAD
+    other = RestRequest(head.replace(b"\\u00", b"\\u01") + bytes(20_000), len(head), "m", "")
+    assert other.decoding_place() is DecodingPlace.INLINE  # it stands for no letter of ASCII
+    assert encoded.read().inputs[0].datatype is DataType.BYTES
+
+
 @pytest.mark.parametrize("encoder", [RestEncoder(), GrpcEncoder()], ids=["rest", "grpc"])
 def test_many_short_texts_are_encoded_off_the_loop(encoder: RestEncoder | GrpcEncoder) -> None:
     request = InferRequest("m", "", "", [], [RequestedOutput("y", binary=True)] * 2, {})
