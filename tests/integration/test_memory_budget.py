@@ -69,12 +69,12 @@ def ask(server: ServerProcess, model: str, inputs: dict[str, np.ndarray]) -> np.
         return np.asarray(answer.as_numpy(answer.get_response()["outputs"][0]["name"]))
 
 
-def ask_briefly(server: ServerProcess, model: str, inputs: dict[str, np.ndarray]) -> str:
-    """Send a request that waits for 200 ms, and return the text of its rejection."""
+def ask_briefly(server: ServerProcess, model: str, inputs: dict[str, np.ndarray], timeout_ms: int = 200) -> str:
+    """Send a request that waits for a moment, and return the text of its rejection."""
     answer = httpx.post(
         rest_url(server, model),
         json={"inputs": [json_input(name, array) for name, array in inputs.items()]},
-        headers={"x-request-timeout-ms": "200"},
+        headers={"x-request-timeout-ms": str(timeout_ms)},
         timeout=LONG_S,
     )
     assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1"), answer.text
@@ -86,14 +86,15 @@ def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_pa
     write_options(add_model(repository, "other", builders.identity), "required: true")
     with (
         held_file(builders.identity(repository / "m.onnx")) as file,
-        serving(repository, "--load-policy", "on_demand", *SHORT_LOADS) as server,
+        serving(repository, "--load-policy", "on_demand", "--on-demand-wait-s", "600", *SHORT_LOADS) as server,
         triton_clients(server) as (http, grpc),
         ThreadPoolExecutor(2) as threads,
     ):
         assert states(server) == {"m": ("UNAVAILABLE", ON_DEMAND), "other": ("READY", "")}
         assert http.is_model_ready("m")
         assert grpc.is_model_ready("m")
-        assert TOO_LATE in ask_briefly(server, "m", ROW)
+        for timeout_ms in (200, 0):
+            assert TOO_LATE in ask_briefly(server, "m", ROW, timeout_ms)
         with pytest.raises(InferenceServerException, match=r"Deadline Exceeded|loaded on demand"):
             grpc.infer("m", triton_inputs(triton_grpc, ROW), client_timeout=0.2)
         assert states(server)["m"][0] == "LOADING"

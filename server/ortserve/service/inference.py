@@ -217,7 +217,7 @@ class InferenceService:
     async def _run_when_loaded(self, call: Call, request: InferRequest) -> Arrays:
         """Run a request whose model may have to be loaded first."""
         queue_timeout_ns = read_scheduling(request.parameters).queue_timeout_ns
-        limits = [limit for limit in (call.timeout_ns, queue_timeout_ns) if limit]
+        limits = [limit for limit in (call.timeout_ns, queue_timeout_ns) if limit is not None]
         call.served = await self._registry.wait_for(
             request.model_name, request.model_version, call.timing.received_ns, min(limits) if limits else None
         )
