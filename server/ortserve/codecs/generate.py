@@ -48,8 +48,9 @@ def decode_generate_request(
     """Decode a request.
 
     A number, string or boolean is a tensor of one element; a nested array is a tensor of the same shape. Leading
-    dimensions of 1 are added up to the rank of the model's input, so that a flat array is one row. If each row of the
-    input has one element, the elements of a flat array are rows: a column of a table.
+    dimensions of 1 are added up to the rank of the model's input, or to the least rank if it declares no shape, so that
+    a flat array is one row. If each row of the input has one element, the elements of a flat array are rows: a column
+    of a table.
 
     Args:
         body: A JSON object. Keys other than inputs are parameters. The keys of the object ``parameters`` are read in
@@ -188,7 +189,9 @@ def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:
     while type(level) is list:
         dims.append(len(level))
         level = level[0] if level else None
-    if len(dims) > rank and dims != [1]:  # [x] is accepted for a scalar
+    if spec.has_any_shape:
+        rank = max(len(dims), spec.least_axes)
+    elif len(dims) > rank and dims != [1]:  # [x] is accepted for a scalar
         raise invalid_input(
             f"unexpected shape for input '{spec.name}' for model '{model}'. "
             f"Expected {format_shape(spec.shape)}, got {format_shape(tuple(dims))}"

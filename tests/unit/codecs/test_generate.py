@@ -58,6 +58,26 @@ def test_key_that_is_an_input_becomes_its_tensor(name: str, value: Any, shape: t
     assert tensor.array.ravel().tolist() == np.array(value, dtype=object).ravel().tolist()
 
 
+@pytest.mark.parametrize(
+    ("least_axes", "value", "shape"),
+    [
+        (0, 7, ()),
+        (0, [7], (1,)),
+        (0, [[1, 2], [3, 4]], (2, 2)),
+        (2, 7, (1, 1)),
+        (2, [7, 8], (1, 2)),
+        (2, [[[7]]], (1, 1, 1)),
+    ],
+)
+def test_input_without_a_declared_shape_takes_the_shape_of_its_array(
+    least_axes: int, value: Any, shape: tuple[int, ...]
+) -> None:
+    spec = TensorSpec("x", DataType.FP32, (), batch_axis=None, has_any_shape=True, least_axes=least_axes)
+    (tensor,) = decode_generate_request(json.dumps({"x": value}).encode(), "m", "", [spec], is_stream=False).inputs
+    assert tensor.array.shape == shape
+    assert tensor.array.ravel().tolist() == np.array(value).ravel().tolist()
+
+
 def test_envelope_and_parameters_arrive_from_both_places() -> None:
     request = decode({"number": 1, "id": "x", "priority": 1, "parameters": {"timeout": 9, "sequence_id": 0}})
     assert (request.model_name, request.model_version, request.id) == ("m", "", "x")
