@@ -6,6 +6,8 @@ from typing import Any, Final
 _MAX_MESSAGE: Final = 4096
 """Maximum number of characters. A message may quote large values of the request; gRPC sends it in a header."""
 
+_MAX_SHOWN_ID: Final = 200
+"""Maximum number of characters of a request's id in a message: a longer one would leave no room for the error."""
 
 STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 """Triton's text for a request to a version that is being closed; its kind is NOT_READY."""
@@ -81,7 +83,8 @@ def out_of_memory(doing: str) -> ServeError:
 
 def of_request(error: ServeError, request_id: str, version: str) -> ServeError:
     """A copy whose message begins with the id of its request; ``version`` is the version of the model."""
-    message = f"[request id: {request_id or '<id_unknown>'}] {error.message}"
+    shown = request_id if len(request_id) <= _MAX_SHOWN_ID else f"{request_id[:_MAX_SHOWN_ID]}…"
+    message = f"[request id: {shown or '<id_unknown>'}] {error.message}"
     return ServeError(error.kind, message, retry_after_s=error.retry_after_s, version=version)
 
 

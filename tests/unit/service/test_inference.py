@@ -788,6 +788,13 @@ async def test_passed_deadline_is_rejected_and_counted(stage: Stage) -> None:
     assert stage.rejected() == {("double", "deadline"): 1}
 
 
+async def test_long_id_leaves_room_for_the_error(stage: Stage) -> None:
+    error = await stage.refusal(request(request_id="7" * 5000, datatype=DataType.INT32))
+    assert error.message.startswith(f"[request id: {'7' * 200}…] inference input 'x' data-type is 'INT32'")
+    shown = await stage.refusal(request(request_id="7" * 200, datatype=DataType.INT32))
+    assert shown.message.startswith(f"[request id: {'7' * 200}] inference input 'x' data-type is 'INT32'")
+
+
 async def test_timeout_counts_from_when_the_body_was_complete(stage: Stage) -> None:
     call = stage.service.receive("http", timeout_ns=1_000_000)
     call.timing.received_ns -= 2_000_000
