@@ -118,12 +118,18 @@ def match_infer_path(raw_path: bytes) -> tuple[str, str] | None:
     if parts[-1] != "infer":
         return None
     if len(parts) == 5:
-        model, version = parts[3], ""
-    elif len(parts) == 7 and parts[4] == "versions" and is_version(parts[5]):
-        model, version = parts[3], parts[5]
+        version = ""
+    elif len(parts) == 7 and parts[4] == "versions":
+        version = _decoded(parts[5])
+        if not is_version(version):
+            return None
     else:
         return None
-    return (unquote(model) if "%" in model else model), version
+    return _decoded(parts[3]), version
+
+
+def _decoded(part: str) -> str:
+    return unquote(part) if "%" in part else part
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Content-Encoding and Accept-Encoding, value by value."""
+"""The path of inference, Content-Encoding and Accept-Encoding, value by value."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from ortserve.frontends.http.request_head import (
     InferHeaders,
     UnknownEncodingError,
     body_encoding,
+    infer_target,
     read_infer_headers,
     response_encoding,
 )
@@ -68,6 +69,21 @@ def test_unknown_compression_is_unsupported_and_names_the_known_ones(value: byte
 )
 def test_answer_uses_the_preferred_compression(value: bytes, encoding: Encoding | None) -> None:
     assert response_encoding(value) is encoding
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        (b"/v2/models/m/infer", ("m", "")),
+        (b"/v2/models/%6D/versions/%31/infer", ("m", "1")),
+        (b"/v2/models/a%2Fb/versions/v1%2E2/infer?x", ("a/b", "v1.2")),
+        (b"/v2/models/m/versions/1%0A/infer", None),
+        (b"/v2/models/m/versions/1%2F2/infer", None),
+        (b"/v2/models/m/versions/%FF/infer", None),
+    ],
+)
+def test_model_and_version_of_a_path_may_be_percent_encoded(url: bytes, target: tuple[str, str] | None) -> None:
+    assert infer_target(url) == target
 
 
 def test_headers_are_read_together() -> None:
