@@ -75,7 +75,7 @@ class VersionRecord:
         self.cancelled_because = ""
         """Why the load was cancelled; empty if it was not."""
         self.is_superseded = False
-        """Whether the load was cancelled because a newer one of the model follows."""
+        """Whether the load was cancelled because a newer one of the model follows, or a reconnection of its members."""
         self.will_be_replaced = False
         """Whether the version abandoned an instance, and a new load of it follows."""
         self.is_reconnection = False

@@ -92,6 +92,12 @@ class Changes:
             await asyncio.wait([self._coming[name].task for name in changing])
             ended.update(changing)
 
+    async def wait_for_locks(self, names: Collection[str]) -> None:
+        """Wait until changes of these models that are under way have ended. The caller holds no lock."""
+        for name in names:
+            async with self.lock(name):
+                pass
+
     def withdraw(self, name: str) -> ModelSource | None:
         """Prevent a change that waits for the model's lock, because the model is unloaded. Returns its source."""
         self.lock(name).note_unload()

@@ -23,7 +23,7 @@ MAX_WAITING: Final = 4096
 _MIN_RETRY_S: Final = 1.0
 _MAX_TRIES: Final = 4
 """Maximum number of loads for the requests that wait, if newer files supersede them, or if members of an ensemble are
-evicted before the ensemble holds them."""
+evicted before the ensemble holds them, or are being reconnected."""
 
 
 @dataclass(slots=True)
@@ -178,8 +178,10 @@ class LoadsOnDemand:
                 tries += 1
                 if any(record.is_on_demand and record.is_superseded for record in records):
                     if tries == _MAX_TRIES:
-                        raise _not_loaded(name, f"newer files superseded {tries} loads", 1)
-                    continue  # The newer load already waits for the model's lock.
+                        raise _not_loaded(name, f"newer changes superseded {tries} loads", 1)
+                    # A newer load already waits for the model's lock, or members of an ensemble are being reconnected.
+                    await self._changes.wait_for_locks(closure_of([name], self._sources)[1:])
+                    continue
                 no_room = next((record.no_room for record in records if record.no_room is not None), None)
                 if no_room is None:
                     break

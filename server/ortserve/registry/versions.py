@@ -13,6 +13,7 @@ from ortserve.core.batch import Runner
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.catalog import ON_DEMAND, UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
+from ortserve.registry.ensemble.members import MembersDisagreeError
 from ortserve.registry.load.coordination import LoadCancelledError, LoadRank
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.memory_room import MemoryRoom, NoRoomError
@@ -129,6 +130,10 @@ class Versions:
                     record.served = await self._loader.load(record, source, events)
                 except NoRoomError as error:
                     return await self._refuse(record, error)
+                except MembersDisagreeError as error:
+                    if not record.cancelled_because:  # The change that reconnects them loads the ensemble again.
+                        record.cancelled_because, record.is_superseded = error.message, True
+                    return await self._fail(record, error)
                 except Exception as error:  # noqa: BLE001 - its message is no answer to a caller
                     return await self._fail(record, error)
                 self._take_over(record, self._clock() - began_ns)

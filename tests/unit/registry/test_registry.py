@@ -1344,7 +1344,7 @@ async def test_request_does_not_wait_for_a_model_whose_files_change_during_each_
         await registry.begin_poll()
         before.release()
     try:
-        with pytest.raises(ServeError, match="load failed for model 'm': newer files superseded 4 loads"):
+        with pytest.raises(ServeError, match="load failed for model 'm': newer changes superseded 4 loads"):
             await waiting
     finally:
         file.release()

@@ -8,7 +8,7 @@ from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.served_version import ServedVersion
 
 
-class _MembersDisagreeError(ServeError):
+class MembersDisagreeError(ServeError):
     """Members of an ensemble use different loads of a model, until all of them are reconnected to the new one."""
 
 
@@ -17,8 +17,8 @@ def find_members(name: str, plan: Plan, catalog: Catalog) -> tuple[ServedVersion
 
     Raises:
         NotInMemoryError: A member is loaded by the next request for it, or is being loaded for requests.
-        ServeError: invalid_input, naming the ensemble and the models or the version that it lacks; not_ready, if a
-            request would use two loads of a model.
+        MembersDisagreeError: A request would use two loads of a model.
+        ServeError: invalid_input, naming the ensemble and the models or the version that it lacks.
     """
     names = dict.fromkeys(step.model for step in plan.steps)
     if unknown := [model for model in names if not catalog.of(model)]:
@@ -35,7 +35,7 @@ def find_members(name: str, plan: Plan, catalog: Catalog) -> tuple[ServedVersion
     different = _find_different_loads(plan, members, {})
     if different is not None:
         text = f"members of ensemble '{name}' use different loads of '{different}' until all of them are reconnected"
-        raise _MembersDisagreeError(ErrorKind.NOT_READY, text, retry_after_s=1)
+        raise MembersDisagreeError(ErrorKind.NOT_READY, text, retry_after_s=1)
     return members
 
 
@@ -43,7 +43,7 @@ def is_connected(ensemble: ServedEnsemble, catalog: Catalog) -> bool:
     """Whether the steps of an ensemble use the versions that answer requests, as far as these agree."""
     try:
         return find_members(ensemble.name, ensemble.plan, catalog) == ensemble.members
-    except _MembersDisagreeError:
+    except MembersDisagreeError:
         return True
     except ServeError:
         return False

@@ -20,7 +20,7 @@ from fakes.host_device import HostDevice
 from fakes.inflight import submit_to
 from held_files import held_file
 from models import builders, members, sequences
-from ortserve.config.model import LoadOptions
+from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.sequence import SequencePart
 from ortserve.core.timing import Timing
@@ -28,9 +28,12 @@ from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry import changes
+from ortserve.registry import changes, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State
+from ortserve.registry.ensemble.members import is_connected
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.registry import Registry
+from ortserve.registry.repository.model_files import read_labels
 from ortserve.service.models import ModelService
 from ortserve.telemetry.metrics import Metrics
 
@@ -889,3 +892,71 @@ async def test_load_costs_the_loop_the_same_beside_many_models(
     assert len(in_memory) == (1 if policy == "on_demand" else 62)
     assert few.total() > 200
     assert (many - few).total() < 50, (many - few).most_common(5)
+
+
+def add_deep(root: Path) -> None:
+    """Two ensembles of ``m``: ``pair``, and ``deep``, which contains both of them."""
+    add_pair(root)
+    steps = [("pair", {"x": "x"}, {"y": "t"}), ("m", {"a": "t"}, {"b": "y"})]
+    members.add_ensemble(root, "deep", ["x"], ["y"], steps)
+
+
+async def test_request_waits_until_the_members_of_its_ensemble_are_reconnected(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m")
+    add_deep(tmp_path)
+    registry = make()
+    await registry.load_all()
+    registry._draining.evict("deep")
+    before = registry.find("m", "")
+    members.affine(tmp_path / "m" / "1" / "model.onnx", 2)
+    async with registry._changes.lock("pair"):
+        reload = asyncio.ensure_future(registry.load("m"))
+        while registry.find("m", "") is before:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.001)
+        tried, asked = asyncio.Event(), asyncio.ensure_future(ask(registry, "deep"))
+        seen: list[State] = []
+
+        def look() -> None:
+            seen.append(states(registry, "deep")[1][0])
+            if seen[-1] > State.READY and State.LOADING in seen:
+                tried.set()
+
+        registry.on_change = look
+        await asyncio.wait_for(tried.wait(), 30)
+        assert states(registry, "deep") == {1: (State.GONE, ON_DEMAND)}, "pair uses the load before"
+    assert await asked == "1"
+    await asyncio.wait_for(reload, 30)
+
+
+async def test_ensemble_serves_while_a_label_moves_during_its_reconnection(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "m", options="version_policy: {all: true}")
+    put(tmp_path, "m", 2)
+    add_deep(tmp_path)
+    registry = make()
+    await registry.load_all()
+    loop = asyncio.get_running_loop()
+    loads = 0
+
+    async def move(version: int) -> None:
+        registry._catalog.set_labels("m", {"stable": version})
+
+    def move_before_reading(options: ModelOptions, folder: Path | None) -> dict[str, tuple[str, ...]]:
+        nonlocal loads
+        loads += 1
+        if loads == 2:  # of the deep one; pair has the other version
+            asyncio.run_coroutine_threadsafe(move(2), loop).result()
+        return read_labels(options, folder)
+
+    monkeypatch.setattr(version_loader, "read_labels", move_before_reading)
+    is_served: list[bool] = []
+    registry.on_change = lambda: is_served.append(registry._catalog.serves("deep", ""))
+    await move(1)
+    await asyncio.wait_for(registry._reconciler.settle_labels("m"), 30)
+    await asyncio.wait_for(registry._reconciler.settle_labels("m"), 30)
+    assert all(is_served)
+    assert loads >= 3
+    deep = registry.find("deep", "")
+    assert isinstance(deep, ServedEnsemble)
+    assert is_connected(deep, registry._catalog)
