@@ -105,8 +105,6 @@ class Registry:
         self._changes = Changes()
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
-        self._without_files: set[str] = set()
-        """Models whose files a client sent. The files are deleted after the load, so the models cannot be reloaded."""
         state = state or StateFile(None)
         state.on_change = self._on_state
         self._labels = Labels(self._catalog, self._sources, state)
@@ -299,9 +297,6 @@ class Registry:
                         raise load_failure(name, f"its load was cancelled: {_UNLOADED}")
                     if closure or not self._reconciler.missing_members(source):
                         (source,) = reject_cycles([source], self._sources | closure)
-                        self._without_files.discard(name)
-                        if files:
-                            self._without_files.add(name)
                         failures = await self._reconciler.apply(source, is_forced=True)
                         if files:
                             self._versions.withdraw(name)
@@ -331,7 +326,6 @@ class Registry:
                 await self._reconciler.drop_dependents(name)
                 await changing.enter_async_context(self._changes.lock(name))
             source = await self._reconciler.remove(name) or withdrawn
-            self._without_files.discard(name)
             await self._reader.release(name)
         if with_members:
             for member in members_of(source):
@@ -380,4 +374,7 @@ class Registry:
 
     def _must_stay(self, name: str) -> bool:
         """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""
-        return self._changes.is_under_way(name) or name in self._without_files
+        serving = [record.source for record in self._catalog.ready(name)]
+        latest = self._sources.get(name)  # It may have failed to load.
+        sources = serving if latest is None else [*serving, *latest.versions.values()]
+        return self._changes.is_under_way(name) or any(source is not None and source.is_sent for source in sources)

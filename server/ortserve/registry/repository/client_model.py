@@ -233,7 +233,8 @@ def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelS
     except OSError as error:
         raise invalid_input(f"its files cannot be written: {error.strerror}") from None
     with folder as path:
-        yield make_source(client.write(Path(path)), client.configuration)
+        source = make_source(client.write(Path(path)), client.configuration)
+        yield replace(source, versions={number: replace(one, is_sent=True) for number, one in source.versions.items()})
 
 
 def _find(name: str, roots: Sequence[Path]) -> ModelFiles:

@@ -32,6 +32,7 @@ class VersionSource:
         configuration: The configuration of the model.
         fingerprints: Fingerprints of all files that the version may consist of.
         problem: Why there is no file to open; empty without a problem.
+        is_sent: Whether a client sent the files, which are deleted after the load, so that there can be no other one.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class VersionSource:
     configuration: Configuration
     fingerprints: tuple[Fingerprint, ...]
     problem: str = ""
+    is_sent: bool = False
 
     @property
     def file_bytes(self) -> int:

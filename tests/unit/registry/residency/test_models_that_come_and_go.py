@@ -802,6 +802,30 @@ async def test_model_that_would_not_come_back_whole_is_not_evicted(tmp_path: Pat
     assert await ask(registry, "other") == "1"
 
 
+async def test_model_of_a_client_stays_in_memory_after_a_load_from_its_folder_has_failed(
+    tmp_path: Path, make: Make
+) -> None:
+    put(tmp_path, "other", options="load_policy: on_demand")
+    put(tmp_path, "m")
+    registry = make(int(4.75 * MIB))
+    await registry.load_all({"other"})
+    content = members.affine(tmp_path.parent / "sent.onnx").read_bytes()
+    await registry.load("m", config="{}", files={"file:1/model.onnx": content})
+    folder = tmp_path / "m" / "1" / "model.onnx"
+    good = folder.read_bytes()
+    folder.write_bytes(b"no model")
+    with pytest.raises(ServeError, match="expected an ONNX model"):
+        await registry.load("m")
+    registry._room._budget_bytes = int(2.25 * MIB)
+    assert "models that cannot be evicted now hold 2.0 MiB" in (await refused(registry, "other")).message
+    assert await ask(registry, "m") == "1"
+    folder.write_bytes(good)
+    registry._room._budget_bytes = int(4.75 * MIB)
+    await registry.load("m")
+    registry._room._budget_bytes = int(2.25 * MIB)
+    assert await ask(registry, "other") == "1"
+
+
 async def test_load_begins_when_the_evicted_model_has_answered_and_is_freed(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "m", options="load_policy: on_demand")
     put(tmp_path, "slow", options="load_policy: on_demand", build=builders.slow)
