@@ -297,8 +297,9 @@ class Reconciler:
         name = source.name
         named = self._labels.named_versions(name)
         needed = needed_versions(source, named)
-        # Otherwise an earlier version may serve in place of one that failed.
-        if needed.issubset(record.version for record in self._catalog.ready(name)):
+        serving = {record.version: record.source for record in self._catalog.ready(name)}
+        # Otherwise an earlier version, or an earlier load of the same version, may serve in place of one that failed.
+        if all(version in serving and serving[version] == source.versions[version] for version in needed):
             versions = {number: version for number, version in source.versions.items() if number in needed}
             self._sources[name] = replace(source, versions=versions)
             for record in self._catalog.ready(name):

@@ -74,6 +74,24 @@ async def test_candidate_of_the_file_serves_on_without_its_files(tmp_path: Path,
     assert states(registry) == {1: State.READY, 2: State.READY}
 
 
+async def test_change_of_labels_drains_no_version_while_the_latest_load_has_failed(
+    tmp_path: Path, registry: Registry
+) -> None:
+    folder = put(tmp_path, 1, 2, options="version_policy: {all: true}")
+    await registry.load_all()
+    (folder / "1" / "model.onnx").write_bytes(b"no model")
+    (folder / "model.yaml").write_text("version_policy: {specific: [1]}")
+    with pytest.raises(ServeError, match="load failed for model 'm'"):
+        await registry.load("m")
+    await registry.change_state("m", ModelState({"old": 1}))
+    while registry.is_changing:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0.01)
+    assert states(registry) == {1: State.READY, 2: State.READY}
+    builders.identity(folder / "1" / "model.onnx")
+    await registry.load("m")
+    assert states(registry)[2] >= State.DRAINING
+
+
 async def test_change_that_was_refused_keeps_no_version_loaded(tmp_path: Path, registry: Registry) -> None:
     folder = put(tmp_path, 1, 2, options="labels: {old: 1}")
     await registry.load_all()
