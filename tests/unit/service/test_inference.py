@@ -47,6 +47,7 @@ from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import Hold
 from ortserve.service.inference import InferenceService
 from ortserve.service.recorder import Recorder
+from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.shared_object import FOLDER
 from ortserve.telemetry.metrics import Metrics
@@ -886,6 +887,21 @@ async def test_request_in_regions_is_answered_timed_and_counted_as_any_other(sta
     written = leases.memory(RegionSpan(region, 16, 16)).read(16, 16)
     leases.release()
     assert np.frombuffer(written, np.float32).tolist() == [-1.0] * 4
+
+
+async def test_request_whose_model_is_evicted_while_its_inputs_are_copied_waits_for_the_model(
+    stage: Stage, region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = RegionTransfer.fetch
+
+    async def fetch_slowly(transfer: RegionTransfer, model: str) -> list[Tensor]:
+        stage.registry._draining.evict(model)
+        await stage.registry._draining.wait(model)
+        return await fetch(transfer, model)
+
+    monkeypatch.setattr(RegionTransfer, "fetch", fetch_slowly)
+    response = await stage.infer(in_region("two", region))
+    assert response.model_name == "two"
 
 
 async def test_request_in_regions_that_fails_is_counted_once_and_holds_nothing(stage: Stage, region: str) -> None:
