@@ -5,19 +5,18 @@ a whole tensor of another model. Golden samples and the tools use this module.
 """
 
 import math
-import zlib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Final
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import numpy as np
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import fits_shape
-from ortserve.errors import invalid_input
+from ortserve.errors import ServeError, invalid_input
 from ortserve.paths import open_file
 
 MAX_ARRAYS: Final = 1024
@@ -46,7 +45,9 @@ def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
                 )
             for member in members:
                 arrays[member.filename.removesuffix(".npy")] = _read_array(archive.read(member))
-    except (OSError, ValueError, BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+    except ServeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - zipfile and numpy raise many kinds, such as LZMAError and TokenError
         problem = getattr(error, "strerror", None) or error
         raise invalid_input(f"{file.name}: expected a file written by numpy.savez, got: {problem}") from None
     return arrays
