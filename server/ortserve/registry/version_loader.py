@@ -50,6 +50,14 @@ _MAX_GIVEN_UP: Final = 64
 _Result = TypeVar("_Result")
 
 
+class FilesChangedError(ServeError):
+    """A file of a version changed during the load of the version."""
+
+    def __init__(self, name: str) -> None:
+        message = f"{name} changed while it was loaded: expected files that stay as they are"
+        super().__init__(ErrorKind.INVALID_INPUT, message)
+
+
 class VersionLoader:
     """Loads versions that hold a slot and reserved memory. Loop thread only; it opens models on its own threads."""
 
@@ -220,7 +228,7 @@ class VersionLoader:
         """Load a model on a thread, and measure the memory that the load takes.
 
         Raises:
-            ServeError: The error of ``load_model``; invalid_input, if a file changed meanwhile.
+            ServeError: The error of ``load_model``; FilesChangedError, if a file changed meanwhile.
         """
         if source.configuration.options.trial_load and (name := changed_file(source.fingerprints)):
             raise invalid_input(
@@ -245,7 +253,7 @@ class VersionLoader:
             self._ledger.end(account)
         try:
             if name := changed():  # What was read first, such as the proof that rows are independent, does not hold.
-                raise invalid_input(f"{name} changed while it was loaded: expected files that stay as they are")
+                raise FilesChangedError(name)
         except BaseException:
             self._ledger.release(account, loaded.close)
             raise

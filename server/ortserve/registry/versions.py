@@ -17,7 +17,7 @@ from ortserve.registry.ensemble.members import MembersDisagreeError
 from ortserve.registry.load.coordination import LoadCancelledError, LoadRank
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.memory_room import MemoryRoom, NoRoomError
-from ortserve.registry.version_loader import VersionLoader
+from ortserve.registry.version_loader import FilesChangedError, VersionLoader
 from ortserve.telemetry.logs import fit_fields, log_event, log_fault
 from ortserve.telemetry.metrics import Metrics
 
@@ -130,11 +130,9 @@ class Versions:
                     record.served = await self._loader.load(record, source, events)
                 except NoRoomError as error:
                     return await self._refuse(record, error)
-                except MembersDisagreeError as error:
-                    if not record.cancelled_because:  # The change that reconnects them loads the ensemble again.
-                        record.cancelled_because, record.is_superseded = error.message, True
-                    return await self._fail(record, error)
                 except Exception as error:  # noqa: BLE001 - its message is no answer to a caller
+                    if not record.cancelled_because and _is_followed(record, error):
+                        record.cancelled_because, record.is_superseded = str(error), True
                     return await self._fail(record, error)
                 self._take_over(record, self._clock() - began_ns)
                 return ""
@@ -362,6 +360,14 @@ class Versions:
             record.reason = reason
         if may_replace:
             self._on_replace(record)
+
+
+def _is_followed(record: VersionRecord, error: Exception) -> bool:
+    """Whether another load follows one that failed with ``error``.
+
+    The change that makes members disagree loads the ensemble again, and waiting requests load files that have changed.
+    """
+    return isinstance(error, MembersDisagreeError) or (record.is_awaited and isinstance(error, FilesChangedError))
 
 
 def _log_failure(event: str, record: VersionRecord, reason: str) -> None:

@@ -1325,6 +1325,21 @@ async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(
         await registry.wait_for("m", "")
 
 
+@pytest.mark.parametrize("is_polled", [False, True])
+async def test_request_waits_for_a_model_whose_files_change_during_a_load(
+    tmp_path: Path, load: Load, is_polled: bool
+) -> None:
+    put(tmp_path, builders.identity, "m", options="load_policy: on_demand")
+    registry = await load(is_polled=is_polled, warmup_s=0, intra_op_threads=1)
+    path = tmp_path / "m" / "1" / "model.onnx"
+    with held_file(path) as file:
+        waiting = asyncio.ensure_future(registry.wait_for("m", ""))
+        await file.wait()
+        builders.identity(tmp_path / "newer")
+        (tmp_path / "newer").replace(path)
+    assert (await asyncio.wait_for(waiting, 30)).version == "1"
+
+
 async def test_request_does_not_wait_for_a_model_whose_files_change_during_each_load(
     tmp_path: Path, load: Load
 ) -> None:
