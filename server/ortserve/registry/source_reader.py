@@ -134,12 +134,14 @@ class SourceReader:
     async def is_newer(
         self, name: str, config: str | None, files: Mapping[str, bytes], latest: ModelSource | None
     ) -> bool:
-        """Whether a load would read valid options or files other than those of ``latest``."""
+        """Whether a load would read a valid model, with other options or files than those of ``latest``."""
         with suppress(ServeError):
-            if config is None and not files:
-                return await self.read(name) not in (None, latest)
-            await asyncio.to_thread(read_client_model, name, config, files, self._defaults)
-            return True
+            if files:
+                return await asyncio.to_thread(self._is_valid, name, config, files)
+            if config is not None:
+                return await self._on_disk(self._is_valid, name, config, files, within_s=_LOAD_S)
+            source = await self.read(name)
+            return source is not None and not source.problem and source != latest
         return False
 
     @asynccontextmanager
@@ -278,6 +280,13 @@ class SourceReader:
         if source is None:
             raise load_failure(name, f"{NOT_POLLED}: no repository has a model of this name")
         return source
+
+    def _is_valid(self, name: str, config: str | None, files: Mapping[str, bytes]) -> bool:
+        """Whether ``_find`` finds a source. Blocks on the disk."""
+        with suppress(ServeError), ExitStack() as resources:
+            self._find(resources, name, config, files)
+            return True
+        return False
 
     def _find_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
         """Find an ensemble and its members at any depth, by name. Blocks on the disk. Raises ServeError."""

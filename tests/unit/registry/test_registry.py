@@ -769,6 +769,47 @@ async def test_client_of_a_model_that_failed_is_to_retry_only_if_a_load_may_foll
     await loading
 
 
+@pytest.mark.parametrize("name", ["m", "sent", "folder"])
+async def test_load_that_cannot_begin_cancels_no_other_one(
+    tmp_path: Path, load: Load, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is a file, was sent by a client before, or has a folder of its own."""
+    registry = await load()
+    is_newer, has_judged = registry._reader.is_newer, asyncio.Event()
+
+    async def judge(*arguments: Any) -> bool:
+        try:
+            return await is_newer(*arguments)
+        finally:
+            has_judged.set()  # The load goes on in the same step.
+
+    builders.identity(tmp_path / "m.onnx")
+    content = (tmp_path / "m.onnx").read_bytes()
+    put(tmp_path, builders.identity, "folder")
+    is_folder = name == "folder"
+    with held_file(tmp_path / "folder" / "1" / "model.onnx" if is_folder else tmp_path / "m.onnx") as file:
+        held = asyncio.create_task(registry.load(name if is_folder else "m"))
+        await file.wait()
+        first, reason = held, "nonsense: unknown key" if is_folder else "no file of a version was sent"
+        if is_folder:
+            (tmp_path / name / "model.yaml").write_text("nonsense: 1")
+        if name == "sent":  # waits for its turn
+            registry._loader.slots._free = 0
+            first = asyncio.create_task(registry.load(name, config="{}", files={"file:1/model.onnx": content}))
+            reason = "it is in no repository"
+            while not registry._versions.is_loading(name):  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.001)
+        files = {"file:model.onnx": content} if name == "m" else {}
+        monkeypatch.setattr(registry._reader, "is_newer", judge)
+        second = asyncio.create_task(registry.load(name, config=None if is_folder else "{}", files=files))
+        await asyncio.wait_for(has_judged.wait(), 30)
+    with pytest.raises(ServeError, match=reason):
+        await asyncio.wait_for(second, 30)
+    await asyncio.wait_for(first, 30)
+    await asyncio.wait_for(held, 30)
+    assert registry.ready_versions(name) == [1]
+
+
 async def test_poll_retries_failed_loads_after_a_change(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.not_onnx, "m")
     put(tmp_path, builders.identity, "other")
