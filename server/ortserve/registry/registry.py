@@ -337,7 +337,8 @@ class Registry:
         changed = [source for source in found if self._reconciler.is_due(source)]
         self._reconciler.renew_fingerprints(found)
         for source in changed:
-            self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
+            if not source.problem:  # Otherwise no load follows, and the one under way is the best that can serve.
+                self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
         if not self.is_loaded:
             self._room.start_order = start_order(found)
         by_name = {source.name: source for source in found}

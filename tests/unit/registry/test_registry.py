@@ -810,6 +810,19 @@ async def test_load_that_cannot_begin_cancels_no_other_one(
     assert registry.ready_versions(name) == [1]
 
 
+async def test_poll_that_finds_wrong_options_cancels_no_load(tmp_path: Path, load: Load) -> None:
+    registry = await load(is_polled=True)
+    put(tmp_path, builders.identity, "m")
+    with held_file(tmp_path / "m" / "1" / "model.onnx") as file:
+        first = await registry.begin_poll()
+        await file.wait()
+        (tmp_path / "m" / "model.yaml").write_text("nonsense: 1")
+        second = await registry.begin_poll()
+        await asyncio.sleep(0)  # begins the changes
+    await asyncio.wait_for(asyncio.gather(first, second), 30)
+    assert state_of(registry, "m") == {1: (State.READY, "model.yaml: nonsense: unknown key")}
+
+
 async def test_poll_retries_failed_loads_after_a_change(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.not_onnx, "m")
     put(tmp_path, builders.identity, "other")
