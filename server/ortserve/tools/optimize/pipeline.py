@@ -239,7 +239,7 @@ def _may_gain(model: Path, target: Path) -> bool:
 def keep_arrays(inputs: Path, names: Collection[str], folder: Path) -> Path:
     """Copy samples, without the arrays of inputs that a model no longer has."""
     target = folder / "inputs" / inputs.name
-    files = sorted(inputs.glob("*.npz")) if inputs.is_dir() else [inputs]
+    files = sorted(inputs.glob("[!.]*.npz")) if inputs.is_dir() else [inputs]
     for file in files:
         place = target / file.name if inputs.is_dir() else target
         place.parent.mkdir(parents=True, exist_ok=True)

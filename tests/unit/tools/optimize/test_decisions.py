@@ -154,6 +154,11 @@ def test_samples_keep_the_arrays_of_inputs_with_any_names(tmp_path: Path) -> Non
         assert kept.files == ["file"]
         assert kept["file"].tolist() == [[1.0] * 3] * 2
 
+    (tmp_path / "folder").mkdir()
+    samples.rename(tmp_path / "folder" / "1.npz")
+    (tmp_path / "folder" / ".2.npz").write_bytes(b"half")  # read_inputs leaves it out, too
+    assert [file.name for file in keep_arrays(tmp_path / "folder", ["file"], tmp_path).iterdir()] == ["1.npz"]
+
 
 def fill(source: Path, target: Path) -> tuple[str, ...]:
     with files_of_at_most(10):
