@@ -49,9 +49,10 @@ def open_listener(option: str, host: str, port: int, *, reuse_port: bool = False
         except OSError:
             listener.close()
             raise
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError for a part of no or over 63 characters
         expected = "expected an IP address or host name, without brackets and port"
-        raise ServeError(ErrorKind.CONFLICT, f"host: {expected}, got '{host}': {error.strerror}") from error
+        reason = getattr(error, "strerror", None) or "not a valid name"
+        raise ServeError(ErrorKind.CONFLICT, f"host: {expected}, got '{host}': {reason}") from error
     except OSError as error:
         raise ServeError(ErrorKind.CONFLICT, f"{option}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener

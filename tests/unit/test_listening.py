@@ -25,7 +25,7 @@ def test_kernel_buffers_a_bounded_part_of_an_answer_that_is_not_read() -> None:
     assert taken < 2 << 20  # about 4 MB without the limit
 
 
-@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1:8000"])
-def test_host_with_brackets_or_port_is_named(host: str) -> None:
+@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1:8000", ".svc", f"{'a' * 64}.svc"])
+def test_host_that_is_no_address_or_name_is_named(host: str) -> None:
     with pytest.raises(ServeError, match="host: expected an IP address or host name, without brackets and port, got"):
         open_listener("http_port", host, 0)

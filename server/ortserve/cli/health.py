@@ -112,7 +112,11 @@ def _seconds(text: str) -> float:
 def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool) -> str | None:
     """The reason why the server is not ready; None if it is."""
     # Without a client library, because the command runs every few seconds.
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        host.encode("idna")  # as the lookup does
+    except (UnicodeError, http.client.InvalidURL):
+        return f"host: expected an IP address or host name, got '{host}'"
     if has_tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

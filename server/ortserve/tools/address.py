@@ -107,6 +107,9 @@ def parse_address(
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
+        (host or "").encode("idna")  # as lookups do
+    except UnicodeError:
+        raise invalid_input(f"'{url}': {expected}: the host is not a valid name") from None
     except ValueError as error:
         raise invalid_input(f"'{url}': {expected}: {error}") from None
     is_tls, is_grpc = parts.scheme in ("https", "grpcs"), parts.scheme in ("grpc", "grpcs")

@@ -75,6 +75,13 @@ def test_answer_of_another_server_stays_one_line_without_control_characters(
     assert capsys.readouterr().err == f"ortserve health: not ready: 127.0.0.1:{port} answered 404 no  ]0;title\n"
 
 
+@pytest.mark.parametrize("host", [".svc", "a" * 64, "a b"])
+def test_host_that_is_no_name_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--host", host]) == 1
+    expected = f"host: expected an IP address or host name, got '{host}'"
+    assert capsys.readouterr().err == f"ortserve health: not ready: {expected}\n"
+
+
 def test_server_is_found_by_its_own_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,8 @@ URLS = (
     "http://",
     "ftp://h",
     "http://h:port",
+    "http://.svc:8000",
+    f"grpc://{'a' * 64}:8001",
     "http://[::1",
     "grpc://h/v2/models",
     "h:8000",
