@@ -5,22 +5,31 @@ a whole tensor of another model. Golden samples and the tools use this module.
 """
 
 import math
+import zlib
 from collections.abc import Mapping
 from io import BytesIO
+from lzma import LZMAError
 from pathlib import Path
+from tokenize import TokenError
 from typing import Final
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import fits_shape
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import invalid_input
 from ortserve.paths import open_file
 
 MAX_ARRAYS: Final = 1024
 """Maximum number of arrays in one file."""
+MALFORMED_FILE_ERRORS: Final = (
+    *(OSError, ValueError, BadZipFile, EOFError, LZMAError, zlib.error),
+    *(NotImplementedError, RuntimeError),  # an archive with another compression or a password
+    *(AttributeError, TypeError, SyntaxError, TokenError),  # the header of an array, which numpy reads as Python
+)
+"""What numpy and zipfile raise for files that ``numpy.save`` and ``numpy.savez`` did not write."""
 
 
 def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
@@ -45,9 +54,7 @@ def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
                 )
             for member in members:
                 arrays[member.filename.removesuffix(".npy")] = _read_array(archive.read(member))
-    except ServeError:
-        raise
-    except Exception as error:  # noqa: BLE001 - zipfile and numpy raise many kinds, such as LZMAError and TokenError
+    except MALFORMED_FILE_ERRORS as error:
         problem = getattr(error, "strerror", None) or error
         raise invalid_input(f"{file.name}: expected a file written by numpy.savez, got: {problem}") from None
     return arrays

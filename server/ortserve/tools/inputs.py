@@ -1,13 +1,12 @@
 """Inputs of runs: made from the signature of a model, or read from files of users or recording servers."""
 
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
-from zipfile import BadZipFile, is_zipfile
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from ortserve.core.tensor import absent, fits_shape, is_absent
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
-from ortserve.registry.sample_files import as_samples
+from ortserve.registry.sample_files import MALFORMED_FILE_ERRORS, as_samples
 from ortserve.tools.ensemble import Opened
 from ortserve.tools.opening import naming_failures
 
@@ -254,7 +253,7 @@ def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
             found: Mapping[str, np.ndarray] = {name: archive[name] for name in archive.files}
     except OSError as error:
         raise invalid_input(f"{expected}, got: {error.strerror or error}") from None
-    except (ValueError, BadZipFile, AttributeError, TypeError, EOFError, zlib.error) as error:
+    except MALFORMED_FILE_ERRORS as error:
         hint = "; save texts as numpy.array(TEXTS, dtype=str)" if "Object arrays" in str(error) else ""
         raise invalid_input(f"{expected}, got: {error}{hint}") from None
     names = ", ".join(spec.name for spec in signature.inputs)

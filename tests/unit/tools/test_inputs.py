@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools import inputs as module
 from ortserve.tools.inputs import FileInputs, make_inputs, read_inputs
 
@@ -132,6 +133,23 @@ def test_file_that_cannot_be_read_says_what_to_do(tmp_path: Path) -> None:
     ):
         with pytest.raises(ServeError, match=rf"{name}\.npz: expected a \.npz file, which .*{problem}"):
             read_inputs(tmp_path / f"{name}.npz", TOKENS)
+
+
+def test_archive_that_numpy_did_not_write_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    for header in (b"{'descr': '<f4'", b" 1\n 2\n1", b"{1: 2, 'shape': 3}"):
+        with ZipFile(file, "w") as archive:
+            archive.writestr("ids.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+        with pytest.raises(ServeError, match=r"a\.npz: expected a \.npz file, which .*, got: ") as raised:
+            read_inputs(file, TOKENS)
+        assert raised.value.kind is ErrorKind.INVALID_INPUT
+    save(tmp_path, "a.npz", ids=ids(2, 3))
+    content = file.read_bytes()
+    central = content.index(b"PK\x01\x02")
+    for offset, value, problem in ((8, 1, "is encrypted"), (10, 97, "compression method is not supported")):
+        file.write_bytes(content[: central + offset] + bytes([value]) + content[central + offset + 1 :])
+        with pytest.raises(ServeError, match=rf"a\.npz: expected a \.npz file, which .*{problem}"):
+            read_inputs(file, TOKENS)
 
 
 def test_description_of_synthetic_inputs_names_what_the_model_gets() -> None:

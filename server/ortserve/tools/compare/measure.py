@@ -15,6 +15,7 @@ from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import as_numbers
 from ortserve.engine.child_process import call_in_child
 from ortserve.errors import invalid_input
+from ortserve.registry.sample_files import MALFORMED_FILE_ERRORS
 from ortserve.tools.compare.arguments import BATCH
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress
@@ -150,8 +151,9 @@ def read_labels(file: Path, inputs: Inputs) -> np.ndarray:
     """
     assert isinstance(inputs, FileInputs)
     try:
-        labels = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        with file.open("rb") as opened:
+            labels = np.load(opened, allow_pickle=False)
+    except MALFORMED_FILE_ERRORS as error:
         raise invalid_input(f"--labels {file}: expected a file written by numpy.save, got: {error}") from None
     if not isinstance(labels, np.ndarray) or labels.shape != (inputs.samples,) or labels.dtype.kind not in "iuUS":
         got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, np.ndarray) else "several arrays"

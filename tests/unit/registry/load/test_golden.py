@@ -242,6 +242,10 @@ def test_files_are_bounded_before_they_are_read(tmp_path: Path, monkeypatch: pyt
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("input.x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
         assert problem in refused(folder)
+    for header in (b"{'descr': '<f4'", b" 1\n 2\n1", b"{1: 2, 'shape': 3}"):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("input.x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+        assert "a.npz: expected a file written by numpy.savez, got: " in refused(folder)
     file.write_bytes(b"no archive")
     assert "a.npz: expected a file written by numpy.savez, got: " in refused(folder)
     with zipfile.ZipFile(file, "w") as archive:
