@@ -13,6 +13,7 @@ from ortserve.errors import invalid_input
 
 _HEADER: Final = re.compile(r"\s*([\w!#$%&'*+.^`|~-]+)\s*:([ \t!-~]*)", re.ASCII)
 """A name and a value (RFC 9110, section 5), with spaces around them, in the characters that gRPC permits, too."""
+_IS_KEY: Final = re.compile(r"[!-~]+").fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,10 @@ def _read_key(file: Path) -> str:
     """The first line of a key file that is neither empty nor a comment."""
     try:
         lines = map(str.strip, file.read_text().splitlines())
-        return next(line for line in lines if line and not line.startswith("#"))
+        key = next(line for line in lines if line and not line.startswith("#"))
     except (OSError, ValueError, StopIteration) as error:
         reason = getattr(error, "strerror", None) or "no line with a key"
         raise invalid_input(f"--key-file: expected a file with a key: {reason}") from None
+    if not _IS_KEY(key):
+        raise invalid_input("--key-file: expected a key in printable ASCII without spaces, got other characters")
+    return key

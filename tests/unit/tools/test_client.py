@@ -73,6 +73,15 @@ def test_file_without_a_key_is_refused(tmp_path: Path) -> None:
         parse_address("http://h", key_file=tmp_path / "none")
 
 
+@pytest.mark.parametrize("key", ["\ufeffs3cret", "s3crét", "s3 cret", "s3\x01cret"])
+def test_key_that_no_header_can_have_is_refused_without_showing_it(tmp_path: Path, key: str) -> None:
+    (tmp_path / "keys").write_text(f"{key}\n", encoding="utf-8")
+    with pytest.raises(ServeError, match="--key-file: expected a key in printable ASCII without spaces") as raised:
+        parse_address("grpc://h", key_file=tmp_path / "keys")
+    assert raised.value.kind is ErrorKind.INVALID_INPUT
+    assert "s3" not in raised.value.message
+
+
 def test_names_of_models_cannot_leave_their_place_in_the_path() -> None:
     assert path_of("a/../b", "1") == "/v2/models/a%2F..%2Fb/versions/1"
 
