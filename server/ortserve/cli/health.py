@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ortserve.cli.output import write_output
+
 _LOCAL: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared with, not listened on
 """The local address of a server that listens on all interfaces."""
 _DEFAULTS: Final = {"host": "127.0.0.1", "metrics_port": "8002", "tls_metrics": "false"}
@@ -47,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if problem := _ask(_LOCAL.get(host, host), port, question, timeout_s, has_tls=has_tls):
         sys.stderr.write(f"ortserve health: not {question}: {problem}\n")
         return 1
-    sys.stdout.write(f"{question}\n")
-    return 0
+    return write_output("health", f"{question}\n")
 
 
 def _plain_address(flags: Mapping[str, Any]) -> tuple[str, int, bool] | None:

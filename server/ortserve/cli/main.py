@@ -82,8 +82,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         case "help" if arguments:
             return _run(arguments[0], ["--help"])
         case "help" | "--help" | "-h":
-            sys.stdout.write(_USAGE)
-            return 0
+            from ortserve.cli.output import write_output
+
+            return write_output("help", _USAGE)
     problem = "expected a command, got none"
     if command:
         from ortserve.config.expectation import did_you_mean

@@ -2,10 +2,10 @@
 
 import argparse
 import platform
-import sys
 from collections.abc import Sequence
 
 from ortserve import __version__
+from ortserve.cli.output import write_output
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.engine.distributions import installed_runtimes
 
@@ -21,5 +21,4 @@ def main(arguments: Sequence[str]) -> int:
         "Python": platform.python_version(),
         **installed_runtimes(),
     }
-    sys.stdout.writelines(f"{name} {version}\n" for name, version in versions.items())
-    return 0
+    return write_output("version", "".join(f"{name} {version}\n" for name, version in versions.items()))

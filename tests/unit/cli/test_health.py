@@ -1,5 +1,6 @@
 """``ortserve health``: its request, exit status and output."""
 
+import os
 import socket
 import ssl
 import subprocess
@@ -65,6 +66,16 @@ def test_status_is_0_only_for_a_ready_server(capsys: pytest.CaptureFixture[str])
         answers["/v2/health/ready"] = (200, '{"ready":true}')
         assert main(["health", "--metrics-port", str(port)]) == 0
         assert capsys.readouterr().out == "ready\n"
+
+
+def test_ready_server_is_ready_also_if_nobody_reads_that() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with answering({"/v2/health/ready": (200, "{}")}) as port:
+        command = [sys.executable, "-m", "ortserve", "health", "--metrics-port", str(port)]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_answer_of_another_server_stays_one_line_without_control_characters(

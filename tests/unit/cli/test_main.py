@@ -348,6 +348,24 @@ def test_malloc_of_glibc_2_35_requests_huge_pages(version: str, has_it: bool, mo
     assert huge_pages._has_tunable() is has_it
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["version", "help"])
+def test_closed_pipe_changes_no_status_and_a_full_disk_is_one_line(
+    command: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = [sys.executable, "-m", "ortserve", command]
+    for stdout, status, error in (
+        (writer, 0, ""),
+        (os.open("/dev/full", os.O_WRONLY), 1, f"ortserve {command}: output: No space left on device\n"),
+    ):
+        done = subprocess.run(ran, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (status, error)
+
+
 def test_command_runs_with_closed_standard_streams(tmp_path: Path) -> None:
     command = f'exec "{sys.executable}" -c "from ortserve.cli.main import main; raise SystemExit(main())" compare a b'
     for closed in ("<&- >&- 2>&-", ">&-"):
