@@ -134,6 +134,14 @@ class Client:
         """GET, or POST with a body. Returns an answer of any status."""
         return self.exchange(self.prepare(path, body, headers))
 
+    def expect_http(self) -> None:
+        """Get any answer before a call that takes long.
+
+        If the connection closes during the first call, ``exchange`` blames the kind of the server. During a long call
+        the server may have ended.
+        """
+        self.ask("/v2")
+
     def call(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Answer:
         """As ``ask``, followed by ``checked``."""
         return self.checked(self.ask(path, body, headers))

@@ -11,6 +11,7 @@ import pytest
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import is_url, parse_address
 from ortserve.tools.client import Client, path_of
+from ortserve.tools.models.server import ModelServer
 
 
 def test_address_has_what_its_url_and_the_flags_say(tmp_path: Path) -> None:
@@ -142,6 +143,24 @@ def test_server_that_has_closed_the_connection_is_no_other_kind_of_server() -> N
         client.call("/v2")
         with pytest.raises(ServeError, match="cannot reach the server: ") as raised:
             client.call("/v2")
+    assert raised.value.kind is ErrorKind.NOT_READY
+
+
+def test_server_that_ends_during_a_load_is_no_other_kind_of_server() -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(4096).startswith(b"GET /v2 "):
+                connection.sendall(http(200, "{}"))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        server = ModelServer(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=30)
+        with pytest.raises(ServeError, match="cannot reach the server: it has closed the connection") as raised:
+            server.change("POST", "/v2/repository/models/m/load", {})
+        thread.join(30)
     assert raised.value.kind is ErrorKind.NOT_READY
 
 

@@ -133,6 +133,7 @@ class ModelServer:
     def change(self, method: str, path: str, body: Mapping[str, Any]) -> None:
         """Make a call that may take long."""
         with closing(Client(self._address, self._timeout_s)) as client:
+            client.expect_http()
             client.checked(client.exchange(client.prepare(path, orjson.dumps(body), method=method)))
 
     def change_watched(self, path: str, model: str, step: Callable[[float, str], None]) -> None:

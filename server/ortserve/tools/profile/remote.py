@@ -56,6 +56,7 @@ def profile_server(address: Address, given: Namespace) -> tuple[Runs, Batches, b
     if given.inputs is not None:
         sending = _send(Control(address, name, version), given.inputs, given.rows)
     with sending, closing(Client(address, timeout_s + _MAX_RUNS_S)) as client:
+        client.expect_http()
         body = client.call(f"{path_of(name, version)}/profile", asked, {"content-type": "application/json"}).body
     head, _, rest = body.partition(_TRACE_KEY)
     try:
