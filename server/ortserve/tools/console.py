@@ -15,10 +15,12 @@ from rich.text import Text as RichText
 from ortserve.tools.report import NOTHING, Facts, Findings, Picture, Report, Table, Text, cell_text
 
 _PIPE_WIDTH: Final = 120
-_GAP: Final = 3
-"""Columns of a terminal between two columns of a table."""
+_EDGES: Final = 2
+"""Columns of a terminal left and right of a table."""
 _LONG_WORD: Final = 24
 """Words up to this length, such as ``session.spinning:``, are broken only if a table does not fit otherwise."""
+_LEAST_TEXT: Final = 6
+"""Least width of columns of texts beside whole numbers."""
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _IN_ASCII: Final = {NOTHING: "-", "→": "->", "µ": "u", "±": "+-", "…": "..."}
 """Replacements for encodings that lack these characters."""
@@ -125,10 +127,11 @@ def _print_table(block: Table, console: Console) -> None:
     if not block.rows:
         console.print(_text("none"))
         return
-    table = RichTable(box=_box(console), pad_edge=False)
     shown = block.rows if block.max_rows is None else block.rows[: block.max_rows]
     texts = [[printable(cell_text(cell)) for cell in row] for row in shown]
-    for name, is_number, width in zip(block.columns, block.are_numbers, _widths(block, texts, console), strict=True):
+    padding, widths = _layout(block, texts, console.width)
+    table = RichTable(box=_box(console), pad_edge=False, padding=(0, padding))
+    for name, is_number, width in zip(block.columns, block.are_numbers, widths, strict=True):
         justify: Literal["left", "right"] = "right" if is_number else "left"
         table.add_column(_text(name), justify=justify, overflow="fold", width=width)
     for row in texts:
@@ -140,22 +143,44 @@ def _print_table(block: Table, console: Console) -> None:
         console.print(_text(block.note, "dim"))
 
 
-def _widths(block: Table, texts: Sequence[Sequence[str]], console: Console) -> Sequence[int | None]:
-    """Widths of columns that break no word, except very long ones; None for all if they do not fit.
+def _layout(block: Table, texts: Sequence[Sequence[str]], room: int) -> tuple[int, Sequence[int | None]]:
+    """The padding on both sides of a column, and widths of columns for lines of at most ``room`` characters.
+
+    No word is broken, except very long ones, and no number as long as texts have a little room. Where tables are
+    narrower than that, all widths are None.
+    """
+    columns = list(zip(map(printable, block.columns), *texts, strict=True))
+    words = [max(min(_LONG_WORD, len(word)) for text in cells for word in [*text.split(), " "]) for cells in columns]
+    for padding in (1, 0):
+        spare = room - (2 * padding + 1) * (len(columns) - 1) - _EDGES - sum(words)
+        if spare >= 0:
+            return padding, _widened(columns, words, spare)
+    widths = [
+        max(1, *map(len, cells[1:])) if is_number else 0
+        for cells, is_number in zip(columns, block.are_numbers, strict=True)
+    ]
+    room -= len(columns) - 1 + _EDGES
+    share = (room - sum(widths)) // max(1, widths.count(0))
+    if share < _LEAST_TEXT:
+        return 1, [None] * len(columns)
+    widths = [width or min(share, max(1, *map(len, cells))) for cells, width in zip(columns, widths, strict=True)]
+    return 0, _widened(columns, widths, room - sum(widths))
+
+
+def _widened(columns: Sequence[Sequence[str]], widths: Sequence[int], spare: int) -> list[int]:
+    """Widths that divide ``spare`` among the columns, whose first text is their name.
 
     Columns that need little room for their longest text get it first, so that figures keep their units, and names of
     columns last.
     """
-    columns = list(zip(map(printable, block.columns), *texts, strict=True))
-    widths = [max(min(_LONG_WORD, len(word)) for text in cells for word in [*text.split(), " "]) for cells in columns]
-    spare = console.width - sum(widths) - _GAP * len(widths)
+    widened = list(widths)
     for first in (1, 0):
-        needs = [max(map(len, cells[first:]), default=0) - width for cells, width in zip(columns, widths, strict=True)]
+        needs = [max(map(len, cells[first:]), default=0) - width for cells, width in zip(columns, widened, strict=True)]
         for need, number in sorted(zip(needs, range(len(needs)), strict=True)):
             more = max(0, min(spare, need))
-            widths[number] += more
+            widened[number] += more
             spare -= more
-    return widths if spare >= 0 else [None] * len(widths)
+    return widened
 
 
 def _print_findings(block: Findings, console: Console) -> None:

@@ -181,6 +181,20 @@ def test_wide_tables_break_no_words_while_there_is_room_for_them(
         assert ({word for text in words for word in text.split()} <= shown) is not is_broken
 
 
+def test_narrow_tables_break_texts_before_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [[f"/encoder/layer.{number}/attention", "SkipLayerNormalization", 30848, 0.0478, 1.5] for number in (1, 2)]
+    narrow = Report("x", [Table("Nodes", ["node", "operator", "bytes", "ms", "GFLOP/s"], rows)])
+    for width, is_broken in ((80, False), (60, False), (34, False), (24, True)):
+        monkeypatch.setattr("ortserve.tools.console._PIPE_WIDTH", width)
+        print_report(narrow)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        shown = [line.split()[2:] for line in lines if "/" in line and "SkipL" in line]
+        assert (shown == [["30,848", "0.0478", "1.50"]] * 2) is not is_broken, lines
+
+
 def test_findings_that_are_empty_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(Report("x", [Findings([])]))
 
