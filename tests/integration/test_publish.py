@@ -346,6 +346,15 @@ def test_options_that_cannot_be_replaced_leave_no_version(
     assert sorted(path.name for path in (repository / "mlp").iterdir()) == [".highest-version", "1", "model.yaml"]
 
 
+def test_a_model_that_cannot_be_read_is_a_wrong_argument(
+    repository: Path, better: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    better.chmod(0)
+    if os.access(better, os.R_OK):
+        pytest.skip("root may read everything")
+    assert "expected an ONNX model, it cannot be read: Permission denied" in refused(capsys, better, repository / "mlp")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_repository_that_cannot_be_written_is_named(
     repository: Path, better: Path, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ortserve.errors import invalid_input
 from ortserve.tools.command import Outcome
+from ortserve.tools.opening import read_graph
 from ortserve.tools.provenance import (
     Provenance,
     command_line,
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """
     source = find_model(arguments.model)
     find_place(arguments.target)
+    read_graph(source.path)  # first, because a file that cannot be read is a wrong argument
     provenance, notes = trace(source, arguments.command_line)
     options_text = _read_options(arguments.options)
     published = publish_version(source.path, arguments.target, provenance, arguments, options_text)
