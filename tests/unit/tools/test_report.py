@@ -5,7 +5,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
@@ -184,7 +184,9 @@ def test_wide_tables_break_no_words_while_there_is_room_for_them(
 def test_narrow_tables_break_texts_before_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [[f"/encoder/layer.{number}/attention", "SkipLayerNormalization", 30848, 0.0478, 1.5] for number in (1, 2)]
+    rows: list[Sequence[str | float]] = [
+        [f"/encoder/layer.{number}/attention", "SkipLayerNormalization", 30848, 0.0478, 1.5] for number in (1, 2)
+    ]
     narrow = Report("x", [Table("Nodes", ["node", "operator", "bytes", "ms", "GFLOP/s"], rows)])
     for width, is_broken in ((80, False), (60, False), (34, False), (24, True)):
         monkeypatch.setattr("ortserve.tools.console._PIPE_WIDTH", width)
