@@ -1,16 +1,20 @@
-"""Health answers for requests on a thread other than the event loop's."""
+"""Health answers for requests on a thread other than the event loop's, and statistics of many models."""
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from ortserve.frontends.http import model_routes
-from ortserve.frontends.http.model_routes import HealthFromThreads
+from ortserve.frontends.http.model_routes import HealthFromThreads, statistics_routes
 from ortserve.frontends.http.responses import HttpResponse
+from ortserve.service.management import ModelStatistics
+from ortserve.telemetry.statistics import BatchSizeStatistics, Duration, InferStatistics, VersionStatistics
 
 
 @dataclass
@@ -64,3 +68,28 @@ def test_blocked_loop_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: 
     answer = HealthFromThreads(models, loop).answer("/v2/health/live")
     is_seen.set()
     assert answer == json_answer(503, b'{"error":"the event loop did not answer within 0.05 s"}')
+
+
+class Statistics:
+    """The statistics of some models, whose batches it forgets as soon as the next ones are read."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    async def statistics(self, name: str = "", version: str = "") -> AsyncIterator[ModelStatistics]:
+        for number in range(self._count):
+            batches: Any = [BatchSizeStatistics(number, Duration(), Duration(), Duration())]
+            inference = InferStatistics(*[Duration() for _ in fields(InferStatistics)])
+            yield ModelStatistics(0, VersionStatistics(f"m{number}", "1", 0, 0, 0, inference, {}, batches))
+            batches.clear()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_statistics_are_encoded_in_the_turn_in_which_they_are_read(count: int) -> None:
+    """Thousands of models are read in many turns of the event loop; encoding all of them together would block it."""
+    statistics: Any = Statistics(count)
+    app = FastAPI(routes=statistics_routes(statistics).routes)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        document = (await client.get("/v2/models/stats")).json()
+    found = [(one["name"], [batch["batch_size"] for batch in one["batch_stats"]]) for one in document["model_stats"]]
+    assert found == [(f"m{number}", [number]) for number in range(count)]
