@@ -56,12 +56,14 @@ def size(call: Call) -> Output:
 
 
 def _read_sizes(call: Call, value: Value) -> tuple[Number, ...]:
-    """The sizes of an operand as Shape returns them: ONNX Runtime may use those that it inferred at the load."""
+    """The sizes of an operand as Shape returns them: ONNX Runtime may use those that it inferred at the load.
+
+    It infers them for some of the tensors of one size, so an inferred size has a symbol of its own each time.
+    """
     if call.symbols.has_lost_axes:
         raise NotKnownError("may return the shape that ONNX Runtime infers behind a ConvTranspose with an output_shape")
     return tuple(
-        call.symbols.opaque("inferred size", length, lowest=0) if is_inferred(length) else length
-        for length in call.dims(value)
+        call.symbols.fresh(0, instead_of=(length,)) if is_inferred(length) else length for length in call.dims(value)
     )
 
 
