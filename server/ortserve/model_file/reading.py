@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import (
     UNREADABLE,
@@ -34,6 +34,9 @@ _ENSEMBLES: Final = frozenset(
 )
 """Operators whose weights are lists among the attributes, with up to millions of elements."""
 _ENSEMBLE_LABELS: Final = "classlabels_"
+
+_Field: TypeAlias = tuple[int, int, tuple[int, int]]
+"""Number, wire type and span of the value of a field."""
 
 # Fields with the value of an attribute. The kind of an attribute (AttributeType) is the number of its field, less one.
 _FLOAT, _INT, _STRING, _TENSOR, _GRAPH, _FLOATS, _INTS, _STRINGS = range(2, 10)
@@ -208,7 +211,7 @@ class _Reader:
         reference = ""
         single: Attribute = None
         many: list[int | float | str] = []
-        for number, wire_type, (begin, after) in fields(data, start, end):
+        for number, wire_type, (begin, after) in _unmerged(fields(data, start, end), _TENSOR, _GRAPH):
             if number == 1:
                 name = self._text(begin, after)
             elif number == 20:
@@ -248,7 +251,7 @@ class _Reader:
 
     def _declared(self, start: int, end: int) -> Declared:
         declared = Declared("", 0, None, is_tensor=False)
-        for number, _, (begin, after) in fields(self._data, start, end):
+        for number, _, (begin, after) in _unmerged(fields(self._data, start, end), 2):
             if number == 1:
                 declared = replace(declared, name=self._text(begin, after))
             elif number == 2:
@@ -256,7 +259,7 @@ class _Reader:
         return declared
 
     def _with_type(self, declared: Declared, start: int, end: int) -> Declared:
-        for kind, _, (begin, after) in fields(self._data, start, end):
+        for kind, _, (begin, after) in list(_unmerged(fields(self._data, start, end), 1)):
             if kind == 1:
                 dtype, dims, denotations = self._tensor_type(begin, after)
                 return replace(
@@ -288,7 +291,7 @@ class _Reader:
         """Element type, shape, and the denotation of each axis."""
         dtype = 0
         axes: list[tuple[int | str | None, str]] | None = None
-        for number, _, (begin, after) in fields(self._data, start, end):
+        for number, _, (begin, after) in _unmerged(fields(self._data, start, end), 2):
             if number == 1:
                 dtype = varint(self._data, begin)[0]
             elif number == 2:
@@ -312,6 +315,21 @@ class _Reader:
                     elif part == 3:
                         denotation = self._text(at, part_end)
                 yield size, denotation
+
+
+def _unmerged(parts: Iterator[_Field], *messages: int) -> Iterator[_Field]:
+    """Yield the fields of a message.
+
+    Raises:
+        ValueError: One of these fields occurs twice. ONNX Runtime merges the two messages, for example two graphs.
+    """
+    seen: set[int] = set()
+    for part in parts:
+        if part[0] in messages:
+            if part[0] in seen:
+                raise ValueError("a message is in two parts")
+            seen.add(part[0])
+        yield part
 
 
 def _domain(name: str) -> str:

@@ -63,6 +63,26 @@ def test_file_of_another_format_is_unreadable(path: Path, content: bytes) -> Non
     assert read_model(path) is UNREADABLE
 
 
+def field(number: int, content: bytes) -> bytes:
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("message", ["graph", "tensor", "type", "tensor type", "shape"])
+def test_file_with_a_message_in_two_parts_is_unreadable(path: Path, message: str, parts: int) -> None:
+    """ONNX Runtime merges the parts of a branch, for example, so that its nodes read constants of either part."""
+    count = {message: parts}
+    of_type = b"\x08\x01" + field(2, b"") * count.get("shape", 1)
+    of_value = field(1, of_type) * count.get("tensor type", 1)
+    value = field(1, b"x") + field(2, of_value) * count.get("type", 1)
+    branch = field(1, b"then_branch") + field(6, b"") * count.get("graph", 1)
+    constant = field(1, b"value") + field(5, b"") * count.get("tensor", 1)
+    node = field(4, b"If") + field(5, branch) + field(5, constant)
+    path.write_bytes(field(7, field(1, node) + field(11, value)) + field(8, b"\x10\x11"))
+    assert onnx.load(path).graph.input[0].name == "x"
+    assert (read_model(path) is UNREADABLE) == (parts == 2)
+
+
 def test_missing_file_is_unreadable(path: Path) -> None:
     assert read_model(path) is UNREADABLE
 
