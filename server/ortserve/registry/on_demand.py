@@ -94,16 +94,18 @@ class LoadsOnDemand:
             ServeError: An error of ``Catalog.find`` or of ``wait``.
         """
         find = self._catalog.find
-        try:
-            return find(name, version)
-        except NotInMemoryError:
-            pass
-        try:
-            await self.wait(name, self._clock() if received_ns is None else received_ns, timeout_ns)
-        except ServeError:
-            with suppress(ServeError):  # another version failed, or is still loading
+        since_ns = self._clock() if received_ns is None else received_ns
+        for _ in range(_MAX_TRIES):  # The model may leave memory again before the request can use it.
+            try:
                 return find(name, version)
-            raise
+            except NotInMemoryError:
+                pass
+            try:
+                await self.wait(name, since_ns, timeout_ns)
+            except ServeError:
+                with suppress(ServeError):  # another version failed, or is still loading
+                    return find(name, version)
+                raise
         return find(name, version)
 
     async def wait(self, name: str, received_ns: int, timeout_ns: int | None) -> None:

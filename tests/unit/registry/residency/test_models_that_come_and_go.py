@@ -918,6 +918,27 @@ async def test_load_costs_the_loop_the_same_beside_many_models(
     assert (many - few).total() < 50, (many - few).most_common(5)
 
 
+async def test_request_waits_again_if_its_model_leaves_memory_as_soon_as_it_is_there(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    registry = make()
+    await registry.load_all()
+    on_demand = registry.wait_for.__self__  # type: ignore[attr-defined]
+    load, loads = on_demand._load, 0
+
+    async def load_and_evict(name: str) -> None:
+        nonlocal loads
+        await load(name)
+        loads += 1
+        if loads == 1:
+            registry._draining.evict(name)
+
+    monkeypatch.setattr(on_demand, "_load", load_and_evict)
+    assert await ask(registry, "m") == "1"
+    assert loads == 2
+
+
 def add_deep(root: Path) -> None:
     """Two ensembles of ``m``: ``pair``, and ``deep``, which contains both of them."""
     add_pair(root)
