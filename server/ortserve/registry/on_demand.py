@@ -187,7 +187,7 @@ class LoadsOnDemand:
                 no_room = next((record.no_room for record in records if record.no_room is not None), None)
                 if no_room is None:
                     break
-                if tries == _MAX_TRIES or not self._reconciler.missing_members(source):
+                if tries == _MAX_TRIES or not members_of(source):  # Members may be back already.
                     raise no_room
         if failures:
             raise _not_loaded(name, "; ".join(failures), 1 if self._follows_changes else None)

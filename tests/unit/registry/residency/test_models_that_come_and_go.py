@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from ortserve.core.timing import Timing
 from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.engine.provider_options import CPU
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry import changes, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State
 from ortserve.registry.ensemble.members import is_connected
@@ -937,6 +938,19 @@ async def test_request_waits_again_if_its_model_leaves_memory_as_soon_as_it_is_t
     monkeypatch.setattr(on_demand, "_load", load_and_evict)
     assert await ask(registry, "m") == "1"
     assert loads == 2
+
+
+async def test_ensemble_is_loaded_if_a_member_left_memory_for_a_moment(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "m")
+    add_pair(tmp_path)
+    registry = make()
+    await registry.load_all()
+    registry._draining.evict("pair")
+    found = Mock(side_effect=[NotInMemoryError("'m' is not in memory"), (registry.find("m", ""),) * 2])
+    monkeypatch.setattr("ortserve.registry.version_loader.find_members", found)
+    assert await ask(registry, "pair") == "1"
 
 
 def add_deep(root: Path) -> None:
