@@ -8,11 +8,10 @@ import math
 import zlib
 from collections.abc import Mapping
 from io import BytesIO
-from lzma import LZMAError
 from pathlib import Path
 from tokenize import TokenError
 from typing import Final
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 
@@ -25,8 +24,8 @@ from ortserve.paths import open_file
 MAX_ARRAYS: Final = 1024
 """Maximum number of arrays in one file."""
 MALFORMED_FILE_ERRORS: Final = (
-    *(OSError, ValueError, BadZipFile, EOFError, LZMAError, zlib.error),
-    *(NotImplementedError, RuntimeError),  # an archive with another compression or a password
+    *(OSError, ValueError, BadZipFile, EOFError, zlib.error),
+    *(NotImplementedError, RuntimeError),  # an archive of a newer kind, or with a password
     *(AttributeError, TypeError, SyntaxError, TokenError),  # the header of an array, which numpy reads as Python
 )
 """What numpy and zipfile raise for files that ``numpy.save`` and ``numpy.savez`` did not write."""
@@ -52,6 +51,8 @@ def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
                     f"{file.name}: expected at most {MAX_ARRAYS} arrays and {max_bytes} bytes, "
                     f"got {len(members)} arrays and {nbytes} bytes"
                 )
+            if any(member.compress_type not in (ZIP_STORED, ZIP_DEFLATED) for member in members):
+                raise ValueError("an archive with a compression that numpy does not use")
             for member in members:
                 arrays[member.filename.removesuffix(".npy")] = _read_array(archive.read(member))
     except MALFORMED_FILE_ERRORS as error:

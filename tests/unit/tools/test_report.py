@@ -5,7 +5,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
@@ -20,6 +20,7 @@ from ortserve.tools.console import print_report, progress
 from ortserve.tools.page import chart, render_page
 from ortserve.tools.report import (
     NOTHING,
+    Cell,
     Facts,
     Finding,
     Findings,
@@ -184,7 +185,7 @@ def test_wide_tables_break_no_words_while_there_is_room_for_them(
 def test_narrow_tables_break_texts_before_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows: list[Sequence[str | float]] = [
+    rows: list[list[Cell]] = [
         [f"/encoder/layer.{number}/attention", "SkipLayerNormalization", 30848, 0.0478, 1.5] for number in (1, 2)
     ]
     narrow = Report("x", [Table("Nodes", ["node", "operator", "bytes", "ms", "GFLOP/s"], rows)])

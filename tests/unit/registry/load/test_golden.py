@@ -253,9 +253,6 @@ def test_files_are_bounded_before_they_are_read(tmp_path: Path, monkeypatch: pyt
     assert "a.npz: expected a file written by numpy.savez, got: " in refused(folder)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("input.x.npy", bytes(1000))
-    content = bytearray(file.read_bytes())
-    content[60] ^= 0xFF
-    file.write_bytes(content)
-    assert "a.npz: expected a file written by numpy.savez, got: Corrupt input data" in refused(folder)
+    assert "got: an archive with a compression that numpy does not use" in refused(folder)
     file.unlink()
     assert "expected 1 to 256 files *.npz, got 0" in refused(folder)
