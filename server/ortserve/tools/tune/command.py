@@ -21,7 +21,7 @@ from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
-from ortserve.tools.command import Outcome
+from ortserve.tools.command import Outcome, expect_writable
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.machine import Files, read_processors
 from ortserve.tools.provenance import describe_model, read_provenance
@@ -145,6 +145,7 @@ def _journal(
 ) -> Iterator[Journal]:
     """The journal of this search. Without ``--journal``, it is removed if the search ends or has measured no trial."""
     file: Path | None = given.journal
+    expect_writable("--journal", file, b"")
     if file is None and subject.folder is not None and not given.dry_run:
         file = subject.folder / JOURNAL
     if file is None and given.resume:

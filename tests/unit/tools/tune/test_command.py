@@ -201,6 +201,7 @@ def test_an_interrupted_search_keeps_its_journal_and_goes_on(
         (["--slo", "20ms", "--resume"], "found no such file"),
         (["--slo", "20ms", "--resume", "--dry-run"], "expected --journal"),
         (["--slo", "20ms", "--resume", "--fresh"], "not allowed with"),
+        (["--slo", "20ms", "--journal", "none/journal"], "--journal: expected a file in an existing folder"),
         (["--slo", "20ms", "--max-error", "much"], "expected a number"),
         (["--slo", "20ms", "--max-error", "accuracy=0.1"], "with one of max, relative, cosine, top1"),
         (["--slo", "20ms", "--percentile", "20"], "from 50 to"),
