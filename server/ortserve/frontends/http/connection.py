@@ -315,7 +315,7 @@ class Connection:
             newest.keep_alive = False  # the responses before it are sent first
 
     def shutdown(self) -> None:
-        """Begin to drain. An idle or lingering connection closes now, any other with its newest response."""
+        """Begin to drain. An idle or lingering connection closes now, any other with its next response."""
         newest = self.newest
         if self.is_lingering:
             self.transport.close()
