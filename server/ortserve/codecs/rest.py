@@ -5,7 +5,6 @@ document is validated before it is used. A key whose value is null counts as abs
 write null for a field without a value.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -75,7 +74,7 @@ class RestRequest:
         if json_bytes > INLINE_BYTES:
             return DecodingPlace.PROCESS
         head = bytes(self._body[:json_bytes])
-        if b"BYTES" not in head and not _find_escaped_letter(head):
+        if b"BYTES" not in head and b"\\" not in head:  # JSON may escape letters of the datatype
             return DecodingPlace.INLINE
         # The length of each text contains two zeros. Counting them takes 0.05 ms, and needs no valid document.
         is_quick = (
@@ -203,9 +202,6 @@ class RestEncoder:
         head_size = len(head)
         return EncodedResponse(b"".join(parts) if memory is None else memory.join(parts), head_size)
 
-
-_find_escaped_letter: Final = re.compile(rb"\\u00[45]").search
-"""Finds an escape of JSON that may stand for a letter of ``BYTES``."""
 
 _NO_BYTES = memoryview(b"")
 _NO_PARAMETERS: Final[Mapping[str, Parameter]] = {}

@@ -216,26 +216,20 @@ class InferenceService:
 
     async def _run_when_loaded(self, call: Call, request: InferRequest) -> Arrays:
         """Run a request whose model may have to be loaded first."""
-        await self._load(call, request)
+        await self._find(call, request)
         return await self._run_in_task(call, request)
 
-    async def _load(self, call: Call, request: InferRequest) -> ServedVersion:
-        """Find the version that answers a request. Its model is loaded first if it is not in memory."""
+    async def _find(self, call: Call, request: InferRequest) -> ServedVersion:
+        """Find the version that answers a request. Its model is loaded first if it is not in memory.
+
+        Called again after each wait: another version may have become ready, or the model may have left memory.
+        """
         queue_timeout_ns = read_scheduling(request.parameters).queue_timeout_ns
         limits = [limit for limit in (call.timeout_ns, queue_timeout_ns) if limit is not None]
         served = call.served = await self._registry.wait_for(
             request.model_name, request.model_version, call.timing.received_ns, min(limits) if limits else None
         )
         return served
-
-    async def _find_again(self, call: Call, request: InferRequest) -> ServedVersion:
-        """Find the version after a wait: another one may have become ready, or its model may have left memory."""
-        try:
-            served = call.served = self._registry.find(request.model_name, request.model_version)
-            return served
-        except NotInMemoryError:
-            pass
-        return await self._load(call, request)
 
     async def _run_in_task(self, call: Call, request: InferRequest) -> Arrays:
         """Run a request that may have to wait: for copies from shared memory, for a thread, or for earlier calls."""
@@ -247,10 +241,10 @@ class InferenceService:
 
     async def _run_whole(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
         """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
-        served = await self._find_again(call, request)
+        served = await self._find(call, request)
         if served.takes_sequences and call.place is not None and call.would_overtake:
             await call.place.wait()
-            served = await self._find_again(call, request)
+            served = await self._find(call, request)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             decode = partial(self._codecs.run, partial(_with_raw_input, request, served), call)
             growth_bytes = (1 + CHARACTER_BYTES) * len(request.raw_input)
@@ -259,7 +253,7 @@ class InferenceService:
             assert task is not None
             task.add_done_callback(decoding.release)
             request = call.request = await decoding.result(self._left_ns(call))  # also for a copy of a rollout
-            served = await self._find_again(call, request)
+            served = await self._find(call, request)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
             reply = partial(self._reply, call, request, transfer)

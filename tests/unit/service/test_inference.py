@@ -42,6 +42,7 @@ from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ContentsError, ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers, Rollout
+from ortserve.registry.served_version import ServedVersion
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import Hold
@@ -918,8 +919,13 @@ async def test_request_in_regions_that_fails_is_counted_once_and_holds_nothing(s
 async def test_version_that_became_ready_during_the_copy_of_inputs_answers(
     stage: Stage, region: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [stage.registry.find("double", ""), stage.registry.find("two", "")]
-    monkeypatch.setattr(stage.registry, "find", lambda *_: found.pop(0))
+    before, ready = stage.registry.find("double", ""), stage.registry.find("two", "")
+
+    async def wait_for(*_: object) -> ServedVersion:
+        return ready
+
+    monkeypatch.setattr(stage.registry, "find", lambda *_: before)
+    monkeypatch.setattr(stage.registry, "wait_for", wait_for)
     response = await stage.infer(in_region("double", region))
     assert response.model_name == "two"
     assert stage.counts() == {("two", "1", "http", "ok"): 1}
@@ -930,9 +936,14 @@ async def test_version_that_became_ready_while_a_long_text_was_decoded_answers(
 ) -> None:
     replaced = stage.registry.find("text", "")
     await stage.registry.load("text", config='{"max_batch_size": 8}')
-    found = [replaced, replaced, stage.registry.find("text", "")]
-    assert found[2] is not replaced
-    monkeypatch.setattr(stage.registry, "find", lambda *_: found.pop(0))
+    found = [replaced, stage.registry.find("text", "")]
+    assert found[1] is not replaced
+
+    async def wait_for(*_: object) -> ServedVersion:
+        return found.pop(0)
+
+    monkeypatch.setattr(stage.registry, "find", lambda *_: replaced)
+    monkeypatch.setattr(stage.registry, "wait_for", wait_for)
     text = b"x" * (INLINE_BYTES + 1)
     response = await stage.infer(InferRequest("text", "", "", (), (), {}, raw_input=text))
     assert response.outputs[0].array.tolist() == [[text.decode()]]
