@@ -10,17 +10,15 @@ from fractions import Fraction
 from functools import partial, reduce
 from typing import Final
 
-from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
+from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT
 from ortserve.rows.number import (
     DEPENDENT,
-    Dependent,
     Number,
     contains_rows,
     has_atom,
     is_nonnegative,
     is_unbounded,
     is_whole,
-    largest,
 )
 from ortserve.rows.rules.call import (
     Call,
@@ -33,11 +31,21 @@ from ortserve.rows.rules.call import (
     check_no_stride,
     rule,
 )
-from ortserve.rows.symbols import DOUBLE_LIMIT, FLOAT_LIMIT, Symbols
+from ortserve.rows.rules.index_bounds import (
+    INDICES,
+    LIMITS,
+    MAX_BELOW,
+    dtype_of,
+    is_bound_nonnegative,
+    is_held,
+    is_value_nonnegative,
+    scaled_facts,
+    sum_below,
+)
+from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import (
     NO_FACTS,
     Facts,
-    Kind,
     Value,
     cast_number,
     choice,
@@ -98,7 +106,7 @@ def clip(call: Call) -> Output:
     values = call.present()
     low, high = call.optional(1), call.optional(2)
     # If the bounds cross, the upper one applies.
-    is_bounded = low is not None and _is_bound_nonnegative(low) and (high is None or _is_bound_nonnegative(high))
+    is_bounded = low is not None and is_bound_nonnegative(low) and (high is None or is_bound_nonnegative(high))
     facts = Facts(nonnegative=values[0].is_integer and is_bounded)
     return broadcast(call, values, values[0].dtype, facts)
 
@@ -123,36 +131,27 @@ def check_broadcast_attribute(call: Call) -> None:
             raise NotKnownError("has operands of different ranks, before opset 7")
 
 
-def _is_bound_nonnegative(bound: Value) -> bool:
-    return bound.elements is not None and all(isinstance(each, int) and each >= 0 for each in bound.elements)
-
-
-LIMITS: Final = {BOOL: 2, DOUBLE: DOUBLE_LIMIT, FLOAT: FLOAT_LIMIT, INT32: 1 << 31, INT64: 1 << 63}
-"""Element types that may hold sizes of tensors, and for each type the limit below which it holds integers exactly."""
-_INDICES: Final = frozenset({INT32, INT64})
 _FLOATS: Final = frozenset({DOUBLE, FLOAT})
-_MAX_BELOW: Final = 1 << 31
-"""Constants in bounds are below this limit, so that INT32 holds the values."""
 
 
 def add(call: Call) -> Output:
     values = call.present()
-    below = _sum_below(call.symbols, values)
+    below = sum_below(call.symbols, values)
     facts = Facts(
         stride=call.symbols.sum(_stride(value) for value in values),
         nonnegative=below is not None,
         below=below,
     )
-    result = _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.add))
+    result = _computed(call, values, facts, partial(reduce_over, call.symbols, dtype_of(values), call.symbols.add))
     return _with_summands(values, result)
 
 
 def _with_summands(values: Sequence[Value], result: Value) -> Value:
     """Note the summands of a number of rows and a constant: exporters compute the sizes of chunks with such sums."""
-    if result.elements != (DEPENDENT,) or len(values) != 2 or _dtype(values) not in _INDICES:
+    if result.elements != (DEPENDENT,) or len(values) != 2 or dtype_of(values) not in INDICES:
         return result
     numbers = [element for value in values for element in value.elements or ()]
-    rest = [number for number in numbers if isinstance(number, int) and 0 <= number < _MAX_BELOW]
+    rest = [number for number in numbers if isinstance(number, int) and 0 <= number < MAX_BELOW]
     of_rows = [number for number in numbers if contains_rows(number) and is_nonnegative(number)]
     if len(numbers) != 2 or not rest or not of_rows:
         return result
@@ -167,7 +166,7 @@ def subtract(call: Call) -> Output:
 
 def multiply(call: Call) -> Output:
     values = call.present()
-    facts = _scaled(call.symbols, values) if len(values) == 2 else NO_FACTS
+    facts = scaled_facts(call.symbols, values) if len(values) == 2 else NO_FACTS
     if facts.stride == 0:
         check_no_stride(values)
     return _computed(call, values, facts, call.symbols.multiply)
@@ -176,7 +175,7 @@ def multiply(call: Call) -> Output:
 def divide(call: Call) -> Output:
     values = call.present()
     check_no_stride(values)
-    divide_numbers = call.symbols.divide_whole if _dtype(values) in _INDICES else partial(quotient, call.symbols)
+    divide_numbers = call.symbols.divide_whole if dtype_of(values) in INDICES else partial(quotient, call.symbols)
     if (rounded_down := _without_rest(call)) is not None:
         return _computed(call, values, NO_FACTS, lambda *_: rounded_down)
     return _computed(call, values, NO_FACTS, divide_numbers)
@@ -196,8 +195,8 @@ def remainder(call: Call) -> Output:
     check_no_stride(values)
     facts = NO_FACTS
     divisor = uniform(call.operand(1))
-    whole = _dtype(values) in _INDICES and not call.integer("fmod", 0)
-    if isinstance(divisor, int) and 0 < divisor < _MAX_BELOW and whole:
+    whole = dtype_of(values) in INDICES and not call.integer("fmod", 0)
+    if isinstance(divisor, int) and 0 < divisor < MAX_BELOW and whole:
         facts = replace(facts, nonnegative=True, below=divisor)
     return _computed(call, values, facts, partial(remainder_of, call.symbols) if whole else None)
 
@@ -214,16 +213,16 @@ def minimum(call: Call) -> Output:
     values = call.present()
     check_no_stride(values)
     bounds = [bound for value in values if (bound := value.facts.below) is not None]
-    facts = Facts(nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
-    return _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.minimum))
+    facts = Facts(nonnegative=all(map(is_value_nonnegative, values)), below=bounds[0] if bounds else None)
+    return _computed(call, values, facts, partial(reduce_over, call.symbols, dtype_of(values), call.symbols.minimum))
 
 
 def maximum(call: Call) -> Output:
     values = call.present()
-    facts = Facts(nonnegative=any(map(_is_nonnegative, values)))
+    facts = Facts(nonnegative=any(map(is_value_nonnegative, values)))
     if any(value.facts.stride != 0 for value in values):  # exporters read the shape of such a result
         facts = Facts(stride=DEPENDENT)
-    return _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.maximum))
+    return _computed(call, values, facts, partial(reduce_over, call.symbols, dtype_of(values), call.symbols.maximum))
 
 
 def negate(call: Call) -> Output:
@@ -276,18 +275,18 @@ def where(call: Call) -> Output:
     choices = [call.operand(1), call.operand(2)]
     values = [call.operand(0), *choices]
     check_no_stride(values)
-    facts = Facts(nonnegative=all(map(_is_nonnegative, choices)))
-    return _computed(call, values, facts, partial(choice, call.symbols), dtype=_dtype(choices))
+    facts = Facts(nonnegative=all(map(is_value_nonnegative, choices)))
+    return _computed(call, values, facts, partial(choice, call.symbols), dtype=dtype_of(choices))
 
 
 def cast(call: Call) -> Output:
     value = call.operand(0)
     to = call.operand(1).dtype if call.op == "CastLike" else call.integer("to", 0)
     facts = Facts(padding=value.facts.padding)
-    if value.dtype in _INDICES and to in _INDICES:
+    if value.dtype in INDICES and to in INDICES:
         # Without an upper bound, the cast of a nonnegative number may overflow and be negative.
-        is_held = value.facts.nonnegative and _is_held(value.facts.below, to)
-        facts = replace(value.facts, columns=(), nonnegative=is_held, below=value.facts.below if is_held else None)
+        stays = value.facts.nonnegative and is_held(value.facts.below, to)
+        facts = replace(value.facts, columns=(), nonnegative=stays, below=value.facts.below if stays else None)
     check_no_stride([value] if facts.stride != value.facts.stride else [])
     return _computed(call, [value], facts, partial(cast_number, call.symbols, to) if to else None, dtype=to)
 
@@ -310,8 +309,8 @@ def _computed(
     dtype: int | None = None,
 ) -> Value:
     check_broadcast_attribute(call)
-    dtype = _dtype(values) if dtype is None else dtype
-    if facts.stride != 0 and dtype not in _INDICES:
+    dtype = dtype_of(values) if dtype is None else dtype
+    if facts.stride != 0 and dtype not in INDICES:
         raise RowsMeetError("uses the index of each row in the batch")
     result = broadcast(call, values, dtype, facts)
     if compute is None or result.is_rows or result.dims is None or not all(v.dtype in LIMITS for v in values):
@@ -324,63 +323,8 @@ def _computed(
     return result if known is None else call.result(result.dims, dtype=dtype, elements=known)
 
 
-def _dtype(values: Sequence[Value]) -> int:
-    return next((value.dtype for value in values if value.dtype), 0)
-
-
 def _stride(value: Value) -> Number:
     return value.facts.stride
-
-
-def _is_nonnegative(value: Value) -> bool:
-    if value.is_rows or value.facts.nonnegative:
-        return value.facts.nonnegative
-    # Sums and products of free inputs may overflow, so only constants are certain.
-    known = value.elements if value.is_integer else None
-    return known is not None and all(isinstance(each, int) and each >= 0 for each in known)
-
-
-def _below(value: Value, symbols: Symbols) -> Number | None:
-    if value.is_rows or value.facts.below is not None:
-        return value.facts.below
-    known = uniform(value)
-    return None if known is None else symbols.add(known, 1)
-
-
-def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
-    """An upper bound of a sum of nonnegative integers; None if a term has no bound, because the sum may overflow."""
-    total: Number = 1
-    dtype = _dtype(values)
-    for value in values:
-        bound = _below(value, symbols)
-        if bound is None or not _is_nonnegative(value):
-            return None
-        total = symbols.add(total, symbols.subtract(bound, 1))
-        if not _is_held(total, dtype):
-            return None
-    return total
-
-
-def _is_held(bound: Number | None, dtype: int) -> bool:
-    """Whether an integer type holds all numbers below a bound of indices, for all values of the sizes in the bound."""
-    return (
-        bound is not None and not isinstance(bound, Dependent) and dtype in _INDICES and largest(bound) <= LIMITS[dtype]
-    )
-
-
-def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
-    """The facts of rows multiplied by a known number."""
-    facts = NO_FACTS
-    for value, other in (values, reversed(values)):
-        factor = uniform(other)
-        if other.kind is not Kind.FREE or factor is None or not value.is_integer or value.kind is Kind.SIZE:
-            continue
-        facts = replace(facts, stride=symbols.multiply(value.facts.stride, factor))
-        if value.facts.below is not None and _is_nonnegative(value) and is_nonnegative(factor):
-            below = symbols.add(symbols.multiply(factor, symbols.subtract(value.facts.below, 1)), 1)
-            if _is_held(factor, value.dtype) and _is_held(below, value.dtype):
-                facts = replace(facts, nonnegative=True, below=below)
-    return facts
 
 
 RULES: Final[Rules] = {

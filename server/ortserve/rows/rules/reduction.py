@@ -16,7 +16,8 @@ from ortserve.rows.rules.call import (
     off_axis,
     rule,
 )
-from ortserve.rows.rules.elementwise import LIMITS, reduce_over
+from ortserve.rows.rules.elementwise import reduce_over
+from ortserve.rows.rules.index_bounds import LIMITS
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.values import Facts, Value
 
