@@ -99,8 +99,8 @@ def test_many_texts_are_decoded_off_the_loop_also_behind_an_escaped_datatype(let
     head = f'{{"inputs":[{entry}]}}'.encode()
     encoded = RestRequest(head + bytes(20_000), len(head), "m", "")
     assert encoded.decoding_place() is DecodingPlace.THREAD
-    other = RestRequest(head.replace(b"\\u00", b"\\u01") + bytes(20_000), len(head), "m", "")
-    assert other.decoding_place() is DecodingPlace.INLINE  # it stands for no letter of ASCII
+    numbers = RestRequest(head.replace(datatype.encode(), b"FP32") + bytes(20_000), len(head), "m", "")
+    assert numbers.decoding_place() is DecodingPlace.INLINE
     assert encoded.read().inputs[0].datatype is DataType.BYTES
 
 
