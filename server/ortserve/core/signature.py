@@ -93,6 +93,7 @@ class ModelSignature:
         equal_sizes: Names of dimensions, sums such as ``past + current`` included, that must have one size throughout a
             request; otherwise the request runs alone.
         fixed_sizes: Sizes of dimensions, by name. A request with another size runs alone.
+        longest_axis: A request with a longer axis of an input, beside that of the rows, runs alone; None for no limit.
         unserved_inputs: Optional inputs that are not served, with the reason by name.
         unserved_outputs: Outputs that are not served, with the reason by name.
         ragged: How requests of different shapes share a batch; None if the rows of a batch have one shape. With it,
@@ -106,6 +107,7 @@ class ModelSignature:
     unserved_outputs: Mapping[str, str] = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
     fixed_sizes: tuple[tuple[str, int], ...] = ()
+    longest_axis: int | None = None
     ragged: RaggedTensors | None = field(default=None, compare=False)
     has_optional_inputs: bool = field(init=False, repr=False, compare=False)
     has_sequences: bool = field(init=False, repr=False, compare=False)

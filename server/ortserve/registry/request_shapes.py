@@ -5,6 +5,7 @@ of ``tests/rows``, with 0 elements along one axis. Most models returned empty ou
 Reshape, and the operators in ``CRASHING`` ended the process. Others left outputs unwritten (``load/empty_axes``).
 """
 
+import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -53,14 +54,16 @@ class ShapeClasses:
             if signature.is_batched and spec.batch_axis is None
         ]
         self._sizes = EqualSizes(signature)
+        added = [] if padding is None else [axis.multiple - 1 for axis in padding.axes if axis is not None]
+        self._longest = (signature.longest_axis or sys.maxsize) - max(added, default=0)
         self._pads_fixed = padding is not None and bool(signature.fixed_sizes)
         self._may_share = lru_cache(_MAX_VERDICTS)(self._judge_shapes)
 
     def find(self, inputs: Arrays) -> Hashable:
         """Find the shape class of a request. Requests of equal classes may share a batch; ``Alone`` shares with none.
 
-        A request runs alone if it sets an initializer of the model, if it has an axis without elements, or if its sizes
-        contradict names of dimensions on which the proof of independent rows relies.
+        A request runs alone if it sets an initializer of the model, if it has an axis without elements, or if the proof
+        of independent rows does not hold for its sizes: they contradict names of dimensions, or an axis is too long.
 
         Raises:
             ServeError: invalid_input, for inputs that disagree on a padded dimension.
@@ -91,7 +94,8 @@ class ShapeClasses:
     def _judge_shapes(self, shapes: Shapes) -> bool:
         if self._pads_fixed:  # padding changes sizes that a proof may assume
             return False
-        return not any(shape is not None and 0 in shape for shape in shapes) and self._sizes.agree(shapes)
+        sizes = [size for shape in shapes for size in shape or ()]
+        return all(0 < size <= self._longest for size in sizes) and self._sizes.agree(shapes)
 
 
 class EqualSizes:

@@ -8,7 +8,7 @@ assumes only ``N >= 1``. ``symbols`` computes with numbers.
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from math import gcd, lcm, prod
+from math import ceil, gcd, lcm, prod
 from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Constant, constant
@@ -29,9 +29,10 @@ class Atom:
         is_free: Whether the number follows from free sizes of inputs, so that ONNX Runtime cannot know it at the load.
         is_inferred: Whether ONNX Runtime may infer another number for this size of a tensor when it loads the model.
         is_unbounded: Whether the number may be too large for an element type, infinite or not a number.
+        magnitude: A bound of the absolute value (``_magnitude_of``).
     """
 
-    __slots__ = ("is_free", "is_inferred", "is_unbounded", "is_whole", "key", "lowest", "serial", "terms")
+    __slots__ = ("is_free", "is_inferred", "is_unbounded", "is_whole", "key", "lowest", "magnitude", "serial", "terms")
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Atom:
         self.is_free = is_free
         self.is_inferred = key[:1] == (WINDOWS,) or any(map(is_inferred, key))
         self.is_unbounded = key[:1] == (UNBOUNDED,) or any(map(is_unbounded, key))
+        self.magnitude = _magnitude(key) if key else (1, 1) if is_free else (1 << SIZE_BITS, 0)
 
     def __repr__(self) -> str:
         return f"a{self.serial}"
@@ -132,16 +134,56 @@ def is_unbounded(operand: object) -> bool:
     return isinstance(operand, Product) and any(atom.is_unbounded for atom, _ in operand.atoms)
 
 
-_SIZE_BITS: Final = 30
+SIZE_BITS: Final = 30
 """Sizes have at most so many bits, as tensors with longer axes do not fit into a request."""
+_ENDLESS: Final = (1 << 4096, 0)
+"""The magnitude of a number without a bound."""
+_DECIDING: Final = frozenset({"and", "bool", "equal", "less", "not", "or"})
+_ADDING: Final = frozenset({"count", "large sum", "long sum", "sum", WINDOWS})
+_MULTIPLYING: Final = frozenset({"large", "product", "quotient", "scaled"})
+"""Expressions with other bounds than the largest operand. A divisor is at least 2**-20,
+and counts as a factor."""
 
 
-def largest(number: "int | Fraction | Product") -> Constant:
-    """The largest absolute value of a number for all values of the sizes that it contains."""
+def largest(number: "int | Fraction | Product", size_bits: int = SIZE_BITS, rows_bits: int = SIZE_BITS) -> Constant:
+    """The largest absolute value of a number if free sizes of inputs, and N, have at most so many bits."""
     total: Constant = 0
     for (rows, powers), factor in terms_of((number,)).items():
-        total = total + max(factor, -factor) * (1 << _SIZE_BITS * sum((rows, *(power for _, power in powers))))
+        bound, sizes = _magnitude_of(make_product(factor, rows, dict(powers)))
+        total = total + bound * (1 << rows * rows_bits + sizes * size_bits)
     return total
+
+
+def _magnitude_of(number: object) -> tuple[Constant, int]:
+    """A bound of an absolute value: a factor, and the power of the longest free size of an input."""
+    if isinstance(number, Product):
+        bound: Constant = max(number.factor, -number.factor)
+        sizes = 0
+        for atom, power in number.atoms:
+            for _ in range(power):
+                bound, sizes = min(bound * atom.magnitude[0], _ENDLESS[0]), sizes + atom.magnitude[1]
+        return bound, sizes
+    return (max(number, -number), 0) if isinstance(number, (int, Fraction)) else (0, 0)
+
+
+def _magnitude(key: tuple[Hashable, ...]) -> tuple[Constant, int]:
+    """The bound of an expression of numbers."""
+    operands = key[1:-1] if key[0] == "bounded" else key[1:]  # not the limit of the type
+    numbers = [each for one in operands for each in (one if isinstance(one, (frozenset, tuple)) else (one,))]
+    if key[0] == UNBOUNDED or any(map(is_unbounded, numbers)):
+        return _ENDLESS
+    if key[0] in _DECIDING:
+        return 1, 0
+    if key[0] == "sum" and (low := lowest_sum(numbers)) is not None and low >= 0:
+        numbers = [each for each in numbers if not is_nonnegative(scaled(each, -1))]
+    bounds = list(map(_magnitude_of, numbers))
+    factors, sizes = [bound for bound, _ in bounds], [power for _, power in bounds]
+    if key[0] in _MULTIPLYING:
+        return prod(factors) * (1 << 40), sum(sizes)
+    bound: Constant = sum(factors) if key[0] in _ADDING else max(factors)
+    # The numbers of a floor are rounded away from 0 if they are negative. Fractions with large divisors take time.
+    is_even = key[0] == "floor" and is_nonnegative(numbers[0])
+    return Fraction(ceil(bound * 16), 16) if is_even or key[0] in _ADDING else ceil(bound), max(sizes)
 
 
 def is_whole(number: Number) -> bool:

@@ -10,6 +10,7 @@ from ortserve.model_file.graph import Constant, constant
 from ortserve.rows.number import (
     DEPENDENT,
     MAX_TERMS,
+    SIZE_BITS,
     UNBOUNDED,
     Atom,
     Dependent,
@@ -61,6 +62,8 @@ class Symbols:
         """Number of created atoms. Later atoms have a higher ``serial``."""
         self.steps = 0
         """Number of computed symbolic results, as a measure of the time of the analysis."""
+        self.size_bits = SIZE_BITS
+        """The number of bits of free sizes of inputs up to which element types hold all numbers that count as exact."""
         self.has_uncertain_size = False
         """Whether some tensor may have other sizes than its claim (``rules.call.check_sizes``)."""
         self.has_lost_axes = False
@@ -300,7 +303,9 @@ class Symbols:
             return number
         terms = terms_of((number,))
         finest = lcm(*(value.denominator for value in terms.values()))
-        is_held = all(-limit < value * finest < limit for value in terms.values())
+        is_held = all(-limit < value * finest < limit for value in terms.values()) and self._holds(
+            number, finest, limit
+        )
         atoms = [atom for _, powers in terms for atom, _ in powers]
         is_large = limit in (FLOAT_LIMIT, DOUBLE_LIMIT) and largest(number) > MOST_FINITE
         if is_held and not is_large:
@@ -311,6 +316,19 @@ class Symbols:
                 return number
         kind = (UNBOUNDED, "bounded") if is_large else ("bounded",)
         return self.opaque(*kind, number, limit, is_whole=is_whole(number))
+
+    def _holds(self, number: "int | Fraction | Product", finest: int, limit: int) -> bool:
+        """Whether a type holds all values of a number, in units of 1 / ``finest``. May lower ``size_bits`` for it.
+
+        Few proofs need exact numbers of FP32, so they lower it less. Integers with N count as held if they are for one
+        row, since they are numbers of elements of a batch, and no batch has that many.
+        """
+        least, rows_bits = (16, 16) if limit == FLOAT_LIMIT else (10, 0)
+        for bits in range(self.size_bits, least - 1, -1):
+            if largest(number, bits, rows_bits) * finest <= limit:
+                self.size_bits = bits
+                return True
+        return False
 
     def minimum(self, one: Number, other: Number) -> Number:
         if self.at_least(one, other):

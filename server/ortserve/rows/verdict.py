@@ -11,7 +11,7 @@ from itertools import product
 from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Declared, Model
-from ortserve.rows.number import MAX_TERMS, N, Number
+from ortserve.rows.number import MAX_TERMS, SIZE_BITS, N, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
 from ortserve.rows.walk import Walk
@@ -192,6 +192,7 @@ class RowVerdict:
             sums such as ``past + current``. A request in which such sizes differ must run alone.
         fixed_sizes: Sizes that the proof assumes for dimensions of the declared inputs, by name. A request with another
             size must run alone.
+        longest_axis: The proof assumes that no axis of an input has more entries. A request with more must run alone.
         node: The node that prevents the proof, by name or as ``operator #index``; empty if the outcome is proven.
         reason: The reason; empty if the outcome is proven.
     """
@@ -201,6 +202,7 @@ class RowVerdict:
     output_axes: Mapping[str, int | None] = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
     fixed_sizes: tuple[tuple[str, int], ...] = ()
+    longest_axis: int = 1 << SIZE_BITS
     node: str = ""
     reason: str = ""
 
@@ -299,7 +301,7 @@ def _judge(model: Model, axes: Axes, budget: WorkBudget, *, believe_names: bool)
         return _unknown(f"a Reshape may take a wrong size, because several sizes are called '{name}'")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
     fixed_sizes = tuple(sorted(symbols.fixed_sizes.items()))
-    return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes, fixed_sizes)
+    return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes, fixed_sizes, 1 << symbols.size_bits)
 
 
 def _problem(value: Value) -> str:

@@ -6,6 +6,7 @@ import pytest
 from ortserve.batching.queue import Alone
 from ortserve.core.conversion import repeated
 from ortserve.core.dtypes import DataType
+from ortserve.core.padding import PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import absent
 from ortserve.registry.request_shapes import EqualSizes, ShapeClasses
@@ -87,6 +88,14 @@ def test_a_size_that_the_proof_assumes_must_be_that_size() -> None:
     found = ShapeClasses(ModelSignature((X,), (Y,), fixed_sizes=(("length", 5),)), None)
     assert not isinstance(found.find((zeros(1, 5, 4),)), Alone)
     assert isinstance(found.find((zeros(1, 6, 4),)), Alone)
+
+
+@pytest.mark.parametrize(("multiple", "longest"), [(1, 5), (4, 8)])
+def test_no_axis_is_longer_than_the_proof_assumes(multiple: int, longest: int) -> None:
+    padding = Padding((PaddedAxis("x", 1, multiple, 0, "length"),)) if multiple > 1 else None
+    found = ShapeClasses(ModelSignature((X,), (Y,), longest_axis=longest), padding)
+    assert not isinstance(found.find((zeros(9, 4, 4),)), Alone)
+    assert isinstance(found.find((zeros(1, longest + 1, 4),)), Alone)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from rows.brute_force import BATCHES, Claim, RefusedError, disagreement, observe
 from rows.cases import Case, rows_meet
 from rows.claims import check_model
 from rows.families import APART, MEET
-from rows.traps import TRAPS
+from rows.traps import BRANCH, TRAPS
 
 
 def _names(cases: list[Case]) -> list[str]:
@@ -72,6 +72,22 @@ def test_a_size_that_a_reshape_needs_is_assumed() -> None:
     case = Case("reshape: a size that ONNX Runtime infers", "float[M,N] x", inferred, "int64[1] two = {2}")
     model = parse_model(memoryview(case.model.SerializeToString()))
     assert prove_model(model).fixed_sizes == (("M", 2),)
+
+
+@pytest.mark.parametrize(
+    ("computed", "length", "other"),
+    [("p = Mul(c, c)", 46_341, 1), ("p = Mul(c, thousand)", 2_147_484, 1), ("p = Mul(c, d)", 9_000, 240_000)],
+    ids=["a square", "a multiple", "a product of two sizes"],
+)
+def test_the_longest_axis_for_which_integers_do_not_overflow_is_assumed(computed: str, length: int, other: int) -> None:
+    sizes = "k = Shape<start=1>(x) c = Cast<to=6>(k) m = Shape(z) d = Cast<to=6>(m)"
+    body = f"{sizes} {computed} g = Less(p, zero) {BRANCH}"
+    weights = "int32[1] zero = {0}, int32[1] thousand = {1000}"
+    case = Case("axis: long", "float[N,L] x, bool[M] z", body, weights, sizes={"L": length, "M": other})
+    verdict = prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes)
+    assert verdict.outcome is Outcome.PROVEN
+    assert verdict.longest_axis < max(length, other)
+    assert rows_meet(case.observe(inside=False)), "the rows stay apart anyway"
 
 
 def test_rows_behind_a_target_size_that_may_be_0_are_not_proven_if_their_axis_may_have_entries_then() -> None:

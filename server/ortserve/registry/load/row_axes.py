@@ -39,7 +39,7 @@ class RowAxes:
         grounds: TRIED if a trial will follow, unless ``is_mixed``.
         inputs: Row axis of each input, None for an input without rows. Empty to use axis 0 of all tensors.
         outputs: Row axis of each output, in the same form.
-        equal_sizes: The field of ``ModelSignature``, as is ``fixed_sizes``.
+        equal_sizes: The field of ``ModelSignature``, as are ``fixed_sizes`` and ``longest_axis``.
         is_disabled: Whether the configuration says that requests run alone.
         doubt: Why rows may meet according to the graph, or why the graph does not tell; empty if proven.
         is_mixed: Whether the graph shows that rows may influence each other.
@@ -50,6 +50,7 @@ class RowAxes:
     outputs: Axes = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
     fixed_sizes: tuple[tuple[str, int], ...] = ()
+    longest_axis: int | None = None
     is_disabled: bool = False
     doubt: str = ""
     is_mixed: bool = False
@@ -86,6 +87,7 @@ class RowAxes:
             unbatched_because=because,
             equal_sizes=self.equal_sizes,
             fixed_sizes=self.fixed_sizes,
+            longest_axis=self.longest_axis,
         )
 
     def _output(self, spec: TensorSpec) -> TensorSpec:
@@ -163,7 +165,14 @@ def _configured(tensors: Mapping[str, TensorOptions]) -> dict[str, int | None]:
 
 
 def _proven(verdict: RowVerdict) -> RowAxes:
-    return RowAxes(Grounds.PROVEN, verdict.input_axes, verdict.output_axes, verdict.equal_sizes, verdict.fixed_sizes)
+    return RowAxes(
+        Grounds.PROVEN,
+        verdict.input_axes,
+        verdict.output_axes,
+        verdict.equal_sizes,
+        verdict.fixed_sizes,
+        verdict.longest_axis,
+    )
 
 
 def _doubt(verdict: RowVerdict) -> str:

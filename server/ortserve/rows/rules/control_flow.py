@@ -3,12 +3,23 @@
 The bodies of Loop and Scan are analysed until the claims about their states no longer change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import is_
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, INT64, Graph
-from ortserve.rows.number import DEPENDENT, Number, atoms_of, contains_rows, is_nonnegative, is_positive
+from ortserve.rows.number import (
+    DEPENDENT,
+    Number,
+    atom_alone,
+    atoms_of,
+    contains_rows,
+    has_atom,
+    is_nonnegative,
+    is_positive,
+)
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rule, Rules, normal_axis
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Facts, Kind, Value, free
@@ -302,7 +313,9 @@ class _States:
             current.elements is not None
             and new.elements is not None
             and len(current.elements) == len(new.elements)
-            and (current.is_integer or current.dtype == BOOL)
+            and (
+                current.dtype == BOOL or (current.is_integer and self._may_count(index, current.elements, new.elements))
+            )
         ):
             elements = tuple(
                 self._weaker_number((index, "element", i), one, two, None)
@@ -312,6 +325,15 @@ class _States:
         kind = Kind.SIZE if is_size else Kind.FREE
         has_elements = current.has_elements and new.has_elements
         return Value(kind, dims, dtype=dtype, elements=elements, has_elements=has_elements)
+
+    def _may_count(self, index: int, current: Sequence[Number], new: Sequence[Number]) -> bool:
+        """Whether a round adds to each number of a state what does not depend on it, so that no number overflows."""
+        for i, (one, two) in enumerate(zip(current, new, strict=True)):
+            own = self._own.get((index, "element", i))
+            atom = None if own is None or one != own else atom_alone(own)
+            if atom is not None and has_atom(self._symbols.subtract(two, one), partial(is_, atom)):
+                return False
+        return True
 
     def _weaker_dims(self, index: int, current: Value, new: Value) -> tuple[Number, ...] | None:
         if current.dims is None or new.dims is None or len(current.dims) != len(new.dims):

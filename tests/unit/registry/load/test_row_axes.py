@@ -44,6 +44,12 @@ def test_graph_that_keeps_rows_apart_is_proven_with_any_names_of_dimensions(tmp_
     assert applied(path, batched=False).unbatched_because == "its configuration says so"
 
 
+def test_the_longest_axis_of_a_proof_is_that_of_the_signature(tmp_path: Path) -> None:
+    squared = "s = Shape(x) c = Cast<to=6>(s) n, l = Split<axis=0>(c) p = Mul(l, l) f = Cast<to=1>(p) y = Div(x, f)"
+    path = parsed(tmp_path / "m.onnx", f"g (float[n,l] x) => (float[n,l] y) {{ {squared} }}")
+    assert applied(path).longest_axis == 1 << 15
+
+
 def test_row_axes_are_found_in_the_graph() -> None:
     signature = applied(CORPUS / "torch_lstm_time_first.onnx")
     assert signature.is_batched
