@@ -9,11 +9,12 @@
 All other results stay the same.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
-from ortserve.model_file.graph import INT32, INT64, STRING, Dims, Graph, Model, Node, Tensor, names_read
+from ortserve.model_file.graph import INT32, INT64, STRING, Graph, Model, Node, Tensor, names_read
+from ortserve.rows import find_sizes
 
 _MIN_OPSET_OF_DIVISIONS: Final = 9
 """Earlier operator sets have no operator Where."""
@@ -25,6 +26,8 @@ _SMALLEST: Final = {INT32: -(1 << 31), INT64: -(1 << 63)}
 their quotient cannot overflow."""
 _SIZES: Final = frozenset({"Shape", "Size"})
 """Operators whose results are never negative."""
+_MAKES_TEXTS: Final = "ai.onnx.ml"
+"""The domain whose operators may make texts of numbers, such as LabelEncoder."""
 _INDICES: Final = frozenset({"ArgMax", "ArgMin", "NonZero"}) | _SIZES
 _OF_FIRST_OPERAND: Final = """
     Abs Add BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Clip Compress Concat CumSum Div Expand Flatten Gather
@@ -132,22 +135,23 @@ def _gather_edits(model: Model) -> Edits:
     gathers = [node for node in graph.nodes if node.op == "Gather" and not node.domain and len(node.inputs) == 2]
     if not gathers or model.opsets.get("", 0) < _MIN_OPSET_OF_GATHERS:
         return {}
-    types, dims = _element_types(graph), _dims(graph)
+    types = _element_types(graph)
+    if STRING not in types.values() and not any(node.domain == _MAKES_TEXTS for node in graph.nodes):
+        return {}
+    known = find_sizes(model).tensors.get(id(graph), {})
     edits = {}
     for node in gathers:
-        if types.get(node.inputs[0]) == STRING and node.outputs:
-            axis, known = node.attributes.get("axis", 0), dims.get(node.inputs[0])
-            if isinstance(axis, int) and axis < 0 and known is not None:
-                axis += len(known)
-            is_last = axis == -1 or (known is not None and axis == len(known) - 1)
-            if isinstance(axis, int) and axis >= 0 and not is_last:
-                edits[GRAPH_NODE, node.outputs[0]] = b"".join(_as_gather_nd(node, axis))
+        value = known.get(node.inputs[0])
+        dtype = types.get(node.inputs[0], value.dtype if value is not None else 0)
+        rank = len(value.dims) if value is not None and value.dims is not None else None
+        axis = node.attributes.get("axis", 0)
+        if dtype != STRING or not node.outputs or not isinstance(axis, int):
+            continue
+        if axis < 0 and rank is not None:
+            axis += rank
+        if axis >= 0 and axis + 1 != rank:
+            edits[GRAPH_NODE, node.outputs[0]] = b"".join(_as_gather_nd(node, axis))
     return edits
-
-
-def _dims(graph: Graph) -> Mapping[str, Dims]:
-    known = {declared.name: declared.dims for declared in graph.inputs if declared.dims is not None}
-    return known | {name: tensor.dims for name, tensor in graph.constants.items() if tensor.dims is not None}
 
 
 def _as_gather_nd(node: Node, axis: int) -> Iterator[bytes]:

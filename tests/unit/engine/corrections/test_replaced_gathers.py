@@ -18,7 +18,7 @@ TEXTS = np.array([f"ä{number}" for number in range(24)], object).reshape(2, 3, 
 
 
 def write(folder: Path, inputs: str, nodes: str, opset: int = 21, **constants: np.ndarray) -> Path:
-    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> m ({inputs}) => (string y) {{ {nodes} }}')
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}, "ai.onnx.ml": 2]> m ({inputs}) => (string y) {{ {nodes} }}')
     model.graph.output[0].type.tensor_type.ClearField("shape")
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
     onnx.save(model, str(folder / "model.onnx"))
@@ -37,6 +37,21 @@ def test_slices_are_whole(tmp_path: Path, axis: int, indices: object, dtype: typ
     (found,) = opened(path).run(None, {"x": TEXTS})
     expected = np.take(TEXTS, np.array(indices, np.int64), axis)
     assert found.shape == expected.shape
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    ["h = StringConcat (x, empty)", 'h = ai.onnx.ml.LabelEncoder <keys_strings=["-"], values_strings=["-"]> (x)'],
+    ids=["StringConcat", "LabelEncoder"],
+)
+@pytest.mark.parametrize("axis", [1, -2])
+def test_slices_of_computed_texts_are_whole(tmp_path: Path, axis: int, nodes: str) -> None:
+    nodes = nodes.replace("> (x)", ', default_string="ä"> (x)')
+    constants = {"empty": np.array([""], object), "i": np.array([1, 0])}
+    path = write(tmp_path, "string[a,b,c] x", f"{nodes} y = Gather <axis = {axis}> (h, i)", **constants)
+    (found,) = opened(path).run(None, {"x": TEXTS})
+    expected = TEXTS[:, [1, 0]] if "StringConcat" in nodes else np.full((2, 2, 4), "ä", object)
     assert found.tolist() == expected.tolist()
 
 
