@@ -48,8 +48,8 @@ def test_slices_are_whole(tmp_path: Path, axis: int, indices: object, dtype: typ
 @pytest.mark.parametrize("axis", [1, -2])
 def test_slices_of_computed_texts_are_whole(tmp_path: Path, axis: int, nodes: str) -> None:
     nodes = nodes.replace("> (x)", ', default_string="ä"> (x)')
-    constants = {"empty": np.array([""], object), "i": np.array([1, 0])}
-    path = write(tmp_path, "string[a,b,c] x", f"{nodes} y = Gather <axis = {axis}> (h, i)", **constants)
+    nodes = f"{nodes} y = Gather <axis = {axis}> (h, i)"
+    path = write(tmp_path, "string[a,b,c] x", nodes, i=np.array([1, 0]), empty=np.array([""], object))
     (found,) = opened(path).run(None, {"x": TEXTS})
     expected = TEXTS[:, [1, 0]] if "StringConcat" in nodes else np.full((2, 2, 4), "ä", object)
     assert found.tolist() == expected.tolist()
