@@ -128,6 +128,10 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         session = _open(path, name, options, model, edits, harmful)
         message = "checks of operators are left out, because ONNX Runtime does not load the model with them"
         log_event(logger, logging.WARNING, message, model=name, reason=error.message)
+    if not model.is_readable:
+        message = "corrections and checks of operators are left out, so answers may be wrong and requests may crash"
+        reason = "the file is not read: it has another format than ONNX, or holds a message in two parts"
+        log_event(logger, logging.WARNING, message, model=name, reason=reason)
     try:
         check_providers(options.provider, session.get_providers())
         check_placement(options.provider.name, read_placement(session))

@@ -380,6 +380,16 @@ def test_other_operators_stay_as_they_are(tmp_path: Path, text: str) -> None:
     assert check_edits(read_model(write(tmp_path, text))) == {}
 
 
+def test_model_in_two_parts_is_opened_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ONNX Runtime merges the two main graphs, which are one then."""
+    content = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> {INVERSE}')
+    name = onnx.ModelProto(graph=onnx.GraphProto(name="m")).SerializeToString()
+    for part in (b"", name):
+        (tmp_path / "model.onnx").write_bytes(content.SerializeToString() + part)
+        open_session(tmp_path / "model.onnx", "m", SessionOptions(ProviderChoice(CPU), 1))
+        assert ("corrections and checks of operators are left out" in caplog.text) == bool(part)
+
+
 def test_model_that_does_not_load_with_checks_is_opened_without_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
