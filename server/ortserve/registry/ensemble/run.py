@@ -1,7 +1,7 @@
 """Runs one request of an ensemble through its steps. Each step is a request to the member of the step."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -62,12 +62,15 @@ class EnsembleRun:
         self._children: dict[int, InflightRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
         """Fires at the deadline of a request that has waited because of the limits."""
-        self._unreached: set[int] = set()
-        """Steps with sequences to which the part was not submitted yet."""
-        self._reached: set[int] = set()
-        """Steps to which it was submitted, except those that rejected or failed it: their models handle that."""
+        self._sequenced: frozenset[int] = frozenset()
+        """Steps with sequences; empty without a part."""
         if part is not None and part.id:
-            self._unreached = {number for number in selection.steps if route.steps[number].member.takes_sequences}
+            self._sequenced = frozenset([one for one in selection.steps if route.steps[one].member.takes_sequences])
+        self._unreached = set(self._sequenced)
+        """Those to which the part was not submitted yet."""
+        self._reached: set[int] = set()
+        """Those to which it was submitted, except those that rejected or failed it: their models handle that."""
+        self._begun_ns = 0
         self._is_over = False
         self._queue_ns = 0
         self._stage_ns = 0
@@ -130,14 +133,15 @@ class EnsembleRun:
             self._fail(ServeError(ErrorKind.DEADLINE, f"in ensemble '{self._route.name}', {why}"))
 
     def _begin(self, now_ns: int) -> None:
+        self._begun_ns = now_ns
         self._queue_ns = now_ns - self._request.timing.queued_ns
         for number in self._route.selection.first:
             if self._is_over:
                 return
             self._start_step(number)
 
-    def members_to_end(self, why: ErrorKind, *, is_pipelined: bool) -> list[ServedVersion]:
-        """The members in which the sequence must end, because this request failed or was cancelled.
+    def end_sequence(self, why: ErrorKind, *, is_pipelined: bool) -> None:
+        """End the sequence in the members that must not continue it, because this request failed or was cancelled.
 
         Otherwise later requests would find states without this request, or, if it was sent again, with it twice. A
         cancelled request is not sent again, so states that include it stay, as in a model with sequences.
@@ -146,14 +150,21 @@ class EnsembleRun:
             why: Kind of the error.
             is_pipelined: Whether the client is known to send requests before it has the answers to earlier ones.
         """
-        numbers: set[int] = set()
+        part = self._part
+        if part is None:
+            return
+        numbers: Collection[int] = ()
+        begun_ns: int | None = None
         if why is not ErrorKind.CANCELLED and self._reached:
-            # The last request has ended the sequence where it arrived. Another one may have begun there since.
-            is_end = self._part is not None and self._part.is_end
-            numbers = self._unreached if is_end else self._reached | self._unreached
-        elif self._part is not None and ends_sequence(why, is_pipelined=is_pipelined or self._part.is_ahead):
+            numbers = self._sequenced
+            if part.is_end:
+                # It has ended the sequence where it succeeded. Another one may have begun since, in any member.
+                numbers = self._sequenced - self._reached
+                begun_ns = self._begun_ns
+        elif ends_sequence(why, is_pipelined=is_pipelined or part.is_ahead):
             numbers = self._unreached
-        return [self._route.steps[number].member for number in sorted(numbers)]
+        for number in sorted(numbers):
+            self._route.steps[number].member.end_sequence(part.id, begun_ns)
 
     def _start_step(self, number: int) -> None:
         """Submit a step whose inputs exist, once the limits allow it. Raises the errors of ``_submit_step``."""

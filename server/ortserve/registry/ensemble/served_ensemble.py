@@ -251,8 +251,7 @@ class ServedEnsemble(ServedVersion):
     def _on_turn_ended(self, sequence_id: SequenceId, run: EnsembleRun | None, why: ErrorKind | None) -> None:
         """Let the next request of a sequence run. ``run`` is None if the request could not begin."""
         if why is not None and run is not None:
-            for member in run.members_to_end(why, is_pipelined=self.is_pipelined(sequence_id)):
-                member.end_sequence(sequence_id)
+            run.end_sequence(why, is_pipelined=self.is_pipelined(sequence_id))
         for kept in self._kept:
             kept.release(sequence_id, self._kept)
         self._leave_turn(sequence_id)

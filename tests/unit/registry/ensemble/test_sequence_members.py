@@ -296,6 +296,39 @@ async def test_a_sequence_ends_in_all_members_with_a_request_that_fails_between_
     assert [len(stage.models[name].table) for name in "ab"] == [0, 0]
 
 
+@pytest.mark.parametrize("ensemble", ["chain", "beside"])
+@pytest.mark.parametrize("flags", ["", "E"])
+def test_a_sequence_ends_in_all_members_with_a_request_that_only_one_of_them_has_run(ensemble: str, flags: str) -> None:
+    @virtual(slots=(8, 8))
+    async def test(stage: Stage) -> None:
+        stage.submit(ensemble, 1, "S")
+        await stage.answer("a", "last", "b")
+        failed = stage.submit(ensemble, 1, flags)
+        await stage.answer("a", "last")
+        stage.models["b"].take().fail(ServeError(ErrorKind.INTERNAL, "no"))
+        with pytest.raises(ServeError, match="no"):
+            failed.take_outputs()
+        assert [len(stage.models[name].table) for name in "ab"] == [0, 0]
+
+    test()
+
+
+@virtual(slots=(8, 8))
+async def test_a_last_request_that_fails_ends_no_sequence_that_a_client_has_begun_meanwhile(stage: Stage) -> None:
+    stage.submit("chain", 1, "S")
+    await stage.answer("a", "last", "b")
+    stage.submit("chain", 1, "E")
+    await stage.answer("a", "last")
+    last = stage.models["b"].take()
+    await stage.wait(0.1)
+    stage.submit("b", 1, "S")
+    await stage.answer("b")
+    last.fail(ServeError(ErrorKind.INTERNAL, "no"))
+    following = stage.submit("b", 1)
+    await stage.answer("b")
+    assert sums(following) == [12]
+
+
 @virtual(slots=(8, 8))
 async def test_a_request_whose_turn_has_come_runs_past_its_deadline(stage: Stage) -> None:
     """The wait for earlier requests ends at the deadline. A run continues, as in a model with sequences."""
