@@ -177,12 +177,8 @@ class SharedRun:
         self._waiting: dict[InflightRequest, _Joined] = {}
 
     def suits(self, terms: Terms) -> bool:
-        """Whether a request with ``terms`` may wait for this run: it is not more urgent and has no earlier deadline."""
-        own = self._terms
-        return (own.level or 1) <= (terms.level or 1) and all(
-            late is None or (early is not None and early <= late)
-            for early, late in ((own.finish_by_ns, terms.finish_by_ns), (own.start_by_ns, terms.start_by_ns))
-        )
+        """Whether a request with ``terms`` may wait for this run."""
+        return self._terms.suit(terms)
 
     def start(self, enqueue: Enqueue) -> None:
         """Enqueue the run, which may be settled at once. Raises ServeError if it is rejected."""

@@ -79,6 +79,16 @@ class Terms:
         self.start_by_ns = start_by_ns
         self.yields_when_late = yields_when_late
 
+    def suit(self, other: "Terms") -> bool:
+        """Whether a run on these terms suits a request with ``other``: it is not more urgent, with no earlier deadline.
+
+        Both are of one model.
+        """
+        return self.level <= other.level and all(
+            late is None or (early is not None and early <= late)
+            for early, late in ((self.finish_by_ns, other.finish_by_ns), (self.start_by_ns, other.start_by_ns))
+        )
+
 
 NO_TERMS: Final = Terms()
 

@@ -32,6 +32,10 @@ class EnsembleTerms(Terms):
         self.scheduling: Final[Scheduling] = scheduling
         self.outputs: Final[tuple[str, ...]] = outputs
 
+    def suit(self, other: Terms) -> bool:
+        """As ``Terms.suit``. A member may rank any two priorities: 0, and one above its levels, are its default."""
+        return isinstance(other, EnsembleTerms) and other.scheduling == self.scheduling and super().suit(other)
+
 
 class BoundStep:
     """A step with its member. It reads and writes the tensors of a request, which are None until they are computed.

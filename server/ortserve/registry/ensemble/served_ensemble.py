@@ -142,7 +142,7 @@ class ServedEnsemble(ServedVersion):
         if self._cached is None:
             self._run(own_terms, None, request)
         else:
-            self._cached.submit(request, terms, partial(self._run, own_terms, None))
+            self._cached.submit(request, own_terms, partial(self._run, own_terms, None))
 
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """As ``ServedVersion.submit_part``. Each step with sequences receives the part. The cache is not used.

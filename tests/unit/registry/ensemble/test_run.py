@@ -842,6 +842,19 @@ async def test_a_cached_answer_has_all_outputs_and_ends_with_its_load(
     assert cache.reading().entries == 0
 
 
+@pytest.mark.parametrize("asked", [(1, None), (0, 1)], ids=["priority", "queue timeout"])
+async def test_a_request_that_may_be_more_urgent_in_a_member_waits_for_no_equal_one(
+    clock: Clock, asked: tuple[int, int | None]
+) -> None:
+    member = FakeMember("m")
+    cached = CachedRuns(ResponseCache(1 << 20), CacheCounts(), asyncio.get_running_loop(), clock)
+    served = serve({"m": member}, ["y"], [("m", {"a": "x"}, {"b": "y"})], clock, cached=cached)
+    submit(served, clock)
+    submit(served, clock, priority=asked[0], queue_timeout_ns=asked[1])
+    submit(served, clock)
+    assert [terms[2:] for terms in member.asked] == [(0, None), asked]
+
+
 def test_lists_of_the_same_outputs_share_a_route_and_few_are_remembered(clock: Clock) -> None:
     names = list("abcdef")
     member = FakeMember("m", outputs=names)
