@@ -133,9 +133,10 @@ async def try_candidate(
     call: Call,
     request: InferRequest,
     registry: Registry,
+    find_stable: Callable[[], Awaitable[ServedVersion]],
     reply: Callable[[Arrays], Awaitable[None]],
 ) -> Arrays:
-    """Run a request on the candidate of a rollout or, if that fails, on the version that the request names.
+    """Run a request on the candidate of a rollout or, if that fails, on the version that ``find_stable`` returns.
 
     ``reply`` builds the answer from the outputs of the version that ran. It fails, for example, for an output that is
     larger than the shared memory that the caller prepared.
@@ -150,8 +151,8 @@ async def try_candidate(
         return outputs
     call.timing.taken_ns = 0  # no run of the version has started
     call.timing.is_cached = False
-    # Looked up again, because the version may have been replaced meanwhile.
-    served = call.served = registry.find(request.model_name, request.model_version)
+    # Looked up again, because the version may have been replaced, or have left memory, meanwhile.
+    served = call.served = await find_stable()
     outputs = await run_on(served, call, request)
     await reply(outputs)
     rollout.candidate_failed(failure)  # not reached by a request that fails on both versions

@@ -257,7 +257,8 @@ class InferenceService:
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
             reply = partial(self._reply, call, request, transfer)
-            return await try_candidate(candidate, rollout, call, request, self._registry, reply)
+            find_stable = partial(self._find, call, request)
+            return await try_candidate(candidate, rollout, call, request, self._registry, find_stable, reply)
         outputs = await run_on(served, call, request)
         if transfer is not None:
             try:

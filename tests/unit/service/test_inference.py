@@ -714,6 +714,26 @@ async def test_request_whose_candidate_ran_and_that_stable_rejects_is_counted_as
     assert stage.rejected() == {("tried", "invalid_input"): 1}
 
 
+async def test_request_whose_candidate_fails_waits_for_stable_that_left_memory_meanwhile(
+    stage: Stage, tmp_path: Path
+) -> None:
+    for version, build in ((1, partial(builders.identity, datatype=DataType.INT64)), (2, builders.poison)):
+        folder = tmp_path / "tried" / str(version)
+        folder.mkdir(parents=True)
+        build(folder / "model.onnx")
+    (tmp_path / "tried" / "model.yaml").write_text("labels: {stable: 1}\nversion_policy: {all: true}")
+    await stage.registry.load("tried")
+
+    class LeavesMemory(AlwaysCandidate):
+        def candidate_for(self, request: InferRequest, headers: Headers) -> str:
+            asyncio.get_running_loop().call_soon(stage.registry._draining.evict, "tried")  # during the run
+            return "2"
+
+    stage.registry.set_rollout("tried", LeavesMemory())
+    response = await stage.infer(replace(poisoned(), model_name="tried"))
+    assert (response.model_version, response.outputs[0].array.tolist()) == ("1", [[builders.POISON] * 4])
+
+
 class Shadow(AlwaysCandidate):
     """Records the requests that a shadow rollout would copy."""
 
