@@ -31,7 +31,7 @@ from ortserve.registry.load.trial_load import TrialLoad, try_load
 from ortserve.registry.repository.fingerprints import changed_file, watch_files
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import VersionSource
-from ortserve.registry.residency.ledger import HostLedger
+from ortserve.registry.residency.ledger import HostAccount, HostLedger
 from ortserve.registry.residency.memory_room import NoRoomError
 from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.logs import log_event
@@ -117,15 +117,17 @@ class VersionLoader:
                 await self._try_first(record, source, progress)
             load = partial(self._load_measured, record, source, progress)
             opening = self._loop.run_in_executor(self._threads, load)
-            loaded = await self._while_files_answer(source, progress, opening, LoadedModel.close)
+            account = record.account
+            assert account is not None
+            discard = partial(_discard_model, self._ledger, account)
+            loaded = await self._while_files_answer(source, progress, opening, discard)
             options, before = source.configuration.options, self._serving(record)
             try:
                 await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
                 return self._assembly.serve(loaded, source.configuration, record.metrics, events)
             except BaseException:  # also cancellation, because the server stops
                 record.metrics.release_sources()
-                assert record.account is not None
-                await asyncio.to_thread(self._ledger.release, record.account, loaded.close)
+                await asyncio.to_thread(discard, loaded)
                 raise
         finally:
             reporting.cancel()
@@ -255,7 +257,7 @@ class VersionLoader:
             if name := changed():  # What was read first, such as the proof that rows are independent, does not hold.
                 raise FilesChangedError(name)
         except BaseException:
-            self._ledger.release(account, loaded.close)
+            _discard_model(self._ledger, account, loaded)
             raise
         return loaded
 
@@ -313,6 +315,11 @@ class VersionLoader:
                 doing=progress.describe(),
                 seconds=round((self._clock() - began_ns) / 1e9, 2),
             )
+
+
+def _discard_model(ledger: HostLedger, account: HostAccount, loaded: LoadedModel) -> None:
+    """Close a model that will not serve, while no load is measured."""
+    ledger.release(account, loaded.close)
 
 
 def _read_byte(file: Path, begin: Callable[[], object]) -> None:

@@ -1217,6 +1217,13 @@ async def test_model_that_was_opened_before_its_load_was_given_up_is_closed(
 
     monkeypatch.setattr(VersionLoader, "_find_silent", find_after_the_model_is_open)
     registry = await load(warmup_s=0, intra_op_threads=1)
+    close, is_unmeasured = LoadedModel.close, []
+
+    def close_while_no_load_is_measured(loaded: LoadedModel) -> None:
+        is_unmeasured.append(bool(registry._room._ledger._freeing))
+        close(loaded)
+
+    monkeypatch.setattr(LoadedModel, "close", close_while_no_load_is_measured)
     put(tmp_path, builders.identity, "m")
     provenance = tmp_path / "m" / "1" / "provenance.json"
     provenance.write_text("{}")
@@ -1225,6 +1232,7 @@ async def test_model_that_was_opened_before_its_load_was_given_up_is_closed(
             await asyncio.wait_for(registry.load("m"), 30)
         assert is_open("m")
     await is_reached(lambda: not is_open("m"))
+    assert is_unmeasured == [True]
 
 
 @interpreted_only
