@@ -43,7 +43,8 @@ class Reconciler:
     ) -> None:
         """Change nothing yet.
 
-        ``sources`` has the source of the latest load of each model, failed or not. Only this class writes to it.
+        ``sources`` has the source of the latest load of each model, failed or not, except of files from a client that
+        failed, which are deleted. Only this class writes to it.
         ``on_versions`` is called with a model whose versions, configuration, labels or rollout may have changed.
         """
         self._loop = asyncio.get_running_loop()
@@ -161,7 +162,7 @@ class Reconciler:
             keep serving, and so do versions that ``source`` lacks.
         """
         name = source.name
-        self._sources[name] = source
+        before, self._sources[name] = self._sources.get(name), source
         if members_of(source):
             self._ensembles[name] = None
         if source.problem:
@@ -194,6 +195,8 @@ class Reconciler:
         for record in serving:
             record.reason, record.is_unwanted = "", record.version in unwanted
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
+        if before is not None and source.is_sent and len(self._plan(source).load) == len(source.versions):
+            self._sources[name] = before  # All its versions failed, and its files are deleted.
         self._labels.follow(name)
         self._on_versions(name)
         if not failures:

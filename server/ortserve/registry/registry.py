@@ -104,7 +104,7 @@ class Registry:
         )
         self._changes = Changes()
         self._sources: dict[str, ModelSource] = {}
-        """The source of the latest load of each model, failed or not."""
+        """The source of the latest load of each model, failed or not, except of files from a client that failed."""
         state = state or StateFile(None)
         state.on_change = self._on_state
         self._labels = Labels(self._catalog, self._sources, state)
@@ -298,7 +298,7 @@ class Registry:
                     if closure or not self._reconciler.missing_members(source):
                         (source,) = reject_cycles([source], self._sources | closure)
                         failures = await self._reconciler.apply(source, is_forced=True)
-                        if files:
+                        if self._sources[name].is_sent:
                             self._versions.withdraw(name)
                         break
                 closure = await self._reader.read_members(source)
@@ -376,6 +376,4 @@ class Registry:
     def _must_stay(self, name: str) -> bool:
         """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""
         serving = [record.source for record in self._catalog.ready(name)]
-        latest = self._sources.get(name)  # It may have failed to load.
-        sources = serving if latest is None else [*serving, *latest.versions.values()]
-        return self._changes.is_under_way(name) or any(source is not None and source.is_sent for source in sources)
+        return self._changes.is_under_way(name) or any(source is not None and source.is_sent for source in serving)

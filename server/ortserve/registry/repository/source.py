@@ -82,6 +82,11 @@ class ModelSource:
         """Whether the first request loads the model."""
         return any(version.configuration.options.is_on_demand for version in self.versions.values())
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether a client sent the files, which are deleted after the load."""
+        return any(version.is_sent for version in self.versions.values())
+
 
 @dataclass(frozen=True, slots=True)
 class VersionChanges:
