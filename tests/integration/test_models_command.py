@@ -70,6 +70,8 @@ def test_actions_show_and_change_models(
     assert shown(capsys, controlled, "labels", "m", "canary=2", *with_key)["labels"]["canary"] == "2"
     assert shown(capsys, controlled, "promote", "m", "2", *with_key)["previous"] == "1"
     assert shown(capsys, controlled, "rollback", "m", *with_key)["labels"]["stable"] == "1"
+    assert main(["models", "rollout", "m", "--url", controlled.url]) == 0
+    assert "The model has no rollout." in capsys.readouterr().out
     started = ("rollout", "m", "candidate=2", "mode=canary", "sticky=user", "rules.max_error_rate=0.5")
     rollout = shown(capsys, controlled, *started, *with_key)["rollout"]
     assert (rollout["rollout"]["sticky"], rollout["rollout"]["rules"]["max_error_rate"]) == ("user", 0.5)

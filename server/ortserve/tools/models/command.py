@@ -114,6 +114,8 @@ def _blocks(result: ModelsResult, rollout: Rollout | None) -> Iterator[Block]:
     known = {one.version for one in result.versions}
     if lost := {label: f"version {version}" for label, version in result.labels.items() if version not in known}:
         yield Facts("Lost labels", lost)
+    if result.action == "rollout" and (rollout is None or rollout.rollout is None):
+        yield Text("The model has no rollout." if rollout else "The server has no rollouts.")
     if rollout is not None:
         yield from _rollout_facts(rollout)
 
