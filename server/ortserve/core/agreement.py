@@ -204,8 +204,11 @@ class _OutputMeter:
         ):
             self._max = self._cosine = math.inf
             return
+        ranked = np.where(np.isnan(expected), -np.inf, expected), np.where(np.isnan(found), -np.inf, found)
         expected, found = np.where(finite, expected, 0), np.where(finite, found, 0)
         difference = np.abs(expected - found)
+        if reference.dtype.kind in "iu":  # FP64 has no different values for some integers over 2^53 that differ
+            difference = np.maximum(difference, reference != candidate)
         self._max = max(self._max, float(difference.max()))
         self._largest = max(self._largest, float(np.abs(expected).max()))
         if reference.dtype.kind in "iu":
@@ -215,7 +218,7 @@ class _OutputMeter:
         rows = samples if expected.ndim and len(expected) == samples else 1
         self._cosine = max(self._cosine, _cosine_error(expected.reshape(rows, -1), found.reshape(rows, -1)))
         if reference.dtype.kind == "f" and reference.ndim and reference.shape[-1] > 1:
-            elsewhere = expected.argmax(axis=-1) != found.argmax(axis=-1)
+            elsewhere = ranked[0].argmax(axis=-1) != ranked[1].argmax(axis=-1)
             self._count(int(elsewhere.sum()), elsewhere.size)
 
     def _count(self, elsewhere: int, positions: int) -> None:
@@ -233,8 +236,14 @@ class _OutputMeter:
 
 def _cosine_error(expected: np.ndarray, found: np.ndarray) -> float:
     """The cosine error of the worst row. A row of zeros agrees only with zeros, and equal rows have no error at all."""
-    lengths = np.linalg.norm(expected, axis=1), np.linalg.norm(found, axis=1)
-    product = lengths[0] * lengths[1]
-    cosines = (expected * found).sum(axis=1) / np.where(product == 0, 1, product)
-    cosines = np.where(product == 0, 0, cosines)
+    scaled = _scaled(expected), _scaled(found)
+    product = np.linalg.norm(scaled[0], axis=1) * np.linalg.norm(scaled[1], axis=1)
+    cosines = (scaled[0] * scaled[1]).sum(axis=1) / np.where(product == 0, 1, product)
     return float(max(0.0, 1 - np.where((expected == found).all(axis=1), 1, cosines).min()))
+
+
+def _scaled(rows: np.ndarray) -> np.ndarray:
+    """Divide each row by its largest element, because squares of very large and very small ones are no FP64."""
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    scaled: np.ndarray = rows / np.where(largest == 0, 1, largest)
+    return scaled

@@ -75,6 +75,26 @@ def test_texts_and_integers_count_elements_that_differ() -> None:
     assert (texts.cosine, numbers.cosine) == (0.5, 0.25)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_large_integers_that_fp64_cannot_tell_apart_differ(dtype: type) -> None:
+    (error,) = compare(np.array([2**53, 7], dtype), np.array([2**53 + 1, 7], dtype)).outputs
+    assert (error.max, error.top1) == (1, 0.5)
+
+
+def test_largest_element_is_found_beside_masked_ones() -> None:
+    """Models give classes that are not allowed the score of minus infinity."""
+    reference, candidate = np.array([[-np.inf, -1, -2], [np.nan, 3, np.inf]]), np.array([[-np.inf, -2, -1]] * 2)
+    candidate[1] = reference[1]
+    assert compare(reference, candidate).error("top1") == 0.5
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e-200])
+def test_cosine_of_rows_whose_squares_are_no_numbers(scale: float) -> None:
+    reference = np.array([[1.0, 0.0], [3.0, 4.0]]) * scale
+    assert compare(reference, reference * 2).error("cosine") == pytest.approx(0)
+    assert compare(reference, reference[::-1]).error("cosine") == pytest.approx(0.4)
+
+
 def test_accuracy_is_what_the_model_loses() -> None:
     meter = AgreementMeter(["y"])
     meter.add([REFERENCE], [REFERENCE[:, ::-1]], 2, np.array([1, 0]))
