@@ -130,6 +130,14 @@ def test_call_changes_labels_in_one_step_and_null_restores_the_files(labelled: S
         ("PUT", "m/labels", {"labels": {"a": "1"}}, 400, "label 'a': expected the number of a version, got '1'"),
         ("PUT", "m/labels", {"labels": {"a": 2**63}}, 400, f"expected the number of a version, got {2**63}"),
         ("POST", "m/promote", {"version": 2**63}, 400, f"version: expected the number of a version, got {2**63}"),
+        ("POST", "m/promote", {"versoin": 3}, 400, "expected an object with at most one key, 'version'"),
+        (
+            "PUT",
+            "m/rollout",
+            {"candidate": 2, "tolerance": {}},
+            400,
+            "tolerance: expected {max: x, relative: x, cosine",
+        ),
         ("PUT", "m/rollout", {"candidate": 2**63}, 400, f"candidate: expected integer, 1 to {2**63 - 1}, got {2**63}"),
         (
             "PUT",

@@ -56,7 +56,9 @@ class RolloutOptions(BaseModel):
     """Name of an HTTP header, or of gRPC metadata, such as ``x-user-id``, whose value counts as that of ``sticky``; the
     parameter has precedence. Requests with neither are chosen at random. Empty: only the parameter is used."""
     tolerance: Mapping[Measure, Annotated[float, Field(ge=0)]] = Field(
-        default={"relative": 0.01}, json_schema_extra={"expects": "{max: x, relative: x, cosine: x, top1: x}"}
+        default={"relative": 0.01},
+        min_length=1,
+        json_schema_extra={"expects": "{max: x, relative: x, cosine: x, top1: x}"},
     )
     """Largest error of a request that agrees, by measure, as in ``ortserve compare``."""
     rules: RolloutRules = Field(default_factory=RolloutRules)

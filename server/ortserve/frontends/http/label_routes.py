@@ -48,7 +48,10 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
 
         A call without a version promotes the candidate of the model's rollout, which ends the rollout.
         """
-        version = (await read_json_object(request)).get("version")
+        document = await read_json_object(request)
+        if not document.keys() <= {"version"}:  # a misspelt key must not promote the candidate instead of the version
+            raise invalid_input("expected an object with at most one key, 'version'")
+        version = document.get("version")
         given = None if version is None else _number("version", version)
         return _answer(model, await rollouts.promote(model, given))
 
