@@ -136,7 +136,7 @@ def test_call_changes_labels_in_one_step_and_null_restores_the_files(labelled: S
             "m/rollout",
             {"candidate": 2, "tolerance": {}},
             400,
-            "tolerance: expected {max: x, relative: x, cosine",
+            "tolerance: expected {max: x, relative",
         ),
         ("PUT", "m/rollout", {"candidate": 2**63}, 400, f"candidate: expected integer, 1 to {2**63 - 1}, got {2**63}"),
         (
