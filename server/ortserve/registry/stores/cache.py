@@ -71,7 +71,7 @@ class StoreCache:
         return self._incoming / str(next(self._numbers))
 
     def link(self, known: StoredObject, target: Path) -> bool:
-        """Link a content to ``target`` in the view. Returns False if the content is missing or damaged.
+        """Link a content to ``target`` in the view. Returns False if it is missing, damaged or of another size.
 
         A damaged content is removed.
         """
@@ -82,10 +82,13 @@ class StoreCache:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(content, target)
             status = target.stat()
-            is_whole = status.st_size == known.size
-            if not is_whole or (known.sha256 not in self._verified and digest_of(target) != known.sha256):
-                target.unlink()
+            has_size = status.st_size == known.size
+            is_verified = has_size and known.sha256 in self._verified
+            is_damaged = not is_verified and digest_of(target) != known.sha256
+            if is_damaged:
                 content.unlink(missing_ok=True)
+            if is_damaged or not has_size:  # a list of digests names the content for an object of another size
+                target.unlink()
                 return False
             self._verified.add(known.sha256)
             # The access time records the last use, by which contents are evicted. The modification time must stay,

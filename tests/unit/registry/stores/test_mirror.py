@@ -326,6 +326,18 @@ def test_files_with_listed_digests_are_taken_from_the_cache(tmp_path: Path) -> N
     assert (lab.mirror.folder / "b" / "7" / "model.onnx").read_bytes() == b"first"
 
 
+def test_listed_digest_of_an_incomplete_object_damages_no_content(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first"))
+    lab.mirror.sync()
+    lab.store.files["b/1/model.onnx"] = b"fir"
+    lab.store.files["b/SHA256SUMS"] = f"{hashlib.sha256(b'first').hexdigest()}  1/model.onnx\n".encode()
+    lab.mirror.sync()
+    assert "expected the SHA-256 digest" in problems(lab)["b"]
+    lab.store.reads.clear()
+    Lab(tmp_path, lab.store).mirror.sync(["a"])
+    assert lab.store.reads == []
+
+
 async def test_size_that_is_read_slowly_is_shown_by_the_next_scrape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
