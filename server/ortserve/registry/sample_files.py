@@ -85,10 +85,10 @@ def _read_array(content: bytes) -> np.ndarray:
 def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
     """Convert the samples of one tensor to the model's datatype.
 
-    Floats are converted to other float types. Integers are converted if no value changes.
+    Floats are converted to other float types, if no value becomes infinite. Integers are converted if no value changes.
 
     Raises:
-        ServeError: invalid_input, with the expected and the actual shape or datatype.
+        ServeError: invalid_input, with the expected and the actual shape, datatype or value.
     """
     expected = spec.row_shape if spec.batch_axis is not None else spec.shape
     if not array.ndim or not (spec.has_any_shape or fits_shape(array.shape[1:], expected)):
@@ -106,7 +106,10 @@ def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
     if array.dtype == wanted:
         return array
     if array.dtype.kind in "fiub" and (array.dtype.kind == "f") == (wanted.kind == "f"):
-        converted = array.astype(wanted)
+        with np.errstate(over="ignore"):
+            converted = array.astype(wanted)
+        if wanted.kind == "f" and (lost := array[np.isinf(converted) & np.isfinite(array)]).size:
+            raise invalid_input(f"{name}: expected values of {wanted} ({spec.datatype.value}), got {lost[0]:g}")
         if wanted.kind == "f" or np.array_equal(converted, array):
             return converted
     raise invalid_input(f"{name}: expected {wanted} ({spec.datatype.value}), got {array.dtype}")

@@ -187,6 +187,10 @@ EYE = {"input.x": np.eye(4), "output.y": np.eye(4)}
         (EYE | {"x": np.eye(4)}, "a.npz: expected arrays out of input.x, output.y, got 'x'"),
         (EYE | {"input.x": np.eye(3)}, "a.npz: array 'input.x': expected shape ['samples', 4], got [3, 3]"),
         (EYE | {"input.x": np.full((4, 4), b"a")}, "a.npz: array 'input.x': expected float32 (FP32), got |S1"),
+        (
+            EYE | {"output.y": np.eye(4) * -1e39},
+            "a.npz: array 'output.y': expected values of float32 (FP32), got -1e+39",
+        ),
         (EYE | {"output.y": np.eye(4)[:2]}, "a.npz: expected arrays with one first length of at least 1"),
         ({name: array[:0] for name, array in EYE.items()}, "a.npz: expected arrays with one first length"),
         ({name: np.repeat(array, 300, 0) for name, array in EYE.items()}, "expected at most 1024 samples, got more"),
