@@ -51,6 +51,8 @@ def parse_json(text: bytes | memoryview) -> Any:
         try:
             # Decoded here, because the json module also accepts UTF-16, UTF-32 and surrogates in bytes.
             document = json.loads(raw.decode())
+        except json.JSONDecodeError as error:  # orjson has stopped at the first token
+            reason = f"{error.msg} at {error.pos}"
         except (ValueError, RecursionError):
             pass
         else:
@@ -239,7 +241,7 @@ def _numbers(elements: list[Any], types: set[type], datatype: DataType, name: st
     target = datatype.numpy
     if datatype is DataType.BF16:
         if types <= _NUMBERS:
-            return _bfloat16_bits(_floats(elements, DataType.FP32, name), name)
+            return _bfloat16_bits(_floats(elements, datatype, name), name)
     elif target.kind == "f":
         if types <= _NUMBERS:
             return _floats(elements, datatype, name)
@@ -258,8 +260,10 @@ def _numbers(elements: list[Any], types: set[type], datatype: DataType, name: st
 
 
 def _floats(elements: list[Any], datatype: DataType, name: str) -> np.ndarray:
+    """Decode numbers; those of BF16 as FP32."""
     try:
-        if datatype is DataType.FP32:  # less than half the time of numpy, which converts through FP64
+        # Less than half the time of numpy, which converts through FP64.
+        if datatype is DataType.FP32 or datatype is DataType.BF16:
             array = np.empty(len(elements), np.float32)
             struct.pack_into(f"={len(elements)}f", array.data, 0, *elements)
             return array

@@ -45,6 +45,11 @@ def test_invalid_json_is_rejected(text: bytes) -> None:
     assert caught.value.kind is ErrorKind.INVALID_INPUT
 
 
+def test_error_beside_tokens_has_the_position_of_the_fault() -> None:
+    with pytest.raises(ServeError, match=r"JSON buffer: Expecting value at 25$"):
+        parse_json(b'{"data": [NaN, Infinity, -NaN]}')
+
+
 def spell(array: np.ndarray, datatype: DataType, text: str = "") -> bytes:
     return bytes(write_json({"data": array, "text": text}, [Tensor("y", datatype, array)]))
 
@@ -221,6 +226,7 @@ def test_only_numbers_become_numbers(datatype: DataType, odd: object, came: str)
     [
         (DataType.FP16, 65504, 65520),
         (DataType.BF16, 3.3895313892515355e38, 3.4e38),
+        (DataType.BF16, 3.3895313892515355e38, 1e39),
         (DataType.FP32, 3.4028234663852886e38, 1e39),
         (DataType.FP64, 1.7976931348623157e308, 10**309),
     ],
