@@ -8,6 +8,7 @@ __all__ = [
     "generate",
     "grpc_answer",
     "grpc_infer",
+    "grpc_load",
     "json_process",
     "json_text",
     "load_report",

@@ -78,9 +78,9 @@ def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
 
 
 def unpack_load(parts: Sequence[memoryview]) -> dict[str, LoadParameter]:
-    """Decode the parameters of a load call. Raises a ServeError of the helper process."""
+    """Decode the parameters of a load call; files are views on ``parts``. Raises a ServeError of the helper process."""
     files = iter(parts[1:])
-    return {name: bytes(next(files)) if value is None else value for name, value in unpack(parts[0]).items()}
+    return {name: next(files) if value is None else value for name, value in unpack(parts[0]).items()}
 
 
 def _read(arguments: tuple[str, tuple[Any, ...]], body: memoryview) -> Parts:

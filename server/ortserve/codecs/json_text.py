@@ -320,7 +320,7 @@ def _count_error(name: str, shape: tuple[int, ...], got: str) -> ServeError:
     )
 
 
-LoadParameter: TypeAlias = bool | int | str | bytes
+LoadParameter: TypeAlias = bool | int | str | bytes | memoryview
 """A parameter of a load call: the bytes of a file, or a JSON value."""
 
 

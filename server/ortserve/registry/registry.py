@@ -203,7 +203,9 @@ class Registry:
         self._catalog.is_complete = True
         self.on_change()
 
-    async def load(self, name: str, *, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+    async def load(
+        self, name: str, *, config: str | None = None, files: Mapping[str, bytes | memoryview] | None = None
+    ) -> None:
         """Load a model, or reload it if it has changed. Returns when it serves.
 
         The previous load serves until the new one is warm, and keeps serving if the new one fails.
@@ -282,7 +284,7 @@ class Registry:
         if not task.cancelled():
             task.exception()  # Retrieved here in case the caller was cancelled; asyncio would log it otherwise.
 
-    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes | memoryview]) -> None:
         lock = self._changes.lock(name)
         unload = lock.unload
         if self._versions.is_loading(name):

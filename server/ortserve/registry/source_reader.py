@@ -132,7 +132,7 @@ class SourceReader:
             return None
 
     async def is_newer(
-        self, name: str, config: str | None, files: Mapping[str, bytes], latest: ModelSource | None
+        self, name: str, config: str | None, files: Mapping[str, bytes | memoryview], latest: ModelSource | None
     ) -> bool:
         """Whether a load would read a valid model, with other options or files than those of ``latest``."""
         with suppress(ServeError):
@@ -145,7 +145,9 @@ class SourceReader:
         return False
 
     @asynccontextmanager
-    async def open(self, name: str, config: str | None, files: Mapping[str, bytes]) -> AsyncIterator[ModelSource]:
+    async def open(
+        self, name: str, config: str | None, files: Mapping[str, bytes | memoryview]
+    ) -> AsyncIterator[ModelSource]:
         """Read the current source of a model, and fetch it from its store if necessary.
 
         The files of a client exist until the context exits.
@@ -265,7 +267,9 @@ class SourceReader:
         with self._held_still():
             return read_source(name, self._repositories, self._defaults, self._named_versions(name))
 
-    def _find(self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
+    def _find(
+        self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes | memoryview]
+    ) -> ModelSource:
         """Find the source of a model. ``resources`` owns a client's files. Blocks on the disk."""
         try:
             client = read_client_model(name, config, files, self._defaults)
@@ -281,7 +285,7 @@ class SourceReader:
             raise load_failure(name, f"{NOT_POLLED}: no repository has a model of this name")
         return source
 
-    def _is_valid(self, name: str, config: str | None, files: Mapping[str, bytes]) -> bool:
+    def _is_valid(self, name: str, config: str | None, files: Mapping[str, bytes | memoryview]) -> bool:
         """Whether ``_find`` finds a source. Blocks on the disk."""
         with suppress(ServeError), ExitStack() as resources:
             self._find(resources, name, config, files)

@@ -131,14 +131,14 @@ class RepositoryService:
         if len(parameters) > _MAX_PARAMETERS:
             raise invalid_input(f"load: expected at most {_MAX_PARAMETERS} parameters, got {len(parameters)}")
         config: str | None = None
-        files: dict[str, bytes] = {}
+        files: dict[str, bytes | memoryview] = {}
         for parameter, value in parameters.items():
             if parameter == "config":
                 if not isinstance(value, str):
                     raise invalid_input(f"parameter 'config': expected JSON text, got {type(value).__name__}")
                 config = value
             elif parameter.startswith("file:"):
-                if not isinstance(value, bytes):
+                if not isinstance(value, bytes | memoryview):
                     raise invalid_input(f"parameter '{parameter}': expected bytes, got {type(value).__name__}")
                 files[parameter] = value
             else:

@@ -69,7 +69,7 @@ class Calls(Protocol):
 def answering(request_type: type[Request], answer: Callable[[Request], Message]) -> Handler:
     """Create a unary handler from a function that answers a request within 1 ms, or raises ServeError."""
 
-    async def answer_at_once(data: bytes) -> Message:
+    async def answer_at_once(data: bytes | memoryview) -> Message:
         return answer(parse_message(request_type, data))
 
     return awaiting_bytes(answer_at_once)
@@ -78,18 +78,18 @@ def answering(request_type: type[Request], answer: Callable[[Request], Message])
 def awaiting(request_type: type[Request], answer: Callable[[Request], Awaitable[Message]]) -> Handler:
     """Create a unary handler from a coroutine function; otherwise as ``answering``."""
 
-    async def parse_and_answer(data: bytes) -> Message:
+    async def parse_and_answer(data: bytes | memoryview) -> Message:
         return await answer(parse_message(request_type, data))
 
     return awaiting_bytes(parse_and_answer)
 
 
-def awaiting_bytes(answer: Callable[[bytes], Awaitable[Message]]) -> Handler:
+def awaiting_bytes(answer: Callable[[bytes | memoryview], Awaitable[Message]]) -> Handler:
     """Create a unary handler from a coroutine function that parses the request itself; otherwise as ``awaiting``."""
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:
-            return (await answer(bytes(data))).SerializeToString()
+            return (await answer(data)).SerializeToString()
         except Exception as error:  # noqa: BLE001 - every failure becomes a status
             status = status_of(visible_error(error))
         del data

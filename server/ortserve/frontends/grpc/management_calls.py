@@ -9,7 +9,8 @@ from google.protobuf.message import Message
 
 from ortserve._pb import management_pb2 as pb
 from ortserve._pb import shared_memory_pb2 as memory_pb
-from ortserve.codecs.grpc_infer import parse_message, require_version
+from ortserve.codecs.grpc_infer import require_version
+from ortserve.codecs.grpc_load import parse_load
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting, awaiting_bytes
@@ -49,11 +50,11 @@ class ManagementCalls:
             response.models.add(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
         return response
 
-    async def _load(self, data: bytes) -> Message:
+    async def _load(self, data: bytes | memoryview) -> Message:
         with self._admission.reserve(len(data)):
-            request = parse_message(pb.RepositoryModelLoadRequest, data)
+            request, files = parse_load(data)
             _require_no_repository(request.repository_name)
-            await self._repository.load(request.model_name, _parameters(request.parameters))
+            await self._repository.load(request.model_name, {**_parameters(request.parameters), **files})
         return pb.RepositoryModelLoadResponse()
 
     async def _unload(self, request: pb.RepositoryModelUnloadRequest) -> Message:

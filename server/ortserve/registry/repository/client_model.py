@@ -86,7 +86,7 @@ class ClientModel:
 
     name: str
     configuration: Configuration
-    files: Mapping[str, bytes]
+    files: Mapping[str, bytes | memoryview]
 
     def write(self, folder: Path) -> ModelFiles:
         """Write the files into an empty folder, and list them as a repository does. Blocks.
@@ -112,7 +112,7 @@ class ClientModel:
 
 
 def read_client_model(
-    name: str, config: str | bytes | None, files: Mapping[str, bytes], defaults: LoadOptions
+    name: str, config: str | bytes | None, files: Mapping[str, bytes | memoryview], defaults: LoadOptions
 ) -> ClientModel | None:
     """Read and check the parameters of a load request.
 
