@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,6 +41,7 @@ class Chunk:
 
     Attributes:
         times: Four integers per request: due, sent and done (monotonic nanoseconds), and 1 if it was answered, else 0.
+        carried: The same of requests of the warm-up that were answered in the measurement. Only rates count them.
         failures: Counts by kind.
         examples: The text of one failure of each kind.
         timings: ``Server-Timing`` of some answers.
@@ -48,6 +49,7 @@ class Chunk:
     """
 
     times: "array[int]" = field(default_factory=lambda: array("q"))
+    carried: "array[int]" = field(default_factory=lambda: array("q"))
     failures: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     timings: list[bytes] = field(default_factory=list)
@@ -65,7 +67,7 @@ class Recorder:
         """Record nothing yet.
 
         Args:
-            begin_ns: Requests that are due before it belong to the warm-up and are not recorded.
+            begin_ns: Requests that are due before it belong to the warm-up. Only their answers after it are recorded.
             look_every: One in this many answers is kept for comparison, and the first one of the measurement, as slow
                 targets may give no more.
         """
@@ -85,10 +87,12 @@ class Recorder:
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
         """The answer arrived at ``done_ns``. ``timing`` is ``Server-Timing``; ``body`` only if the ticket wants it."""
+        chunk, outcome = self._chunk, (ticket.due_ns, ticket.sent_ns, done_ns, 1)
         if ticket.due_ns < self._begin_ns:
+            if done_ns >= self._begin_ns:
+                chunk.carried.extend(outcome)
             return
-        chunk = self._chunk
-        chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns, 1))
+        chunk.times.extend(outcome)
         if timing is not None and len(chunk.timings) < _MAX_TIMINGS:
             chunk.timings.append(timing)
         if body is not None and (not self._body_bytes or self._body_bytes + nbytes <= _MAX_BODY_BYTES):
@@ -126,6 +130,17 @@ class Outcomes:
 
 def join(chunks: Iterable[Chunk]) -> Outcomes:
     """Join the chunks of several generators."""
-    rows = np.frombuffer(b"".join(chunk.times.tobytes() for chunk in chunks), np.int64).reshape(-1, 4)
+    return _outcomes(chunk.times for chunk in chunks)
+
+
+def answers_between(chunks: Sequence[Chunk], begin_ns: int, end_ns: int) -> Outcomes:
+    """The requests that were answered in the measurement, also those of the warm-up."""
+    found = _outcomes(times for chunk in chunks for times in (chunk.times, chunk.carried))
+    chosen = found.is_answered & (found.done_ns >= begin_ns) & (found.done_ns <= end_ns)
+    return Outcomes(found.due_ns[chosen], found.sent_ns[chosen], found.done_ns[chosen], chosen[chosen])
+
+
+def _outcomes(times: "Iterable[array[int]]") -> Outcomes:
+    rows = np.frombuffer(b"".join(one.tobytes() for one in times), np.int64).reshape(-1, 4)
     due, sent, done, is_answered = rows[np.argsort(rows[:, 0], kind="stable")].T
     return Outcomes(due, sent, done, is_answered == 1)

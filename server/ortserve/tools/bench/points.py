@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 
 from ortserve.tools.bench.generators import Seen
-from ortserve.tools.bench.outcomes import Chunk, join
+from ortserve.tools.bench.outcomes import Chunk, answers_between, join
 from ortserve.tools.bench.result import (
     BatchSize,
     FailureCount,
@@ -59,6 +59,7 @@ def make_point(
     chunks = [chunk for seen in rounds for chunk in seen.chunks]
     seconds = sum(part.seconds for part in parts)
     latencies_ms = np.concatenate([part.latencies_s for part in parts]) * 1e3
+    goodput = None if slo_ms is None else sum(part.answers_within(slo_ms) for part in parts) / seconds * right_share
     late_us = np.concatenate([part.outcomes.sent_ns - part.outcomes.due_ns for part in parts]) / 1e3
     percents = sorted({*PERCENTS, percent}) if len(latencies_ms) else []
     percentiles = {one: _percentile(latencies_ms, one) for one in percents}
@@ -76,7 +77,7 @@ def make_point(
         answers=len(latencies_ms) - (outputs.different if outputs else 0),
         failures=_failures(chunks, outputs),
         throughput=_mean_rate([part.rate for part in parts], right_share),
-        goodput_per_s=None if slo_ms is None else float((latencies_ms <= slo_ms).sum()) / seconds * right_share,
+        goodput_per_s=goodput,
         mean_ms=float(latencies_ms.mean()) if len(latencies_ms) else None,
         percentiles=tuple(percentiles.values()),
         most_ms=float(latencies_ms.max()) if len(latencies_ms) else None,
@@ -95,13 +96,18 @@ class _Part:
     """The figures of one round."""
 
     def __init__(self, seen: Seen, *, is_open: bool) -> None:
-        self.outcomes = outcomes = join(seen.chunks)
+        self.outcomes, self._is_open = join(seen.chunks), is_open
         begin_ns = min(one.begin_ns for one in seen.finished)
         end_ns = max(one.end_ns for one in seen.finished)
         self.seconds = (end_ns - begin_ns) / 1e9
-        self.latencies_s = outcomes.latencies_s(from_schedule=is_open)
-        self.rate = estimate_rate((outcomes.done_ns[outcomes.is_answered] - begin_ns) / 1e9, self.seconds)
+        self.latencies_s = self.outcomes.latencies_s(from_schedule=is_open)
+        self._answers = answers_between(seen.chunks, begin_ns, end_ns)
+        self.rate = estimate_rate((self._answers.done_ns - begin_ns) / 1e9, self.seconds)
         self.is_overloaded = is_open and self._is_overloaded(begin_ns, end_ns)
+
+    def answers_within(self, slo_ms: float) -> int:
+        """The number of answers in the round whose latency is at most ``slo_ms``."""
+        return int((self._answers.latencies_s(from_schedule=self._is_open) * 1e3 <= slo_ms).sum())
 
     def _is_overloaded(self, begin_ns: int, end_ns: int) -> bool:
         """Whether the number of waiting requests grew, and too few requests were answered by the end of the round."""

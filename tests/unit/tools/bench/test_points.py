@@ -59,7 +59,7 @@ def test_figures_are_computed_from_latencies() -> None:
 
     assert (found.requests, found.answers, found.load) == (10_000, 10_000, "1000/s constant")
     assert [round(one.ms, 3) for one in found.percentiles] == [5.0, 9.0, 9.5, 9.9, 9.99]
-    assert found.goodput_per_s == pytest.approx(500)
+    assert found.goodput_per_s == pytest.approx(500, rel=0.01)
     assert found.throughput.value == pytest.approx(1000, rel=0.01)
     assert [(one.rows, one.batches) for one in found.batches] == [(4, 3)]
     assert found.most_ms == pytest.approx(10)
@@ -102,6 +102,20 @@ def test_rates_leave_out_the_share_of_wrong_answers() -> None:
     assert found.throughput.value == pytest.approx(750, rel=0.01)
     assert found.throughput.low is not None
     assert found.throughput.low <= found.throughput.value
+
+
+@pytest.mark.parametrize("load", [OPEN, CLOSED], ids=["open", "closed"])
+def test_rates_count_the_answers_of_the_measurement_whenever_their_requests_were_sent(load: Load) -> None:
+    begin_ns, end_ns, ns = 2 * 10**9, 12 * 10**9, 10**9
+    recorder = Recorder(begin_ns)
+    for number in range(12):  # an answer each second, 3 s after its request was sent
+        recorder.answered(Ticket(number, number * ns, number * ns), number * ns + 3 * ns + 1, 10)
+    seen = Seen([recorder.take()], [Finished(begin_ns, end_ns, 0, 10, {})])
+
+    found, late = point(seen, load=load, slo_ms=3001.0), point(seen, load=load, slo_ms=2999.0)
+
+    assert (found.requests, found.answers) == (10, 10)
+    assert (found.throughput.value, found.goodput_per_s, late.goodput_per_s) == (0.9, 0.9, 0.0)
 
 
 def test_failures_are_counted_by_kind_over_generators() -> None:
