@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,8 +27,8 @@ class Placed:
 def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
     """Find the node of the optimized graph for each traced node.
 
-    Nodes are matched by name. Nodes without a name are matched by their order, because ONNX Runtime runs the nodes of a
-    graph in the order in which it saves them.
+    Nodes are matched by name. Nodes without a name are matched by their order, because ONNX Runtime saves the nodes of
+    a graph in the order in which it runs them, or in that of the file if no optimization changed the graph.
     """
     found: dict[NodeKey, Placed] = {}
     by_path: dict[tuple[str, ...], list[NodeKey]] = {}
@@ -39,16 +39,29 @@ def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
         for inner, constants in _graphs_at(graph, path):
             named = {(node.name, node.op): node for node in inner.nodes if node.name}
             unnamed = [node for node in inner.nodes if not node.name]
+            nodes, left = {}, []
             for key in keys:
                 _, name, op, index = key
                 is_unnamed = sharing[name, op] > 1 and name == f"{op}_{index}"
-                node = None if is_unnamed else named.get((name, op))
-                if node is None and name.startswith(f"{op}_"):
-                    following = (place for place, node in enumerate(unnamed) if node.op == op)
-                    node = None if (place := next(following, None)) is None else unnamed[place]
-                    del unnamed[: 0 if place is None else place + 1]
-                if node is not None:
-                    found.setdefault(key, Placed(node, constants))
+                if not is_unnamed and (name, op) in named:
+                    nodes[key] = named[name, op]
+                elif name.startswith(f"{op}_"):
+                    left.append(key)
+            orders = left, sorted(left, key=lambda key: int(key[3] or 0))
+            by_run, by_number = (_match_in_order(order, unnamed) for order in orders)
+            nodes |= by_run if len(by_run) >= len(by_number) else by_number
+            for key, node in nodes.items():
+                found.setdefault(key, Placed(node, constants))
+    return found
+
+
+def _match_in_order(keys: Iterable[NodeKey], nodes: Sequence[Node]) -> dict[NodeKey, Node]:
+    """Match each key with the next node of the same operator."""
+    found, begin = {}, 0
+    for key in keys:
+        place = next((place for place in range(begin, len(nodes)) if nodes[place].op == key[2]), None)
+        if place is not None:
+            found[key], begin = nodes[place], place + 1
     return found
 
 

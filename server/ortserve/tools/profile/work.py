@@ -18,8 +18,8 @@ _MOVES_NOTHING: Final = frozenset(
     ("Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "If", "Loop", "Scan", "Constant")
 )
 """Operators that read only a shape, return a view, or run other nodes."""
-_READS_ROWS: Final = frozenset(("Gather", "GatherElements", "GatherND", "Slice"))
-"""Operators that read only as much of their first input as they write."""
+_READS_ROWS: Final = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "EmbedLayerNormalization"))
+"""Operators that read at most as much of a table as they write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,16 @@ def _all_inputs(traced: TracedNode, node: Node, constants: Mapping[str, Tensor])
 def _count_bytes(traced: TracedNode, inputs: Sequence[Shape]) -> int | None:
     if traced.op in _MOVES_NOTHING or not traced.outputs:
         return None
-    read = [traced.outputs[0], *inputs[1:]] if traced.op in _READS_ROWS else inputs
+    made, read = traced.outputs[0], inputs
+    if traced.op in _READS_ROWS:
+        read = [min(one, made, key=lambda shape: prod(shape[1])) if one[0] == made[0] else one for one in inputs]
     shapes = [*traced.outputs, *read]
     if not all(dtype in _ITEM_BYTES for dtype, _ in shapes):
         return None
     return sum(_ITEM_BYTES[dtype] * prod(dims) for dtype, dims in shapes) or None
 
+
+_PAST: Final = "past keys, whose number is not known"
 
 _Dims: TypeAlias = tuple[int, ...]
 _Count: TypeAlias = Callable[[Sequence[_Dims], _Dims, Mapping[str, Attribute]], int]
@@ -97,9 +101,13 @@ def _transposed_convolution(read: Sequence[_Dims], made: _Dims, _: Mapping[str, 
     return 2 * prod(read[0]) * prod(read[1][1:])
 
 
-def _recurrent(gates: int) -> _Count:
+def _recurrent(gates: int, *, is_transposed: bool = False) -> _Count:
+    """The weights of each direction are [gates x hidden, input], or [input, gates x hidden]."""
+
     def count(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
         (length, batch, _width), (directions, rows, width) = read[0], read[1]
+        if is_transposed:
+            rows, width = width, rows
         if rows % gates:
             raise ValueError("prepacked in another layout")
         return 2 * length * batch * directions * rows * (width + rows // gates)
@@ -114,14 +122,20 @@ def _attention(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -
     """
     if len(read[1]) > 2:
         if len(read) > 4:
-            raise ValueError("past keys, whose number is not known")
+            raise ValueError(_PAST)
         return 2 * (prod(read[0]) + prod(made)) * read[1][-2]
+    if any(len(dims) > 4 for dims in read):
+        raise ValueError(_PAST)
     batch, length, width = read[0]
     return 2 * batch * length * width * read[1][-1] + 4 * batch * length * length * made[-1]
 
 
 def _multi_head_attention(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
     """Without projections, which are other nodes."""
+    if len(read[1]) not in (3, 4):
+        raise ValueError("keys and values in one tensor, or queries, too")
+    if sum(len(dims) == 4 for dims in read[3:]) > 1:
+        raise ValueError(_PAST)
     return 4 * prod(made) * read[1][-2]
 
 
@@ -137,7 +151,7 @@ _COUNTS: Final[Mapping[str, _Count]] = {
     "QLinearConv": _convolution(weight=3),
     "ConvTranspose": _transposed_convolution,
     "LSTM": _recurrent(4),
-    "DynamicQuantizeLSTM": _recurrent(4),
+    "DynamicQuantizeLSTM": _recurrent(4, is_transposed=True),
     "GRU": _recurrent(3),
     "RNN": _recurrent(1),
     "Attention": _attention,

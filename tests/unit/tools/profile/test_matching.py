@@ -4,8 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
+from onnx import helper, numpy_helper
 
 import gpu_models
 from ort_traces import execution, node, run, trace_file
@@ -70,6 +72,26 @@ def test_nodes_without_names_may_be_called_as_others_are_named() -> None:
 
     found = match_nodes(trace, graph)
     assert [found[one.key].node.outputs for one in trace.nodes] == [("a",), ("b",), ("y",)]
+
+
+def test_nodes_without_names_run_in_another_order_than_that_of_a_file_that_nothing_optimized(tmp_path: Path) -> None:
+    """The reference is ONNX Runtime itself: the graph that it saves, and a trace."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Neg", ["x"], ["z"])]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["b", 4]) for name in ("x", "y", "z")]
+    weight = numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = ort.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "trace")
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session.run(None, {"x": np.ones((1, 4), np.float32)})
+    trace = read_trace(Path(session.end_profiling()).read_bytes().splitlines())
+
+    found = match_nodes(trace, read_model(tmp_path / "optimized.onnx").graph)
+
+    assert [one.op for one in trace.nodes] == ["Neg", "MatMul"]
+    assert {key[2]: placed.node.outputs for key, placed in found.items()} == {"Neg": ("z",), "MatMul": ("y",)}
 
 
 @pytest.mark.parametrize("kind", ["encoder", "convolutions"])

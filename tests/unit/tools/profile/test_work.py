@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,9 @@ def test_operations_of_recurrent_networks_are_counted(op: str, gates: int) -> No
     inputs = [(length, batch, width), (1, gates * hidden, width), (1, gates * hidden, hidden)]
 
     assert operations(op, inputs, [(length, 1, batch, hidden)]) == length * step
+    if op == "LSTM":
+        inputs = [inputs[0], (1, width, gates * hidden), (1, hidden, gates * hidden)]
+        assert operations("DynamicQuantizeLSTM", inputs, [(length, 1, batch, hidden)]) == length * step
 
 
 def test_prepacked_weight_is_found_in_the_graph() -> None:
@@ -78,6 +82,10 @@ def test_constant_that_is_traced_is_not_counted_twice() -> None:
 def test_views_move_nothing_and_lookups_read_what_they_return() -> None:
     assert find_work(traced("Reshape", [(3, 7), (2,)], [(7, 3)]), None, {}).nbytes is None
     assert find_work(traced("Gather", [(1000, 8), (2,)], [(2, 8)]), None, {}).nbytes == 4 * (16 + 16 + 2)
+    assert find_work(traced("Gather", [(2, 8), (5,)], [(5, 8)]), None, {}).nbytes == 4 * (40 + 16 + 5)
+    tables, ids = [(1000, 8), (512, 8), (8,), (8,)], ("int32", (1, 3))
+    embedding = replace(traced("EmbedLayerNormalization", tables, [(1, 3, 8)]), inputs=(ids, *_floats(tables)))
+    assert find_work(embedding, None, {}).nbytes == 4 * (24 + 3 + 24 + 24 + 8 + 8)
     assert find_work(traced("Split", [(8, 3)], [(2, 3)] * 4), None, {}).nbytes == 4 * (24 + 24)
 
 
@@ -102,3 +110,17 @@ def test_attention_of_onnx_has_no_projections_and_that_of_microsoft_has_three() 
     projections = 3 * sum(2 for _ in itertools.product(range(batch * queries), range(width), range(width)))
     own = sum(2 for _ in itertools.product(range(batch), range(queries), range(queries), range(width)))
     assert operations("Attention", weight, [apart[0]]) == projections + 2 * own
+    past = (2, batch, 2, keys, width // 2)
+    assert operations("Attention", [*weight, past], [apart[0]]) is None
+
+
+def test_multi_head_attention_is_counted_without_past_keys() -> None:
+    batch, queries, keys, width = 2, 3, 5, 4
+    scores = sum(2 for _ in itertools.product(range(batch), range(queries), range(keys), range(width)))
+    apart = [(batch, queries, width), (batch, keys, width), (batch, keys, width)]
+    bias, head = (1, 2, queries, keys), (batch, 2, keys, width // 2)
+
+    assert operations("MultiHeadAttention", apart, [apart[0]]) == 2 * scores
+    assert operations("MultiHeadAttention", [*apart, bias], [apart[0]]) == 2 * scores
+    assert operations("MultiHeadAttention", [*apart, head, head], [apart[0]]) is None
+    assert operations("MultiHeadAttention", [apart[0], (batch, keys, 2, 2, 2)], [apart[0]]) is None
