@@ -252,7 +252,7 @@ def open_loop(
         def arrive() -> None:
             now_ns = clock()
             timing = Timing(now_ns)
-            terms = Terms(finish_by_ns=now_ns + slo_ns) if slo_ns is not None else NO_TERMS
+            terms = Terms(answer_by_ns=now_ns + slo_ns) if slo_ns is not None else NO_TERMS
             requests.append(InflightRequest(timing, _NO_INPUTS))
             try:
                 stage.batcher.submit(requests[-1], None, terms)

@@ -177,10 +177,7 @@ class Batcher:
         )
 
     def _admit(self, request: InflightRequest, shape_class: ShapeClass, terms: Terms, now_ns: int) -> None:
-        """Admit a request, or raise ServeError. Sets its size, level and deadlines.
-
-        ``finish_by_ns`` of the request is the deadline of its outputs, earlier than that of its answer in ``terms``.
-        """
+        """Admit a request, or raise ServeError. Sets its size, level and deadlines."""
         runs = self._runs
         policy = runs.policy
         request.nbytes = shallow_bytes(request.inputs)
@@ -193,12 +190,12 @@ class Batcher:
         if runs.closed_because:
             raise ServeError(ErrorKind.NOT_READY, runs.closed_because, retry_after_s=1)
         self._admission.check_room(request, shape_class, policy)
-        if terms.finish_by_ns is None:
+        if terms.answer_by_ns is None:
             return
-        answer_ns = runs.answer_time.reserved_ns(terms.finish_by_ns - now_ns)
-        request.finish_by_ns = terms.finish_by_ns - answer_ns
+        answer_ns = runs.answer_time.reserved_ns(terms.answer_by_ns - now_ns)
+        request.finish_by_ns = terms.answer_by_ns - answer_ns
         busy_ns = runs.instances.busy_ns(now_ns)
-        if busy_ns or self._queue.rows or terms.finish_by_ns <= now_ns:  # otherwise the server is idle and admits it
+        if busy_ns or self._queue.rows or terms.answer_by_ns <= now_ns:  # otherwise the server is idle and admits it
             self._admission.check_deadline(
                 request, shape_class, policy, runs.last_rows, answer_ns, busy_ns, runs.share.slowdown(), now_ns
             )

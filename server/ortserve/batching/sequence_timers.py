@@ -71,7 +71,7 @@ class SequenceTimers:
 
     def limit_turn(self, turn: Turn) -> None:
         """Report a request at its deadline, if it has one, until ``Turn.stop_timer``."""
-        by_ns = turn.terms.finish_by_ns
+        by_ns = turn.terms.answer_by_ns
         if by_ns is not None:
             delay_s = max(0.0, (by_ns - self._clock()) / 1e9)
             turn.timer = self._loop.call_later(delay_s, self._on_late, turn)

@@ -57,25 +57,25 @@ class Terms:
 
     Attributes:
         level: Priority level, 1 is the most urgent; 0 for the model's default.
-        finish_by_ns: Deadline of the answer.
+        answer_by_ns: Deadline of the answer.
         start_by_ns: Deadline of the start of the run, which may then take any time.
         yields_when_late: At ``start_by_ns`` the request moves behind all others of its level instead of being rejected.
     """
 
     level: Final[int]
-    finish_by_ns: Final[int | None]
+    answer_by_ns: Final[int | None]
     start_by_ns: Final[int | None]
     yields_when_late: Final[bool]
 
     def __init__(
         self,
         level: int = 0,
-        finish_by_ns: int | None = None,
+        answer_by_ns: int | None = None,
         start_by_ns: int | None = None,
         yields_when_late: bool = False,
     ) -> None:
         self.level = level
-        self.finish_by_ns = finish_by_ns
+        self.answer_by_ns = answer_by_ns
         self.start_by_ns = start_by_ns
         self.yields_when_late = yields_when_late
 
@@ -86,7 +86,7 @@ class Terms:
         """
         return self.level <= other.level and all(
             late is None or (early is not None and early <= late)
-            for early, late in ((self.finish_by_ns, other.finish_by_ns), (self.start_by_ns, other.start_by_ns))
+            for early, late in ((self.answer_by_ns, other.answer_by_ns), (self.start_by_ns, other.start_by_ns))
         )
 
 
@@ -103,7 +103,8 @@ class InflightRequest:
         state: One of the states above.
         level: Priority level; 1 runs first.
         due_ns: Position in the queue within a level: the deadline, or an earlier time against starvation (monotonic).
-        finish_by_ns: Deadline of the outputs; None without one. That of the answer is in ``Terms``.
+        finish_by_ns: Deadline of the outputs, earlier than ``Terms.answer_by_ns`` by the time to encode and write the
+            answer; None without one.
         start_by_ns: Deadline of the start of a run; None without one.
         nbytes: Size of the inputs.
         shape_class_key: Key of the shape class in whose queue the request waits.

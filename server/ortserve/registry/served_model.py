@@ -125,10 +125,10 @@ class ServedModel(ServedVersion):
         if timeout_ns is None and options.slo_s is not None:
             timeout_ns = int(options.slo_s * 1e9)
         level = priority if 0 < priority <= options.priority_levels else options.default_priority_level
-        finish_by_ns = None if timeout_ns is None else received_ns + timeout_ns
+        answer_by_ns = None if timeout_ns is None else received_ns + timeout_ns
         if self._has_queue_policies:
-            return policy_terms(options, level, received_ns, finish_by_ns, queue_timeout_ns)
-        return Terms(level, finish_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
+            return policy_terms(options, level, received_ns, answer_by_ns, queue_timeout_ns)
+        return Terms(level, answer_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
 
     def tap_batches(self, tap: BatchTap | None) -> None:
         """Pass each batch that runs from now on to ``tap``; None to stop.
@@ -300,7 +300,7 @@ def has_queue_policies(options: ModelOptions) -> bool:
 
 
 def policy_terms(
-    options: ModelOptions, level: int, received_ns: int, finish_by_ns: int | None, queue_timeout_ns: int | None
+    options: ModelOptions, level: int, received_ns: int, answer_by_ns: int | None, queue_timeout_ns: int | None
 ) -> Terms:
     """The terms of a request of a model with queue policies, whose wait began at ``received_ns`` (monotonic).
 
@@ -313,7 +313,7 @@ def policy_terms(
     if queue_timeout_ns is not None and policy.timeout_override:
         wait_ns = queue_timeout_ns if wait_ns is None else min(queue_timeout_ns, wait_ns)
     start_by_ns = None if wait_ns is None else received_ns + wait_ns
-    return Terms(2 * level - 1, finish_by_ns, start_by_ns, start_by_ns is not None and policy.timeout_action == "delay")
+    return Terms(2 * level - 1, answer_by_ns, start_by_ns, start_by_ns is not None and policy.timeout_action == "delay")
 
 
 def terms_behind(terms: Terms) -> Terms:

@@ -575,15 +575,15 @@ def check_rejections_have_a_cause(one: Play) -> None:
             assert terms.start_by_ns is not None
             assert terms.start_by_ns < caller.settled_ns
         elif "its deadline came too close" in message:
-            assert terms.finish_by_ns is not None
-            for_answer_ns = (terms.finish_by_ns - caller.timing.queued_ns) / 2  # the maximum
-            assert terms.finish_by_ns <= caller.settled_ns + for_answer_ns
+            assert terms.answer_by_ns is not None
+            for_answer_ns = (terms.answer_by_ns - caller.timing.queued_ns) / 2  # the maximum
+            assert terms.answer_by_ns <= caller.settled_ns + for_answer_ns
         elif "met: 0.0 ms are left" in message:
-            assert terms.finish_by_ns is not None
+            assert terms.answer_by_ns is not None
             # A twentieth of a millisecond, which is formatted as 0.0.
-            assert terms.finish_by_ns <= caller.settled_ns + MS // 20
+            assert terms.answer_by_ns <= caller.settled_ns + MS // 20
         else:  # rejected by prediction
-            assert terms.finish_by_ns is not None
+            assert terms.answer_by_ns is not None
             succeeded = [run for run in one.runs if run.ended_ns <= caller.settled_ns and not run.has_failed]
             own = sum(run.parts[0].shape[1] == caller.width for run in succeeded)
             assert one.model.is_practised or own >= MIN_OBSERVATIONS
@@ -606,7 +606,7 @@ def check_no_request_starts_too_late(one: Play) -> None:
         if caller.runs and not caller.is_piece_wise:
             terms = caller.terms
             assert terms.start_by_ns is None or caller.runs[0].began_ns <= terms.start_by_ns
-            assert terms.finish_by_ns is None or caller.runs[-1].began_ns <= terms.finish_by_ns
+            assert terms.answer_by_ns is None or caller.runs[-1].began_ns <= terms.answer_by_ns
 
 
 def check_late_requests_are_evicted_in_time(one: Play) -> None:
@@ -615,7 +615,7 @@ def check_late_requests_are_evicted_in_time(one: Play) -> None:
         return
     for caller in one.callers:
         terms = caller.terms
-        bounds = [by_ns for by_ns in (terms.start_by_ns, terms.finish_by_ns) if by_ns is not None]
+        bounds = [by_ns for by_ns in (terms.start_by_ns, terms.answer_by_ns) if by_ns is not None]
         if bounds and not caller.runs and not caller.is_piece_wise:
             assert caller.settled_ns <= max(min(bounds), caller.timing.queued_ns) + MS + TIMER_ROUNDING_NS
 
@@ -633,7 +633,7 @@ def check_order(one: Play) -> None:
 
 def goes_before(a: Caller, b: Caller) -> bool:
     level_a, level_b = a.terms.level or 1, b.terms.level or 1
-    by_a, by_b = a.terms.finish_by_ns, b.terms.finish_by_ns
+    by_a, by_b = a.terms.answer_by_ns, b.terms.answer_by_ns
     if level_a != level_b:
         return level_a < level_b
     if a.timing.queued_ns < b.timing.queued_ns:

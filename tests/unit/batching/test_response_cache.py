@@ -245,7 +245,7 @@ def test_many_requests_that_wait_for_a_failed_run_fail_over_several_turns_of_the
 def test_many_requests_whose_run_was_late_are_submitted_again_over_several_turns_of_the_loop() -> None:
     async def test() -> None:
         stage = Stage()
-        first = stage.submit(terms=Terms(finish_by_ns=5))
+        first = stage.submit(terms=Terms(answer_by_ns=5))
 
         def reject(request: InflightRequest) -> None:
             raise MemoryError if request.rows == 2 else ServeError(ErrorKind.OVERLOADED, "full")
@@ -312,8 +312,8 @@ def test_the_first_request_may_leave() -> None:
 @pytest.mark.parametrize(
     "terms",
     [
-        Terms(level=2, finish_by_ns=5, start_by_ns=10),
-        Terms(level=2, finish_by_ns=10, start_by_ns=5),
+        Terms(level=2, answer_by_ns=5, start_by_ns=10),
+        Terms(level=2, answer_by_ns=10, start_by_ns=5),
         Terms(level=1),
     ],
     ids=["finish", "start", "level"],
@@ -321,10 +321,10 @@ def test_the_first_request_may_leave() -> None:
 def test_a_more_urgent_request_does_not_wait(terms: Terms) -> None:
     async def test() -> None:
         stage = Stage()
-        stage.submit(terms=Terms(level=2, finish_by_ns=10, start_by_ns=10))
+        stage.submit(terms=Terms(level=2, answer_by_ns=10, start_by_ns=10))
         stage.submit(terms=terms)
         assert len(stage.queue) == 2
-        stage.submit(terms=Terms(level=2, finish_by_ns=11, start_by_ns=11))
+        stage.submit(terms=Terms(level=2, answer_by_ns=11, start_by_ns=11))
         stage.submit(terms=Terms(level=3))
         assert len(stage.queue) == 2
 
@@ -335,7 +335,7 @@ def test_a_more_urgent_request_does_not_wait(terms: Terms) -> None:
 def test_requests_outlive_the_deadline_of_the_first(kind: ErrorKind) -> None:
     async def test() -> None:
         stage = Stage()
-        first = stage.submit(terms=Terms(finish_by_ns=5))
+        first = stage.submit(terms=Terms(answer_by_ns=5))
         second, third = stage.submit(), stage.submit()
         stage.queue.pop().fail(ServeError(kind, "late"))
         with pytest.raises(ServeError, match="late"):
@@ -350,7 +350,7 @@ def test_requests_outlive_the_deadline_of_the_first(kind: ErrorKind) -> None:
 def test_requests_fail_if_no_run_is_accepted_after_the_deadline_of_the_first() -> None:
     async def test() -> None:
         stage = Stage()
-        stage.submit(terms=Terms(finish_by_ns=5))
+        stage.submit(terms=Terms(answer_by_ns=5))
         runs = stage.queue.copy()
 
         def reject(request: InflightRequest) -> None:
@@ -373,7 +373,7 @@ def test_requests_fail_if_no_run_is_accepted_after_the_deadline_of_the_first() -
 def test_requests_with_the_same_deadline_are_not_run_again_in_an_overload(by_ns: int | None) -> None:
     async def test() -> None:
         stage = Stage()
-        waiting = [stage.submit(terms=Terms(finish_by_ns=by_ns)) for _ in range(3)]
+        waiting = [stage.submit(terms=Terms(answer_by_ns=by_ns)) for _ in range(3)]
         stage.queue.pop().fail(ServeError(ErrorKind.OVERLOADED, "full"))
         assert stage.queue == []
         for request in waiting:
@@ -557,7 +557,7 @@ def test_requests_are_enqueued_before_the_load_is_idle() -> None:
         stage.answer()
         assert value_of(await large) == 7
         await idle
-        stage.submit(terms=Terms(finish_by_ns=5))
+        stage.submit(terms=Terms(answer_by_ns=5))
         second = stage.submit()
         idle = asyncio.create_task(stage.runs.wait_until_idle())
         await asyncio.sleep(0)

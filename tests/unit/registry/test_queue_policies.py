@@ -36,7 +36,7 @@ def test_queue_timeout_is_the_policy_or_a_shorter_request_timeout(
     policy: dict[str, object], asked_ns: int | None, start_by_ns: int | None
 ) -> None:
     terms = policy_terms(options(queue_policy=policy), 1, 1, 7, asked_ns)
-    assert (terms.start_by_ns, terms.finish_by_ns, terms.yields_when_late) == (start_by_ns, 7, False)
+    assert (terms.start_by_ns, terms.answer_by_ns, terms.yields_when_late) == (start_by_ns, 7, False)
 
 
 def test_level_has_its_own_policy_or_the_default() -> None:

@@ -465,12 +465,12 @@ async def test_close_answers_requests_that_are_enqueued_late(tmp_path: Path, loa
     [
         # the request: timeout, priority, queue timeout; all are received at 1000
         ("", (None, 0, None), Terms(1)),
-        ("", (500, 0, None), Terms(1, finish_by_ns=1500)),
+        ("", (500, 0, None), Terms(1, answer_by_ns=1500)),
         ("", (None, 0, 700), Terms(1, start_by_ns=1700)),
-        ("", (0, 0, None), Terms(1, finish_by_ns=1000)),
-        ("slo_s: 0.25", (None, 0, None), Terms(1, finish_by_ns=250_001_000)),
-        ("slo_s: 0.25", (500, 0, 700), Terms(1, finish_by_ns=1500, start_by_ns=1700)),
-        ("slo_s: 0.25", (10**12, 0, None), Terms(1, finish_by_ns=10**12 + 1000)),
+        ("", (0, 0, None), Terms(1, answer_by_ns=1000)),
+        ("slo_s: 0.25", (None, 0, None), Terms(1, answer_by_ns=250_001_000)),
+        ("slo_s: 0.25", (500, 0, 700), Terms(1, answer_by_ns=1500, start_by_ns=1700)),
+        ("slo_s: 0.25", (10**12, 0, None), Terms(1, answer_by_ns=10**12 + 1000)),
         ("", (None, 1, None), Terms(1)),
         ("", (None, 2, None), Terms(1)),  # without levels all priorities are equal
         ("priority_levels: 3\ndefault_priority_level: 2", (None, 0, None), Terms(2)),

@@ -27,8 +27,8 @@ class EnsembleTerms(Terms):
 
     __slots__ = ("outputs", "scheduling")
 
-    def __init__(self, finish_by_ns: int | None, scheduling: Scheduling, outputs: tuple[str, ...] = ()) -> None:
-        super().__init__(scheduling.priority, finish_by_ns)
+    def __init__(self, answer_by_ns: int | None, scheduling: Scheduling, outputs: tuple[str, ...] = ()) -> None:
+        super().__init__(scheduling.priority, answer_by_ns)
         self.scheduling: Final[Scheduling] = scheduling
         self.outputs: Final[tuple[str, ...]] = outputs
 

@@ -120,7 +120,7 @@ class EnsembleRun:
             self._fail(error)
 
     def _set_timer(self, now_ns: int) -> None:
-        by_ns = self._terms.finish_by_ns
+        by_ns = self._terms.answer_by_ns
         if self._timer is None and by_ns is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0, by_ns - now_ns) / 1e9, self._on_deadline)
@@ -186,7 +186,7 @@ class EnsembleRun:
             child = InflightRequest(timing, inputs, rows)
             child.on_settled = partial(self._on_settled, number)
             self._children[number] = child
-            timeout_ns = None if terms.finish_by_ns is None else max(1, terms.finish_by_ns - now_ns)
+            timeout_ns = None if terms.answer_by_ns is None else max(1, terms.answer_by_ns - now_ns)
             own_terms = member.terms(now_ns, timeout_ns, terms.scheduling, step.wanted)
             if self._part is None or not member.takes_sequences:
                 member.submit(child, own_terms)

@@ -123,10 +123,10 @@ class ServedEnsemble(ServedVersion):
         """As ``ServedVersion.terms``. Each member applies its own options to the priority and the queue timeout."""
         if timeout_ns is None and self.options.slo_s is not None:
             timeout_ns = int(self.options.slo_s * 1e9)
-        finish_by_ns = None if timeout_ns is None else received_ns + timeout_ns
+        answer_by_ns = None if timeout_ns is None else received_ns + timeout_ns
         # The cache stores all outputs of a request.
         names = () if self._cached is not None else tuple([output.name for output in outputs])
-        return EnsembleTerms(finish_by_ns, scheduling, names)
+        return EnsembleTerms(answer_by_ns, scheduling, names)
 
     def submit(self, request: InflightRequest, terms: Terms) -> None:
         """As ``ServedVersion.submit``.
@@ -137,7 +137,7 @@ class ServedEnsemble(ServedVersion):
         """
         self._check(request)
         own_terms = (
-            terms if isinstance(terms, EnsembleTerms) else EnsembleTerms(terms.finish_by_ns, Scheduling(terms.level))
+            terms if isinstance(terms, EnsembleTerms) else EnsembleTerms(terms.answer_by_ns, Scheduling(terms.level))
         )
         if self._cached is None:
             self._run(own_terms, None, request)
@@ -165,8 +165,8 @@ class ServedEnsemble(ServedVersion):
         self._in_turn += 1
         now_ns = request.timing.queued_ns = self._clock()
         request.withdraw = partial(self._on_cancelled, turn)
-        if terms.finish_by_ns is not None:
-            delay_s = max(0, terms.finish_by_ns - now_ns) / 1e9
+        if terms.answer_by_ns is not None:
+            delay_s = max(0, terms.answer_by_ns - now_ns) / 1e9
             turn.timer = asyncio.get_running_loop().call_later(delay_s, self._on_late, turn)
 
     def end_sequence(self, sequence_id: SequenceId, computed_ns: int | None = None) -> None:

@@ -250,7 +250,7 @@ def _warn_without_effect(metrics: ModelMetrics, reason: str) -> None:
 
 def _enqueue_turn(batcher: Batcher, shapes: ShapeClasses | None, request: InflightRequest, terms: Terms) -> None:
     """Enqueue the next request of a sequence."""
-    by_ns = terms.finish_by_ns
+    by_ns = terms.answer_by_ns
     shape_class = None if shapes is None else shapes.find(request.inputs)
     batcher.submit(request, shape_class, NO_TERMS if by_ns is None else Terms(0, by_ns))
 
