@@ -188,7 +188,7 @@ class RequestQueue:
             insort(requests, request, key=_order)
         self._count_added(shape_class, request)
         if requests[0] is request:
-            self._place(shape_class)
+            self._update_order(shape_class)
 
     def put_back(self, shape_class: ShapeClass, taken: Sequence[InflightRequest]) -> None:
         """Undo ``take``: enqueue requests again, before those that are due at the same time."""
@@ -200,7 +200,7 @@ class RequestQueue:
         for request in reversed(taken):
             insort_left(shape_class.requests, request, key=_order)
             self._count_added(shape_class, request)
-        self._place(shape_class)
+        self._update_order(shape_class)
 
     def _count_added(self, shape_class: ShapeClass, request: InflightRequest) -> None:
         request.state = QUEUED
@@ -265,7 +265,7 @@ class RequestQueue:
         self.rows -= rows
         self.nbytes -= nbytes
         shape_class.rows -= rows
-        self._place(shape_class)
+        self._update_order(shape_class)
         if not shape_class.requests:
             shape_class.has_limits = False
             if shape_class.closed_loop is not None:
@@ -273,8 +273,8 @@ class RequestQueue:
             if len(self._classes) > MAX_CLASSES and self._classes.get(shape_class.key) is shape_class:
                 del self._classes[shape_class.key]
 
-    def _place(self, shape_class: ShapeClass) -> None:
-        """Keep ``waiting`` sorted after the first request of a class may have changed."""
+    def _update_order(self, shape_class: ShapeClass) -> None:
+        """Move a class to its position in ``waiting``, after its first request may have changed."""
         waiting, requests = self.waiting, shape_class.requests
         order = (requests[0].level, requests[0].due_ns) if requests else _NO_ORDER  # ``order``, inlined
         if order == shape_class.order:

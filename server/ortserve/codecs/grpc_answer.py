@@ -47,14 +47,14 @@ class GrpcEncoder:
         Raises:
             ServeError: invalid_input if the answer exceeds ``MAX_MESSAGE_BYTES``.
         """
-        placed = response.placed
+        in_regions = response.in_regions
         announced = []
         raw: list[bytes | memoryview] = []
         for tensor in response.outputs:
             array = tensor.array
             announced.append((tensor.name, tensor.datatype, array.shape))
             # Clients expect one entry of raw contents per output, even if it is empty.
-            content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype, memory)
+            content = b"" if tensor.name in in_regions else encode_binary_tensor(array, tensor.datatype, memory)
             raw.append(_RAW_OUTPUT_TAG + varint(len(content)))
             raw.append(content)
         names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))

@@ -185,16 +185,16 @@ def _parse_head(data: bytes) -> _Head:
     message = parse_message(ModelInferRequest, data)
     model, version = message.model_name, message.model_version
     require_version(version)
-    in_regions: dict[int, RegionInput] = {}
-    places: dict[str, RegionSpan] = {}
+    region_inputs: dict[int, RegionInput] = {}
+    region_outputs: dict[str, RegionSpan] = {}
     return _Head(
         model,
         version,
-        _inputs(message.inputs, model, in_regions),
-        {position: given.name for position, given in in_regions.items()},
-        _outputs(message.outputs, places),
+        _inputs(message.inputs, model, region_inputs),
+        {position: given.name for position, given in region_inputs.items()},
+        _outputs(message.outputs, region_outputs),
         _parameters(message.parameters),
-        RegionUse(list(in_regions.values()), places) if in_regions or places else None,
+        RegionUse(list(region_inputs.values()), region_outputs) if region_inputs or region_outputs else None,
     )
 
 
@@ -202,9 +202,9 @@ _cached_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
 
 
 def _inputs(
-    entries: Sequence[ModelInferRequest.InferInputTensor], model: str, in_regions: dict[int, RegionInput]
+    entries: Sequence[ModelInferRequest.InferInputTensor], model: str, region_inputs: dict[int, RegionInput]
 ) -> tuple[_Input, ...]:
-    """Check the declared inputs. Those in shared memory are added to ``in_regions`` instead, by their position."""
+    """Check the declared inputs. Those in shared memory are added to ``region_inputs`` instead, by their position."""
     inputs: list[_Input] = []
     names: set[str] = set()
     for position, entry in enumerate(entries):
@@ -225,7 +225,7 @@ def _inputs(
             if has_contents:
                 raise _contents_and_region(name, model)
             span = read_span(_parameters(entry.parameters), f"input '{name}'")
-            in_regions[position] = RegionInput(name, datatype, shape, span)
+            region_inputs[position] = RegionInput(name, datatype, shape, span)
             continue
         inputs.append(_Input(name, datatype, shape, position, has_contents))
     return tuple(inputs)
@@ -284,9 +284,9 @@ def _check_shape(shape: tuple[int, ...], name: str, model: str) -> None:
 
 
 def _outputs(
-    entries: Iterable[ModelInferRequest.InferRequestedOutputTensor], places: dict[str, RegionSpan]
+    entries: Iterable[ModelInferRequest.InferRequestedOutputTensor], region_outputs: dict[str, RegionSpan]
 ) -> tuple[RequestedOutput, ...]:
-    """Check the requested outputs. The places of those in shared memory are added to ``places``."""
+    """Check the requested outputs. The regions of those in shared memory are added to ``region_outputs``."""
     outputs: list[RequestedOutput] = []
     names: set[str] = set()
     for entry in entries:
@@ -298,7 +298,7 @@ def _outputs(
         if entry.parameters:
             classes = _classes(entry.parameters, name)
             if REGION in entry.parameters:
-                places[name] = read_span(_parameters(entry.parameters), f"output '{name}'")
+                region_outputs[name] = read_span(_parameters(entry.parameters), f"output '{name}'")
         outputs.append(RequestedOutput(name, classes=classes))
     return tuple(outputs)
 

@@ -124,17 +124,17 @@ class RestRequest:
             raise parse_error("id", "a string", request_id)
         if len(request_id) > MAX_ID_LENGTH:
             raise too_many("characters of id", MAX_ID_LENGTH, len(request_id))
-        in_regions: list[RegionInput] = []
-        places: dict[str, RegionSpan] = {}
+        region_inputs: list[RegionInput] = []
+        region_outputs: dict[str, RegionSpan] = {}
         return InferRequest(
             model_name,
             model_version,
             request_id,
-            _inputs(document.get("inputs"), tail, model_name, model_version, request_id, in_regions),
-            _outputs(document.get("outputs"), places, binary_output=binary_output),
+            _inputs(document.get("inputs"), tail, model_name, model_version, request_id, region_inputs),
+            _outputs(document.get("outputs"), region_outputs, binary_output=binary_output),
             parameters,
             binary_output,
-            regions=RegionUse(in_regions, places) if in_regions or places else None,
+            regions=RegionUse(region_inputs, region_outputs) if region_inputs or region_outputs else None,
         )
 
     def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
@@ -169,7 +169,7 @@ class RestEncoder:
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
     ) -> EncodedResponse:
         """Encode each output as JSON or binary, as the request asks."""
-        placed = response.placed
+        in_regions = response.in_regions
         outputs: list[dict[str, Any]] = []
         tail: list[bytes | memoryview] = []
         for index, tensor in enumerate(response.outputs):
@@ -180,7 +180,7 @@ class RestEncoder:
                 "shape": tensor.array.shape,
             }
             outputs.append(entry)
-            if tensor.name in placed:
+            if tensor.name in in_regions:
                 continue
             if is_binary:
                 piece = encode_binary_tensor(tensor.array, tensor.datatype, memory)
@@ -242,11 +242,11 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
 
 
 def _inputs(
-    value: object, tail: memoryview, model: str, version: str, request_id: str, in_regions: list[RegionInput]
+    value: object, tail: memoryview, model: str, version: str, request_id: str, region_inputs: list[RegionInput]
 ) -> list[Tensor]:
     """Decode the array ``inputs``. ``tail`` holds the binary tensors, in its order and without gaps.
 
-    Inputs in shared memory are added to ``in_regions`` instead. The other arguments are for errors.
+    Inputs in shared memory are added to ``region_inputs`` instead. The other arguments are for errors.
     """
     if type(value) is not list:
         raise parse_error("inputs", "an array", value)
@@ -279,7 +279,7 @@ def _inputs(
                 raise _source_error(
                     name, {"data": data is not None, "binary_data_size": size is not None, REGION: True}
                 )
-            in_regions.append(RegionInput(name, datatype, shape, read_span(parameters, f"input '{name}'")))
+            region_inputs.append(RegionInput(name, datatype, shape, read_span(parameters, f"input '{name}'")))
             continue
         if (data is not None) == (size is not None):
             raise _source_error(name, {"data": size is not None, "binary_data_size": size is not None})
@@ -309,8 +309,8 @@ def _inputs(
     return tensors
 
 
-def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: bool) -> list[RequestedOutput]:
-    """Decode the array ``outputs``. The places of those in shared memory are added to ``places``.
+def _outputs(value: object, region_outputs: dict[str, RegionSpan], *, binary_output: bool) -> list[RequestedOutput]:
+    """Decode the array ``outputs``. The regions of those in shared memory are added to ``region_outputs``.
 
     ``binary_output`` is the encoding of outputs that select none.
     """
@@ -336,7 +336,7 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
         if parameters and REGION in parameters:
             if parameters.get("binary_data"):
                 raise invalid_input(f"output '{name}': 'binary_data' and '{REGION}' exclude each other")
-            places[name] = read_span(parameters, f"output '{name}'")
+            region_outputs[name] = read_span(parameters, f"output '{name}'")
         outputs.append(RequestedOutput(name, binary, classes))
     return outputs
 

@@ -86,14 +86,14 @@ class InferRequest:
 class InferResponse:
     """The answer: the version that ran, and the requested outputs in the requested order.
 
-    ``placed`` names the outputs whose elements are in shared memory and not in the answer.
+    ``in_regions`` names the outputs whose elements are in shared memory and not in the answer.
     """
 
     model_name: Final[str]
     model_version: Final[str]
     id: Final[str]
     outputs: Final[Sequence[Tensor]]
-    placed: Final[Collection[str]]
+    in_regions: Final[Collection[str]]
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class InferResponse:
         model_version: str,
         id: str,  # noqa: A002 - as above
         outputs: Sequence[Tensor],
-        placed: Collection[str] = (),
+        in_regions: Collection[str] = (),
     ) -> None:
         self.model_name = model_name
         self.model_version = model_version
         self.id = id
         self.outputs = outputs
-        self.placed = placed
+        self.in_regions = in_regions
 
 
 class DecodingPlace(Enum):

@@ -25,7 +25,7 @@ from ortserve.telemetry.tracing import Trace
 
 Answer = TypeVar("Answer")
 
-_NOTHING_PLACED: Final = ()
+_NO_REGIONS: Final = ()
 
 
 class StreamPlace:
@@ -222,8 +222,8 @@ def build_response(request: InferRequest, served: ServedVersion, outputs: Arrays
     if signature.has_sequences:
         for tensor in tensors:
             _check_stacked(tensor.name, tensor.array, served)
-    placed = request.regions.outputs if request.regions is not None else _NOTHING_PLACED
-    return InferResponse(served.name, served.version, request.id, tensors, placed)
+    in_regions = request.regions.outputs if request.regions is not None else _NO_REGIONS
+    return InferResponse(served.name, served.version, request.id, tensors, in_regions)
 
 
 def classifies_long(request: InferRequest, served: ServedVersion, outputs: Arrays) -> bool:

@@ -236,11 +236,11 @@ class InferenceService:
         if request.regions is None:
             return await self._run_whole(call, request, None)
         with RegionTransfer(self._shared_memory, request.regions, self.gate) as transfer:
-            whole = replace(request, inputs=[*request.inputs, *await transfer.fetch(request.model_name)])
+            whole = replace(request, inputs=[*request.inputs, *await transfer.read_inputs(request.model_name)])
             return await self._run_whole(call, whole, transfer)
 
     async def _run_whole(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
-        """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
+        """Run a request with all its inputs; ``transfer`` writes the outputs that belong in regions."""
         served = await self._find(call, request)
         if served.takes_sequences and call.place is not None and call.would_overtake:
             await call.place.wait()
@@ -269,14 +269,14 @@ class InferenceService:
         return outputs
 
     async def _reply(self, call: Call, request: InferRequest, transfer: RegionTransfer | None, outputs: Arrays) -> None:
-        """Build the answer from the outputs of the version that ran, and write those that are placed in regions."""
+        """Build the answer from the outputs of the version that ran, and write those that belong in regions."""
         served = call.served
         assert served is not None, "it has run"
         shown = served.cut_back(outputs, call.inputs)
         build = partial(build_response, request, served, shown)
         call.response = await self._codecs.run(build) if classifies_long(request, served, shown) else build()
         if transfer is not None:
-            await transfer.place(call.response.outputs)
+            await transfer.write_outputs(call.response.outputs)
 
     def _on_settled(self, call: Call) -> None:
         """Answer a call that has outputs, failed or was cancelled."""

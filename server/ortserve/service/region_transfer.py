@@ -47,7 +47,7 @@ class RegionTransfer:
             self._leases.release()
             raise
 
-    async def fetch(self, model: str) -> list[Tensor]:
+    async def read_inputs(self, model: str) -> list[Tensor]:
         """Copy the inputs out of their regions. ``model`` is the name of the model, for errors.
 
         Raises:
@@ -63,18 +63,18 @@ class RegionTransfer:
         await self._copy(lambda: fetched.extend(self._read(given, model) for given in self._use.inputs), is_long)
         return fetched
 
-    async def place(self, outputs: Sequence[Tensor]) -> None:
+    async def write_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Copy the outputs that the caller requested in regions. Sizes are checked before the first write.
 
         Raises:
             ServeError: internal, if a span is too small for its output or a region cannot be written; invalid_input, if
                 the region has become too small.
         """
-        placed = [tensor for tensor in outputs if tensor.name in self._use.outputs]
-        texts = sum(tensor.array.size for tensor in placed if tensor.datatype is DataType.BYTES)
-        is_long = texts > INLINE_TEXTS or deep_bytes(tuple(tensor.array for tensor in placed)) > _INLINE_COPY_BYTES
-        if placed:
-            await self._copy(lambda: self._write(placed), is_long)
+        in_regions = [tensor for tensor in outputs if tensor.name in self._use.outputs]
+        texts = sum(tensor.array.size for tensor in in_regions if tensor.datatype is DataType.BYTES)
+        is_long = texts > INLINE_TEXTS or deep_bytes(tuple(tensor.array for tensor in in_regions)) > _INLINE_COPY_BYTES
+        if in_regions:
+            await self._copy(lambda: self._write(in_regions), is_long)
 
     def __enter__(self) -> "RegionTransfer":
         return self
@@ -100,9 +100,9 @@ class RegionTransfer:
         array = decode_binary_tensor(data, given.datatype, given.shape, given.name, model)
         return Tensor(given.name, given.datatype, array)
 
-    def _write(self, placed: list[Tensor]) -> None:
+    def _write(self, in_regions: list[Tensor]) -> None:
         pieces = []
-        for tensor in placed:
+        for tensor in in_regions:
             span = self._use.outputs[tensor.name]
             piece = encode_binary_tensor(tensor.array, tensor.datatype, self._hold.memory)
             if len(piece) > span.byte_size:

@@ -901,7 +901,7 @@ def in_region(model: str, region: str) -> InferRequest:
 async def test_request_in_regions_is_answered_timed_and_counted_as_any_other(stage: Stage, region: str) -> None:
     call = stage.service.receive("grpc")
     response = await stage.service.serve(call, Given(lambda: in_region("two", region)), AS_IS)
-    assert set(response.placed) == {"y"}
+    assert set(response.in_regions) == {"y"}
     assert stage.counts() == {("two", "1", "grpc", "ok"): 1}
     assert all(end >= begin > 0 for begin, end in pairwise(astuple(call.timing)[:6]))
     leases = stage.shared_memory.lease([RegionSpan(region, 16, 16)])
@@ -913,14 +913,14 @@ async def test_request_in_regions_is_answered_timed_and_counted_as_any_other(sta
 async def test_request_whose_model_is_evicted_while_its_inputs_are_copied_waits_for_the_model(
     stage: Stage, region: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch = RegionTransfer.fetch
+    read_inputs = RegionTransfer.read_inputs
 
-    async def fetch_slowly(transfer: RegionTransfer, model: str) -> list[Tensor]:
+    async def read_slowly(transfer: RegionTransfer, model: str) -> list[Tensor]:
         stage.registry._draining.evict(model)
         await stage.registry._draining.wait(model)
-        return await fetch(transfer, model)
+        return await read_inputs(transfer, model)
 
-    monkeypatch.setattr(RegionTransfer, "fetch", fetch_slowly)
+    monkeypatch.setattr(RegionTransfer, "read_inputs", read_slowly)
     response = await stage.infer(in_region("two", region))
     assert response.model_name == "two"
 

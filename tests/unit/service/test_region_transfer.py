@@ -79,7 +79,7 @@ def given(byte_size: int, *, offset: int = 0, datatype: DataType = DataType.UINT
 async def test_inputs_are_copied_out_of_their_regions(regions: SharedMemory, owned: Owned) -> None:
     use = RegionUse([given(4, offset=8), RegionInput("y", DataType.INT16, (1, 2), RegionSpan("r", 1, 4))], {})
     with RegionTransfer(regions, use, BodyGate(1000)) as transfer:
-        x, y = await transfer.fetch("m")
+        x, y = await transfer.read_inputs("m")
     owned.fill(bytes(64))
     assert (x.name, x.datatype, x.array.tolist()) == ("x", DataType.UINT8, [8, 9, 10, 11])
     assert (y.name, y.datatype, y.array.tolist()) == ("y", DataType.INT16, [[0x0201, 0x0403]])
@@ -88,7 +88,7 @@ async def test_inputs_are_copied_out_of_their_regions(regions: SharedMemory, own
 async def test_span_of_an_input_must_have_the_size_of_its_tensor(regions: SharedMemory) -> None:
     use = RegionUse([RegionInput("x", DataType.INT32, (2,), RegionSpan("r", 0, 9))], {})
     with RegionTransfer(regions, use, BodyGate(1000)) as transfer, pytest.raises(ServeError) as caught:
-        await transfer.fetch("m")
+        await transfer.read_inputs("m")
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == "input byte size mismatch for input 'x' for model 'm'. Expected 8, got 9"
 
@@ -101,7 +101,7 @@ async def test_outputs_are_written_only_to_their_spans(regions: SharedMemory, ow
     ]
     use = RegionUse([], {"a": RegionSpan("r", 1, 12), "c": RegionSpan("r", 60, 4)})
     with RegionTransfer(regions, use, BodyGate(1000)) as transfer:
-        await transfer.place(outputs)
+        await transfer.write_outputs(outputs)
     expected = bytearray(range(64))
     expected[1:11] = b"\x02\0\0\0\xc3\xa9\0\0\0\0"
     expected[60:64] = b"\x01\0\x03\0"
@@ -112,7 +112,7 @@ async def test_output_that_does_not_fit_leaves_all_others_unwritten(regions: Sha
     outputs = [Tensor(name, DataType.UINT8, np.full(8, 255, np.uint8)) for name in "ab"]
     use = RegionUse([], {"a": RegionSpan("r", 0, 8), "b": RegionSpan("r", 8, 7)})
     with RegionTransfer(regions, use, BodyGate(1000)) as transfer, pytest.raises(ServeError) as caught:
-        await transfer.place(outputs)
+        await transfer.write_outputs(outputs)
     assert caught.value.kind is ErrorKind.INTERNAL
     assert caught.value.message == (
         "shared memory size specified with the request for output 'b' (7 bytes) should be at least 8 bytes to hold the "
@@ -134,11 +134,11 @@ async def test_large_tensors_are_copied_on_a_thread_while_the_loop_goes_on(
     monkeypatch.setattr(SharedObject, "read", remember)
     use = RegionUse([given(LARGE)], {"y": RegionSpan("r", 0, LARGE)})
     with RegionTransfer(large, use, BodyGate(LARGE)) as transfer:
-        (x,) = await transfer.fetch("m")
+        (x,) = await transfer.read_inputs("m")
         assert x.array.nbytes == LARGE
         assert copied_on
         assert threading.get_ident() not in copied_on
-        await transfer.place([Tensor("y", DataType.UINT8, x.array + 1)])
+        await transfer.write_outputs([Tensor("y", DataType.UINT8, x.array + 1)])
     assert owned.content() == b"\1" * LARGE
 
 
@@ -162,8 +162,8 @@ async def test_many_and_long_texts_are_decoded_and_encoded_on_a_thread(
     span = RegionSpan("r", 0, len(content))
     use = RegionUse([RegionInput("x", DataType.BYTES, (count,), span)], {"y": span})
     with RegionTransfer(regions, use, BodyGate(len(content))) as transfer:
-        (x,) = await transfer.fetch("m")
-        await transfer.place([Tensor("y", DataType.BYTES, x.array)])
+        (x,) = await transfer.read_inputs("m")
+        await transfer.write_outputs([Tensor("y", DataType.BYTES, x.array)])
     assert len(worked_on) == 2
     assert threading.get_ident() not in worked_on
     assert owned.content() == content
@@ -192,7 +192,7 @@ async def test_region_stays_open_during_the_copy_of_a_cancelled_call(
 
     async def transfer() -> None:
         with RegionTransfer(large, RegionUse([given(LARGE)], {}), gate) as transfer:
-            await transfer.fetch("m")
+            await transfer.read_inputs("m")
 
     caller = asyncio.create_task(transfer())
     await reading.wait()
@@ -230,7 +230,7 @@ async def test_failed_copy_of_a_cancelled_call_is_not_reported(
 
     async def transfer() -> None:
         with RegionTransfer(large, RegionUse([given(LARGE)], {}), gate) as transfer:
-            await transfer.fetch("m")
+            await transfer.read_inputs("m")
 
     caller = asyncio.create_task(transfer())
     await reading.wait()
@@ -270,8 +270,8 @@ async def test_large_tensors_are_copied_and_regions_closed_while_no_thread_can_s
     use, gate = RegionUse([given(LARGE)], {"y": RegionSpan("r", 0, LARGE)}), BodyGate(LARGE)
     with no_threads():
         with RegionTransfer(large, use, gate) as transfer:
-            (x,) = await transfer.fetch("m")
-            await transfer.place([Tensor("y", DataType.UINT8, x.array + 1)])
+            (x,) = await transfer.read_inputs("m")
+            await transfer.write_outputs([Tensor("y", DataType.UINT8, x.array + 1)])
         large.unregister(RegionStatus, "r")
     assert gate.held_bytes == 0
     assert owned.content() == b"\1" * LARGE
