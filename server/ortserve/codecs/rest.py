@@ -262,27 +262,22 @@ def _inputs(
         names.add(name)
         shape = _shape(entry.get("shape"), name)
         datatype_name = entry.get("datatype")
-        if type(datatype_name) is not str:
-            raise parse_error("datatype", f"a string for input '{name}'", datatype_name)
-        datatype = DATATYPES.get(datatype_name)
+        datatype = DATATYPES.get(datatype_name) if type(datatype_name) is str else None
         if datatype is None:
-            raise invalid_input(
-                f"Unable to parse 'datatype' of input '{name}': unknown datatype '{datatype_name}': expected one of "
-                f"{', '.join(DATATYPES)}"
-            )
+            raise _datatype_error(name, datatype_name)
         given = entry.get("parameters")
         parameters = _NO_PARAMETERS if given is None else read_parameters(given, "parameters")
         data = entry.get("data")
-        size = parameters.get("binary_data_size") if parameters else None
-        if parameters and REGION in parameters:
-            if data is not None or size is not None:
-                raise _source_error(
-                    name, {"data": data is not None, "binary_data_size": size is not None, REGION: True}
-                )
-            region_inputs.append(RegionInput(name, datatype, shape, read_span(parameters, f"input '{name}'")))
-            continue
-        if (data is not None) == (size is not None):
-            raise _source_error(name, {"data": size is not None, "binary_data_size": size is not None})
+        size: Parameter | None = None
+        if parameters:
+            size = parameters.get("binary_data_size")
+            if REGION in parameters:
+                if data is not None or size is not None:
+                    raise _source_error(name, data, size, is_in_region=True)
+                region_inputs.append(RegionInput(name, datatype, shape, read_span(parameters, f"input '{name}'")))
+                continue
+        if (data is None) == (size is None):
+            raise _source_error(name, data, size, is_in_region=False)
         if size is None:
             if type(data) is not list:
                 raise parse_error("data", f"an array for input '{name}'", data)
@@ -376,8 +371,19 @@ def _shape(value: object, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _source_error(name: str, given: Mapping[str, bool]) -> ServeError:
-    fields = " ".join(f"'{field}'" for field, is_given in given.items() if is_given)
+def _datatype_error(name: str, got: object) -> ServeError:
+    if type(got) is not str:
+        return parse_error("datatype", f"a string for input '{name}'", got)
+    return invalid_input(
+        f"Unable to parse 'datatype' of input '{name}': unknown datatype '{got}': expected one of "
+        f"{', '.join(DATATYPES)}"
+    )
+
+
+def _source_error(name: str, data: object, size: object, *, is_in_region: bool) -> ServeError:
+    """Return the error for an input whose elements are given nowhere or twice."""
+    is_given = {"data": data is not None, "binary_data_size": size is not None, REGION: is_in_region}
+    fields = " ".join([f"'{field}'" for field, is_set in is_given.items() if is_set])
     got = f"But set {fields}" if fields else "But no field is set"
     return invalid_input(
         "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
