@@ -84,12 +84,8 @@ class FrameReader:
         requests = self._requests
         position = 0
         if not self._has_preface:
-            if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
-                text = f"expected the HTTP/2 preface, got {data[: len(frames.PREFACE)]!r}"
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
-            if len(data) < len(frames.PREFACE):
+            if not self._read_preface(data):
                 return 0
-            self._has_preface = True
             position = len(frames.PREFACE)
         size = len(data)
         frames_left = _FRAMES_AT_ONCE
@@ -114,17 +110,8 @@ class FrameReader:
             length_and_kind, flags, stream_id = frames.read_header(data, position)
             length, kind = length_and_kind >> 8, length_and_kind & 0xFF
             stream_id &= frames.MAX_STREAM_ID
-            if length > MAX_DATA_BYTES:
-                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, _too_large("frame", MAX_DATA_BYTES, length))
-            if length > frames.MIN_FRAME_SIZE and kind != frames.DATA and length > _max_bytes(kind):
-                text = _too_large(f"frame of type {kind}", _max_bytes(kind), length)
-                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
-            if self._block and (kind != frames.CONTINUATION or stream_id != self._block_id):
-                text = f"expected CONTINUATION of the header block, got a frame of type {kind}"
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
-            if not self.has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
-                text = f"expected SETTINGS without ACK as the first frame, got a frame of type {kind}"
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
+            if length > frames.MIN_FRAME_SIZE or self._block or not self.has_settings:
+                self._check_header(kind, length, flags, stream_id)
             begin = position + frames.HEADER_BYTES
             if kind == frames.DATA:
                 left, padding = length, 0
@@ -162,6 +149,28 @@ class FrameReader:
                 self._others.on_frame(kind, flags, stream_id, payload)
         self.has_more = position < size
         return position
+
+    def _read_preface(self, data: bytes) -> bool:
+        """Check the first bytes of the connection. Returns False if more of the preface is to come."""
+        if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
+            text = f"expected the HTTP/2 preface, got {data[: len(frames.PREFACE)]!r}"
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
+        self._has_preface = len(data) >= len(frames.PREFACE)
+        return self._has_preface
+
+    def _check_header(self, kind: int, length: int, flags: int, stream_id: int) -> None:
+        """Check the size of a frame, and whether a frame of its type may come now."""
+        if length > MAX_DATA_BYTES:
+            raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, _too_large("frame", MAX_DATA_BYTES, length))
+        if length > frames.MIN_FRAME_SIZE and kind != frames.DATA and length > _max_bytes(kind):
+            text = _too_large(f"frame of type {kind}", _max_bytes(kind), length)
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
+        if self._block and (kind != frames.CONTINUATION or stream_id != self._block_id):
+            text = f"expected CONTINUATION of the header block, got a frame of type {kind}"
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
+        if not self.has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
+            text = f"expected SETTINGS without ACK as the first frame, got a frame of type {kind}"
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
 
     def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id % 2 == 0:
