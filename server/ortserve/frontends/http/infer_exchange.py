@@ -35,7 +35,7 @@ logger: Final = logging.getLogger(__name__)
 
 _ENCODER: Final = RestEncoder()
 
-_EMPTY_HEADERS: Final = InferHeaders()
+_NO_HEADERS: Final = InferHeaders()
 
 
 class InferEndpoint:
@@ -81,13 +81,13 @@ class InferExchange(Exchange):
         self.rejection: ServeError | None = None
         """The error that answers the request before its body is used."""
         self._endpoint: Final = endpoint
-        self._whole = body
+        self._whole_body = body
         """The body if it arrived with its head, until it is used; otherwise None."""
         self._incoming: IncomingBody | None = None
         """The body that arrives in parts, until it is complete; otherwise None."""
         self._call: Call | None = None
         self._hold: Hold | None = None
-        self._headers = _EMPTY_HEADERS
+        self._infer_headers = _NO_HEADERS
         self._is_started = False
         self._inflating: asyncio.Task[None] | None = None
         self._received_ns = endpoint.clock()
@@ -99,7 +99,7 @@ class InferExchange(Exchange):
             refusal = None if endpoint.guard is None else endpoint.guard.refusal(credentials(head.headers))
             if refusal is not None:
                 raise refusal
-            self._headers = headers = head.read()
+            self._infer_headers = headers = head.infer_headers()
             self._hold = admission.reserve(headers.body_bytes if body is None else len(body))
             if body is None:
                 self._incoming = IncomingBody(
@@ -118,7 +118,7 @@ class InferExchange(Exchange):
         if self.rejection is not None:
             self.write_rejection(self.rejection)
         elif not self.more_body:
-            self._run()
+            self._begin_call()
         elif self.head.expects_continue:
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -148,78 +148,27 @@ class InferExchange(Exchange):
             if self._is_started:
                 self.connection.complete(self)
         elif self._is_started:
-            self._run()
+            self._begin_call()
 
-    def reject_body(self, error: ServeError) -> None:
-        if self.rejection is not None:
-            return
-        self.rejection = error
-        self._endpoint.admission.count(error.kind, self._received_ns, self._trace)
-        if self._incoming is not None:
-            self._incoming.drop()
-        if self._is_started:
-            self.write_rejection(error)
-
-    def abandon(self) -> None:
-        self._incoming = None
-        if self._hold is not None:
-            self._hold.release()
-        if self._call is not None:
-            self._call.cancel()
-
-    def write(self, response: HttpResponse) -> None:
-        if self._hold is not None:
-            self._hold.release()
-        super().write(response)
-
-    def _on_answer(self, encoded: EncodedResponse) -> None:
-        try:
-            call, self._call = self._call, None
-            assert call is not None
-            response = success(encoded, call.timing)
-            reports = self._endpoint.load_reports
-            if reports is not None and (chosen := self._headers.load_format or reports.default) is not None:
-                response = response.with_header(reports.header(chosen))
-            accepted = self._headers.accepted
-            if accepted is None:
-                self.respond(response)
-            else:
-                self._respond_compressed(response, accepted)
-        except Exception:  # noqa: BLE001 - the event loop would swallow it
-            self._fail()
-
-    def _on_error(self, error: ServeError) -> None:
-        self._call = None
-        try:
-            self.respond(failure(error))
-        except Exception:  # noqa: BLE001 - as above
-            self._fail()
-
-    def _fail(self) -> None:
-        """Log an unforeseen fault of the server, and reset the connection, so that the caller does not wait."""
-        logger.exception("a request could not be answered")
-        self.abandon()
-        self.connection.transport.abort()
-
-    def _run(self) -> None:
+    def _begin_call(self) -> None:
         """Begin the call, now that the body is complete and all earlier exchanges have ended."""
         try:
-            body = self._take_body() if self._whole is None else self._whole
-            self._whole = None
+            body = self._take_incoming() if self._whole_body is None else self._whole_body
+            self._whole_body = None
             if body is None:
                 return
-            headers = self._headers
+            headers = self._infer_headers
             self._call = self._endpoint.service.receive(
                 "http", headers.timeout_ns, self._trace, self._received_ns, self.head.headers
             )
             if headers.encoding is None:
-                self._submit(body)
+                self._start_call(body)
             else:
                 self._inflating = self.connection.loop.create_task(self._inflate(body, headers.encoding))
         except Exception:  # noqa: BLE001 - the parser would swallow the exception, and the caller would wait forever
             self._fail()
 
-    def _take_body(self) -> bytes | memoryview | None:
+    def _take_incoming(self) -> bytes | memoryview | None:
         """Return the body that arrived in parts; None if memory is too short, after answering with the error."""
         incoming, self._incoming = self._incoming, None
         assert incoming is not None
@@ -235,12 +184,12 @@ class InferExchange(Exchange):
         assert hold is not None
         kind = ErrorKind.CANCELLED
         try:
-            max_json_bytes = endpoint.service.max_json_bytes if self._headers.json_bytes is None else None
+            max_json_bytes = endpoint.service.max_json_bytes if self._infer_headers.json_bytes is None else None
             inflated = await inflate(
                 body, encoding, hold, max_bytes=endpoint.admission.max_body_bytes, max_json_bytes=max_json_bytes
             )
             if not connection.has_left:
-                self._submit(inflated)
+                self._start_call(inflated)
                 return
         except ServeError as error:
             kind = error.kind
@@ -252,11 +201,27 @@ class InferExchange(Exchange):
         endpoint.admission.count(kind, self._received_ns, self._trace)
         hold.release()  # again after ``abandon``: the hold may have grown since
 
-    def _submit(self, body: bytes | memoryview) -> None:
+    def _start_call(self, body: bytes | memoryview) -> None:
         """Start the call with its body, which is not compressed any more. One of the two callbacks follows."""
         assert self._call is not None
-        encoded = RestRequest(body, self._headers.json_bytes, self.head.model, self.head.version)
+        encoded = RestRequest(body, self._infer_headers.json_bytes, self.head.model, self.head.version)
         self._endpoint.service.start(self._call, encoded, _ENCODER, self._on_answer, self._on_error)
+
+    def _on_answer(self, encoded: EncodedResponse) -> None:
+        try:
+            call, self._call = self._call, None
+            assert call is not None
+            response = success(encoded, call.timing)
+            reports = self._endpoint.load_reports
+            if reports is not None and (chosen := self._infer_headers.load_format or reports.default) is not None:
+                response = response.with_header(reports.header(chosen))
+            accepted = self._infer_headers.accepted
+            if accepted is None:
+                self.respond(response)
+            else:
+                self._respond_compressed(response, accepted)
+        except Exception:  # noqa: BLE001 - the event loop would swallow it
+            self._fail()
 
     def _respond_compressed(self, response: HttpResponse, encoding: Encoding) -> None:
         if not should_compress(response, min_bytes=self._endpoint.compression_min_bytes):
@@ -274,3 +239,38 @@ class InferExchange(Exchange):
                 self.respond(compressing.result())
         except Exception:  # noqa: BLE001 - the event loop would swallow it
             self._fail()
+
+    def _on_error(self, error: ServeError) -> None:
+        self._call = None
+        try:
+            self.respond(failure(error))
+        except Exception:  # noqa: BLE001 - as above
+            self._fail()
+
+    def reject_body(self, error: ServeError) -> None:
+        if self.rejection is not None:
+            return
+        self.rejection = error
+        self._endpoint.admission.count(error.kind, self._received_ns, self._trace)
+        if self._incoming is not None:
+            self._incoming.drop()
+        if self._is_started:
+            self.write_rejection(error)
+
+    def write(self, response: HttpResponse) -> None:
+        if self._hold is not None:
+            self._hold.release()
+        super().write(response)
+
+    def abandon(self) -> None:
+        self._incoming = None
+        if self._hold is not None:
+            self._hold.release()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _fail(self) -> None:
+        """Log an unforeseen fault of the server, and reset the connection, so that the caller does not wait."""
+        logger.exception("a request could not be answered")
+        self.abandon()
+        self.connection.transport.abort()

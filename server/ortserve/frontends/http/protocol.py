@@ -35,6 +35,7 @@ from ortserve.frontends.http.request_head import (
     infer_target,
     match_infer_path,
     split_head,
+    split_url,
 )
 from ortserve.frontends.http.responses import CorkedTransport
 from ortserve.frontends.http.timeouts import Timeouts
@@ -136,17 +137,17 @@ class HttpProtocol(asyncio.Protocol):
         if self.stage is not _REQUEST or self._n_unknown_heads > _MAX_UNKNOWN_HEADS or connection.ignores_input:
             self._read(data)
             return
-        found = split_head(data)
-        head = self._infer.heads.find(found[0], self._max_header_bytes) if found else None
-        if found is None or head is None:
-            newest = connection.newest
-            self._read(data)
-            if connection.newest is not newest:
-                self._remember_head(found)
-        else:
+        key, body = split_head(data)
+        head = self._infer.heads.find(key, self._max_header_bytes) if key else None
+        if head is not None:
             # The parser is between two requests. It may skip this one, because it would return to the same state.
             self._n_unknown_heads = 0
-            connection.begin(InferExchange(connection, self._infer, head, found[1]))
+            connection.begin(InferExchange(connection, self._infer, head, body))
+            return
+        newest = connection.newest
+        self._read(data)
+        if connection.newest is not newest:
+            self._note_unknown_head(key, body)
 
     def eof_received(self) -> bool:
         """Treat a FIN as "no more requests": answer complete requests in order, then close.
@@ -298,39 +299,36 @@ class HttpProtocol(asyncio.Protocol):
         keep_alive = version != "1.0" and parser.should_keep_alive()
         expects_continue = version != "1.0" and self._expects_continue  # RFC 9110, section 10.1.1
         is_post = method == b"POST"
+        path, query = url, b""
         target = infer_target(url) if is_post else None
-        if target is None:
-            # Also parses URLs with scheme and host. Its stub does not say that path and query may be None.
-            parsed: Any = httptools.parse_url(url)
-            raw_path: bytes = parsed.path or b"/"
-            query: bytes = parsed.query or b""
-            raw_path.decode("ascii")
-            target = match_infer_path(raw_path) if is_post else None
-            if target is None:
-                return AsgiExchange(
-                    self.connection,
-                    self._asgi,
-                    method=method.decode("ascii"),
-                    raw_path=raw_path,
-                    query=query,
-                    version=version,
-                    headers=headers,
-                    keep_alive=keep_alive,
-                    expects_continue=expects_continue,
-                )
-            url = b"%b?%b" % (raw_path, query)
-        head = InferHead(url, *target, headers, keep_alive, expects_continue)
-        return InferExchange(self.connection, self._infer, head)
+        if target is None:  # another call, or a URL with scheme and host
+            path, query = split_url(url)
+            target = match_infer_path(path) if is_post else None
+            url = b"%b?%b" % (path, query)
+        if target is not None:
+            head = InferHead(url, *target, headers, keep_alive, expects_continue)
+            return InferExchange(self.connection, self._infer, head)
+        return AsgiExchange(
+            self.connection,
+            self._asgi,
+            method=method.decode("ascii"),
+            raw_path=path,
+            query=query,
+            version=version,
+            headers=headers,
+            keep_alive=keep_alive,
+            expects_continue=expects_continue,
+        )
 
-    def _remember_head(self, found: tuple[bytes, bytes] | None) -> None:
-        """Store the head of a request in the cache, if the received bytes were exactly this one request."""
+    def _note_unknown_head(self, key: bytes, body: bytes) -> None:
+        """Count a request whose head was not cached, and cache it if ``split_head`` found just this one in the read."""
         exchange = self.connection.newest
         if self.stage is not _REQUEST or not isinstance(exchange, InferExchange) or exchange.rejection is not None:
             return
         self._n_unknown_heads += 1
         # If the body has this size, the parser found the same end of the head, and no second request.
-        if found is not None and 0 < len(found[1]) == exchange.head.read().body_bytes:
-            self._infer.heads.keep(found[0], exchange.head)
+        if 0 < len(body) == exchange.head.infer_headers().body_bytes:
+            self._infer.heads.keep(key, exchange.head)
 
     def _renew_parser(self) -> None:
         """Create a parser that expects the beginning of a request."""

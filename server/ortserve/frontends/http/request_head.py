@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote
+
+import httptools
 
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.load_report import LoadFormat, read_load_format
@@ -126,6 +128,14 @@ def match_infer_path(raw_path: bytes) -> tuple[str, str] | None:
     else:
         return None
     return _decoded(parts[3]), version
+
+
+def split_url(url: bytes) -> tuple[bytes, bytes]:
+    """Return path and query of a URL, also of one with scheme and host. Raises ValueError for a path beyond ASCII."""
+    parsed: Any = httptools.parse_url(url)  # its stub does not say that both may be None
+    path: bytes = parsed.path or b"/"
+    path.decode("ascii")
+    return path, parsed.query or b""
 
 
 def _decoded(part: str) -> str:
@@ -284,19 +294,19 @@ class InferHead:
     headers: list[Header]
     keep_alive: bool
     expects_continue: bool
-    _read: InferHeaders | None = None
+    _infer_headers: InferHeaders | None = None
     _varying: tuple[int, ...] = ()
 
-    def read(self) -> InferHeaders:
+    def infer_headers(self) -> InferHeaders:
         """Return the parsed headers, which are parsed once.
 
         Raises:
             ServeError: As from ``read_infer_headers``.
         """
-        read = self._read
-        if read is None:
-            read = self._read = read_infer_headers(self.headers)
-        return read
+        parsed = self._infer_headers
+        if parsed is None:
+            parsed = self._infer_headers = read_infer_headers(self.headers)
+        return parsed
 
     def without_values(self) -> "InferHead":
         """Return a copy for the cache, without the values of varying headers."""
@@ -310,14 +320,14 @@ class InferHead:
         for index, value in zip(self._varying, values, strict=True):
             headers[index] = (headers[index][0], value)
         return InferHead(
-            self.url, self.model, self.version, headers, self.keep_alive, self.expects_continue, self.read()
+            self.url, self.model, self.version, headers, self.keep_alive, self.expects_continue, self.infer_headers()
         )
 
 
 class HeadCache(dict[bytes | tuple[bytes, ...], InferHead]):
     """Cache of parsed heads by their bytes, or by the bytes around their varying values. Loop thread only.
 
-    The headers of each of them are valid: ``read`` succeeded.
+    The headers of each of them are valid: ``infer_headers`` succeeded.
     """
 
     def find(self, key: bytes, max_bytes: int) -> InferHead | None:
@@ -358,8 +368,8 @@ def _cut(key: bytes) -> tuple[tuple[bytes, ...], list[bytes]]:
     return tuple(parts), values
 
 
-def split_head(data: bytes) -> tuple[bytes, bytes] | None:
-    """Split one whole request into the key of its head and its body; None if ``data`` looks like anything else.
+def split_head(data: bytes) -> tuple[bytes, bytes]:
+    """Split one whole request into the key of its head and its body; both empty if ``data`` looks like anything else.
 
     The key is the head without the digits of the first content length. Only this length is checked: the parser may
     find no head in ``data`` at all, or several.
@@ -373,8 +383,8 @@ def split_head(data: bytes) -> tuple[bytes, bytes] | None:
             number = data[begin:end]
             if number.isdigit() and len(number) <= _MAX_DIGITS and int(number) == len(data) - body_at:
                 return data[:begin] + data[end:body_at], data[body_at:]
-            return None
-    return None
+            return b"", b""
+    return b"", b""
 
 
 def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Iterable[Header]) -> bytes:
