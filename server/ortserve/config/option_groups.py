@@ -8,9 +8,9 @@ defaults. Unset OpenTelemetry options follow the variables ``OTEL_...``, which i
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from ortserve.config.expectation import DECLARATION
 
@@ -21,22 +21,32 @@ _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 _MAX_PORT: Final = 65_535
 
 
+def _reject_empty(given: object) -> object:
+    if given == "":
+        raise ValueError("expected path, got ''")
+    return given
+
+
+OptionalPath: TypeAlias = Annotated[Path | None, BeforeValidator(_reject_empty)]
+"""A path, or None if unset. An empty text, such as of ``--infer-keys-file "$UNSET"``, is not the working directory."""
+
+
 class AccessOptions(BaseModel):
     """Keys for groups of calls. A group without a file needs no key. No option holds a key itself, only file names."""
 
     model_config = DECLARATION
 
-    infer_keys_file: Path | None = None
+    infer_keys_file: OptionalPath = None
     """File of the keys for inference, one per line, or a folder of such files, for example a mounted Kubernetes Secret.
     Empty lines and lines that begin with ``#`` are ignored. Callers send ``Authorization: Bearer KEY``, over gRPC as
     the metadata ``authorization``. Health needs no key. Unset: inference needs no key."""
-    metadata_keys_file: Path | None = None
+    metadata_keys_file: OptionalPath = None
     """File or folder of the keys for metadata, configurations, statistics, learned batch times, the repository index,
     the documentation and gRPC reflection. Unset: these calls need no key."""
-    control_keys_file: Path | None = None
+    control_keys_file: OptionalPath = None
     """File or folder of the keys for loading and unloading models, changing labels, shared memory, trace settings, log
     settings and profiling. Unset: these calls need no key."""
-    metrics_keys_file: Path | None = None
+    metrics_keys_file: OptionalPath = None
     """File or folder of the keys for the metrics port. Unset: metrics need no key."""
     keys_poll_s: float = Field(default=5.0, ge=0.01, le=3600)
     """Interval at which key files are read again. New content takes effect when a second read, at most one second
@@ -49,14 +59,14 @@ class TlsOptions(BaseModel):
 
     model_config = DECLARATION
 
-    tls_cert_file: Path | None = None
+    tls_cert_file: OptionalPath = None
     """The server's certificate in PEM, followed by its intermediate certificates. The HTTP and gRPC ports then accept
     only TLS. The TLS files are checked every second; new ones are used for new connections after two checks found the
     same content. New files that are unusable, not yet valid or expired while the old ones are valid are logged and
     ignored. Unset: no TLS."""
-    tls_key_file: Path | None = None
+    tls_key_file: OptionalPath = None
     """The private key of ``tls_cert_file`` in PEM, without a passphrase."""
-    tls_client_ca_file: Path | None = None
+    tls_client_ca_file: OptionalPath = None
     """Certificates of authorities in PEM. Clients of the HTTP and gRPC ports must present a certificate that one of
     them signed (mutual TLS). With ``grpc_transport: grpcio`` a client can resume a session after its certificate has
     expired. Unset: clients need no certificate."""
@@ -213,7 +223,7 @@ class TraceFileOptions(BaseModel):
 
     model_config = DECLARATION
 
-    trace_file: Path | None = None
+    trace_file: OptionalPath = None
     """File for traces of requests; numbered files beside it append ``.0``, ``.1``, and so on to its name. Existing
     files of these names are replaced. Clients choose which requests are traced, but not the file. Unset: requests to
     trace are rejected as ``unsupported``."""
@@ -235,7 +245,7 @@ class StoreOptions(BaseModel):
 
     model_config = DECLARATION
 
-    store_cache_dir: Path | None = None
+    store_cache_dir: OptionalPath = None
     """Folder for the files of repositories in stores; created if it is missing. Restarts and servers on the same
     machine share it. It must not be writable by others: models are code. Unset: ``ortserve/stores`` in
     ``XDG_CACHE_HOME`` or ``~/.cache``."""

@@ -24,6 +24,7 @@ from ortserve.config.option_groups import (
     AccessOptions,
     GrpcOptions,
     HttpOptions,
+    OptionalPath,
     OtlpOptions,
     StoreOptions,
     TlsOptions,
@@ -78,7 +79,7 @@ class ServerOptions(
     are loaded at the start; clients load and unload models."""
     load_model: tuple[str, ...] = ()
     """Models to load at the start in mode ``explicit``; ``*`` for all. May be repeated."""
-    state_dir: Path | None = None
+    state_dir: OptionalPath = None
     """Folder of the file that stores changes made by calls, such as labels, across restarts. Unset: ``.ortserve`` in
     the first repository, created by the first such call."""
     repository_poll_s: float = Field(default=15.0, gt=0, le=86400)
@@ -159,7 +160,7 @@ class ServerOptions(
     """Allow callers to profile models while they serve, with ``ortserve profile URL MODEL``: copies of the next batches
     run in a second session, which takes the memory of a second instance and processor time at low priority. Callers
     need a key of ``control_keys_file``, if it is set."""
-    record_dir: Path | None = None
+    record_dir: OptionalPath = None
     """Folder for recorded requests, as ``<model>/<version>/<number>.npz``; created if only its last part is missing. It
     must not be in a repository. ``record`` in a model's ``model.yaml`` turns recording on. Clients can set neither. The
     files contain the inputs that callers sent; only the server's user can read them. Up to 64 MiB of requests wait for

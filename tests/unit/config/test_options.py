@@ -155,6 +155,15 @@ def test_constrained_texts_are_rejected_with_their_expected_form(name: str, valu
     assert problems_of({name: value}) == (f"{flag}: expected {expected}, got '{value}'",)
 
 
+@pytest.mark.parametrize("name", ["infer_keys_file", "tls_cert_file", "state_dir", "record_dir", "trace_file"])
+def test_an_empty_path_is_not_the_working_directory(name: str, file: Path) -> None:
+    file.write_text(f"{name}: ''\n")
+
+    assert problems_of({name: ""}) == (f"--{name.replace('_', '-')}: expected path, got ''",)
+    assert problems_of({}, file) == (f"{file}: {name}: expected path, got ''",)
+    assert getattr(read_options({name: "."}), name) == Path()
+
+
 @pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "https://[::1]:65535", "chrome-extension://abC", ""])
 def test_origins_have_the_form_of_browsers(origin: str) -> None:
     assert read_options({"cors_origins": [origin] if origin else []}).cors_origins == ((origin,) if origin else ())
