@@ -243,13 +243,13 @@ class SharedRun:
         that was terminated before its deadline: each further run would take as long.
         """
         kind = error.kind if isinstance(error, ServeError) else None
-        by_ns, taken_ns = self._terms.finish_by_ns, self._child.timing.taken_ns
+        by_ns, taken_ns = self._terms.answer_by_ns, self._child.timing.taken_ns
         if isinstance(error, RunTimeoutError) and (by_ns is None or self._runs.clock() < by_ns):
             kind = None
         late: list[_Joined] = []
         failed: list[InflightRequest] = []
         for one in waiting:
-            has_more_time = by_ns is not None and one.terms.finish_by_ns != by_ns
+            has_more_time = by_ns is not None and one.terms.answer_by_ns != by_ns
             is_late = kind is ErrorKind.DEADLINE or (kind is ErrorKind.OVERLOADED and has_more_time)
             if is_late and one.request is not self._first:
                 late.append(one)

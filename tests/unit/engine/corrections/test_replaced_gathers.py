@@ -18,7 +18,9 @@ TEXTS = np.array([f"ä{number}" for number in range(24)], object).reshape(2, 3, 
 
 
 def write(folder: Path, inputs: str, nodes: str, opset: int = 21, **constants: np.ndarray) -> Path:
-    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}, "ai.onnx.ml": 2]> m ({inputs}) => (string y) {{ {nodes} }}')
+    model = parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": {opset}, "ai.onnx.ml": 2]> m ({inputs}) => (string y) {{ {nodes} }}'
+    )
     model.graph.output[0].type.tensor_type.ClearField("shape")
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
     onnx.save(model, str(folder / "model.onnx"))

@@ -69,16 +69,16 @@ async def answer_later(request: pb.ServerLiveRequest) -> Message:
     return answer(request)
 
 
-def parse(data: bytes) -> Message:
+def parse(data: bytes | memoryview) -> Message:
     return parse_message(pb.ServerLiveRequest, data)
 
 
-async def parse_later(data: bytes) -> Message:
+async def parse_later(data: bytes | memoryview) -> Message:
     await asyncio.sleep(0)
     return parse(data)
 
 
-async def chained(data: bytes) -> Message:
+async def chained(data: bytes | memoryview) -> Message:
     try:
         return parse(data)
     except ServeError as error:
