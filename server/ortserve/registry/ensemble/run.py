@@ -144,7 +144,8 @@ class EnsembleRun:
         """End the sequence in the members that must not continue it, because this request failed or was cancelled.
 
         Otherwise later requests would find states without this request, or, if it was sent again, with it twice. A
-        cancelled request is not sent again, so states that include it stay, as in a model with sequences.
+        cancelled request is not sent again, so states that include it stay, as in a model with sequences. If a start
+        fails, those behind it must not run on the states before it.
 
         Args:
             why: Kind of the error.
@@ -155,7 +156,7 @@ class EnsembleRun:
             return
         numbers: Collection[int] = ()
         begun_ns: int | None = None
-        if why is not ErrorKind.CANCELLED and self._reached:
+        if why is not ErrorKind.CANCELLED and (self._reached or part.is_start):
             numbers = self._sequenced
             if part.is_end:
                 # It has ended the sequence where it succeeded. Another one may have begun since, in any member.

@@ -330,6 +330,21 @@ async def test_a_last_request_that_fails_ends_no_sequence_that_a_client_has_begu
 
 
 @virtual(slots=(8, 8))
+async def test_a_start_that_fails_before_its_members_ends_the_sequence_that_it_would_begin_anew(stage: Stage) -> None:
+    stage.submit("nested", 1, "S")
+    await stage.answer("last", "a", "last", "b")
+    failed = stage.submit("nested", 1, "S")
+    behind = stage.submit("nested", 1)
+    stage.models["last"].take().fail(ServeError(ErrorKind.INVALID_INPUT, "no"))
+    with pytest.raises(ServeError, match="no"):
+        failed.take_outputs()
+    await asyncio.sleep(0)
+    await stage.answer("last")
+    with pytest.raises(ServeError, match="must specify the START flag"):
+        behind.take_outputs()
+
+
+@virtual(slots=(8, 8))
 async def test_a_request_whose_turn_has_come_runs_past_its_deadline(stage: Stage) -> None:
     """The wait for earlier requests ends at the deadline. A run continues, as in a model with sequences."""
     stage.submit("chain", 1, "S")
