@@ -1,5 +1,6 @@
 """Profiles of a running server: answers stay correct, and every limit has a clear error."""
 
+import asyncio
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from held_files import held_file
 from models import builders
 from ortserve.cli.main import run_tool
 from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
@@ -249,3 +251,16 @@ def test_stop_of_the_server_ends_a_profile(repository: Path) -> None:
         answer = first.result(LONG_S)
     assert (answer.status_code, "the server is stopping" in answer.text) == (503, True)
     assert "drain timed out" not in server.output
+
+
+def test_stop_of_the_server_waits_for_no_session_of_a_profile(tmp_path: Path) -> None:
+    file = add_model(tmp_path, "mlp", builders.mlp) / "1" / "model.onnx"
+    flags = ("--profiling", "--drain-timeout-s", "1", *SHORT_WARMUP)
+    with ThreadPoolExecutor(1) as pool, serving(tmp_path, *flags) as server, held_file(file) as held:
+        first = begin_profile(pool, server, "mlp")
+        with httpx.Client(timeout=LONG_S) as client:
+            ask(client, server, "mlp", np.zeros((1, 64), np.float32))
+        asyncio.run(asyncio.wait_for(held.wait(), LONG_S))
+        server.stop()
+        answer = first.result(LONG_S)
+    assert (answer.status_code, "the server is stopping" in answer.text) == (503, True)

@@ -9,7 +9,6 @@ import contextlib
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from ortserve.clock import Clock
 from ortserve.config.options import ServerOptions
 from ortserve.config.session import FILE_ENTRIES
 from ortserve.core.batch import Batch, shallow_bytes
+from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.placement import profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
@@ -135,18 +135,23 @@ class ProfilingService:
             await present.keep(timeout_s)
             loop = asyncio.get_running_loop()
             # A thread of its own, because its low priority lasts until it ends.
-            thread = ThreadPoolExecutor(1, thread_name_prefix="profile")
+            thread = ThreadPool(1, "profile")
             running = thread.submit(present.run)
             thread.shutdown(wait=False)
         except BaseException:
             self._present = None
             raise
         running.add_done_callback(partial(self._free, loop))
+        answer = asyncio.wrap_future(running)
         try:
-            return await asyncio.wrap_future(running)
+            await asyncio.wait({answer, present.stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise present.stop_error()
+            return answer.result()
         except OSError as error:
             raise ServeError(ErrorKind.INTERNAL, f"the trace cannot be written: {error.strerror}") from error
         finally:
+            answer.cancel()
             present.stop("the caller disconnected")  # the thread ends after its present run
 
     def _free(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
@@ -173,11 +178,19 @@ class _Profile:
         """Set when no further batch is kept. The next two attributes give the reason, if too few requests were kept."""
         self._ended_because, self._kind = "", ErrorKind.NOT_READY
         self._stopped_because = ""
+        self.stopped: Final = asyncio.get_running_loop().create_future()
+        """Done when the profile was ended, while its thread may still be in a run."""
 
     def stop(self, reason: str) -> None:
         """End the profile. The next run of its thread fails."""
         self.end(reason)
         self._stopped_because = reason
+        if not self.stopped.done():
+            self.stopped.set_result(None)
+
+    def stop_error(self) -> ServeError:
+        """The error of a profile that was ended. Any thread."""
+        return ServeError(ErrorKind.NOT_READY, f"the profile was ended: {self._stopped_because}")
 
     async def keep(self, timeout_s: float) -> None:
         """Keep the next batches of the model.
@@ -297,7 +310,7 @@ class _Profile:
     def _run(self, batches: PlainBatches, batch: Batch) -> tuple[int, int]:
         """The wall time and the processor time of a run."""
         if self._stopped_because:
-            raise ServeError(ErrorKind.NOT_READY, f"the profile was ended: {self._stopped_because}")
+            raise self.stop_error()
         began_cpu_ns = time.thread_time_ns()
         try:
             result, _ = batches.run(batch)
