@@ -372,13 +372,20 @@ def test_impossible_rollouts_are_refused(
 def test_rollout_of_the_file_begins_once_and_its_end_survives_a_restart(tmp_path: Path) -> None:
     add_model(tmp_path, "m", builders.identity)
     folder = add_model(tmp_path, "m", builders.unnamed_dims, version=2)
+    add_model(tmp_path, "m", builders.identity, version=3)
     rules = "{min_requests: 10, max_disagreement: 0}"
-    (folder / "model.yaml").write_text(f"labels: {{stable: 1}}\nrollout: {{candidate: 2, share: 1, rules: {rules}}}\n")
+    rollout = f"{{candidate: 2, share: 1, rules: {rules}}}"
+    (folder / "model.yaml").write_text(f"version_policy: {{all: true}}\nlabels: {{stable: 1}}\nrollout: {rollout}\n")
     with serving(tmp_path, *SHORT_WARMUP) as server, calling(server, "m") as caller:
         assert "got 1 of 1 requests" in ended(server, "m", caller)["reason"]
     with serving(tmp_path, *SHORT_WARMUP) as server, calling(server, "m") as caller:
         assert rollout_of(server, "m")["rollout"] is None
         assert rollout_of(server, "m")["ended"]["result"] == "rolled_back"
+        asked(server, "PUT", "m/rollout", candidate=3).raise_for_status()
+        asked(server, "DELETE", "m/rollout").raise_for_status()
+        assert (rollout_of(server, "m")["rollout"], caller.ask()[0]) == (None, "1")
+    with serving(tmp_path, *SHORT_WARMUP) as server, calling(server, "m") as caller:
+        assert rollout_of(server, "m")["rollout"] is None
         start(server, "m", mode="canary", share=1)
         assert caller.ask()[0] == "2"
     with serving(tmp_path, *SHORT_WARMUP) as server, calling(server, "m") as caller:

@@ -72,8 +72,7 @@ class Labels:
         state, given = self._state.of(name), self._rollouts.get(name)
         if state.rollout is not None:
             return state.rollout
-        has_ended = given is not None and state.ended is not None and state.ended.candidate == given.candidate
-        return None if has_ended else given
+        return None if given is not None and state.has_tried(given.candidate) else given
 
     def named_versions(self, name: str) -> frozenset[int]:
         """The versions of a model that calls or its configuration name, by labels or a rollout. Any thread."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,8 @@ FILE_NAME: Final = "state.json"
 
 _MAX_BYTES: Final = 16 * 1024 * 1024
 _MAX_MODELS: Final = 16_384
+_MAX_TRIED: Final = 64
+"""Maximum number of ended rollouts of a model, beside the last one, whose candidates are known: the highest."""
 _LOCK_WAIT_S: Final = 5.0
 _LOCK_RETRY_S: Final = 0.02
 """Interval between two attempts. Another server holds the lock for the duration of one write."""
@@ -64,12 +66,30 @@ class ModelState:
         previous: The version that was ``stable`` before the last promotion; None before the first promotion.
         rollout: Rollout that a call started. It takes precedence over that of ``model.yaml``.
         ended: How the last rollout ended. An ended rollout does not restart by itself.
+        tried: The candidates of rollouts that ended before, ascending.
     """
 
     labels: Mapping[str, int] = field(default_factory=dict)
     previous: int | None = None
     rollout: RolloutOptions | None = None
     ended: EndedRollout | None = None
+    tried: tuple[int, ...] = ()
+
+    def has_tried(self, candidate: int) -> bool:
+        """Whether a rollout of a candidate has ended, and no call has started another one since."""
+        return candidate in self.tried or (self.ended is not None and self.ended.candidate == candidate)
+
+    def with_rollout(self, rollout: RolloutOptions) -> "ModelState":
+        """The state after a call has started a rollout."""
+        return replace(self, rollout=rollout, ended=None, tried=self._tried_except(rollout.candidate))
+
+    def with_end(self, ended: EndedRollout) -> "ModelState":
+        """The state after the rollout has ended."""
+        return replace(self, rollout=None, ended=ended, tried=self._tried_except(ended.candidate))
+
+    def _tried_except(self, candidate: int) -> tuple[int, ...]:
+        known = self.tried if self.ended is None else (*self.tried, self.ended.candidate)
+        return tuple(sorted({*known} - {candidate})[-_MAX_TRIED:])
 
     @property
     def versions(self) -> frozenset[int]:
@@ -201,17 +221,20 @@ def _state_of(name: str, given: Any) -> ModelState:
         or not (previous is None or _is_version(previous))
     ):
         raise ValueError(f"expected labels with versions of model '{name}', got {given!r:.200}")
-    rollout, ended = given.get("rollout"), given.get("ended")
+    rollout, ended, tried = given.get("rollout"), given.get("ended"), given.get("tried", [])
     if any(not isinstance(part, dict | None) for part in (rollout, ended)) or (
         ended is not None and not _is_version(ended.get("candidate"))
     ):
         raise ValueError(f"expected a rollout, and the end of one, of model '{name}', got {given!r:.200}")
+    if not isinstance(tried, list) or not all(map(_is_version, tried)):
+        raise ValueError(f"expected the candidates of ended rollouts of model '{name}', got {given!r:.200}")
     try:
         return ModelState(
             labels,
             previous,
             None if rollout is None else make_rollout_options(rollout),
             None if ended is None else EndedRollout(ended["candidate"], str(ended["result"]), str(ended["reason"])),
+            tuple(tried),
         )
     except (ServeError, LookupError) as error:
         raise ValueError(f"model '{name}': {error!s:.200}") from None
@@ -224,7 +247,8 @@ def _is_version(value: Any) -> bool:
 def _document(state: ModelState) -> dict[str, Any]:
     rollout = None if state.rollout is None else state.rollout.model_dump(mode="json")
     ended = None if state.ended is None else asdict(state.ended)
-    return {"labels": dict(state.labels), "previous": state.previous, "rollout": rollout, "ended": ended}
+    document = {"labels": dict(state.labels), "previous": state.previous, "rollout": rollout, "ended": ended}
+    return document | ({"tried": state.tried} if state.tried else {})
 
 
 def _change(folder: Path, model: str, state: ModelState, timed_out: threading.Event) -> None:

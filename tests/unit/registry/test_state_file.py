@@ -13,9 +13,10 @@ import pytest
 
 from apart import UnavailableError
 from hung_folders import hung
+from ortserve.config.rollout import RolloutOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry import state_file
-from ortserve.registry.state_file import FILE_NAME, NOTHING_CHANGED, ModelState, StateFile
+from ortserve.registry.state_file import FILE_NAME, NOTHING_CHANGED, EndedRollout, ModelState, StateFile
 
 LABELLED = ModelState({"stable": 1})
 
@@ -38,6 +39,19 @@ async def test_half_of_a_file_that_a_killed_server_left_is_ignored_and_replaced(
     await state.put("n", LABELLED)
     assert not (tmp_path / f".{FILE_NAME}.new").exists()
     assert set(StateFile(tmp_path).models()) == {"m", "n"}
+
+
+async def test_candidates_of_ended_rollouts_are_known_after_a_restart_until_a_call_tries_them_again(
+    tmp_path: Path,
+) -> None:
+    state = ModelState()
+    for candidate in (2, 3, 2, 4):
+        state = state.with_end(EndedRollout(candidate, "stopped", "by a call"))
+    await StateFile(tmp_path).put("m", state)
+    state = StateFile(tmp_path).of("m")
+    assert [state.has_tried(version) for version in (1, 2, 3, 4)] == [False, True, True, True]
+    again = state.with_rollout(RolloutOptions(candidate=3))
+    assert [again.has_tried(version) for version in (1, 2, 3, 4)] == [False, True, False, True]
 
 
 async def test_change_is_refused_while_another_server_holds_the_lock(

@@ -110,7 +110,7 @@ class RolloutService:
             if problem := self._problem(model, options):
                 raise ServeError(ErrorKind.CONFLICT, problem)
             state = self._registry.state_of(model)
-            await self._registry.change_state(model, replace(state, rollout=options, ended=None))
+            await self._registry.change_state(model, state.with_rollout(options))
         return self.read(model)
 
     async def stop(self, model: str) -> RolloutStatus:
@@ -166,8 +166,7 @@ class RolloutService:
 
     async def _end(self, model: str, ended: EndedRollout) -> None:
         """Store the end of a rollout and, if it promotes, the label. The caller holds the model's lock."""
-        state = self._registry.state_of(model)
-        state = replace(state, rollout=None, ended=ended)
+        state = self._registry.state_of(model).with_end(ended)
         if ended.result == "promoted":
             previous = self._labels.replaced_by(model, ended.candidate)
             state = replace(state, labels={**state.labels, STABLE: ended.candidate}, previous=previous)
