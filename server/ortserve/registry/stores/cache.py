@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -118,12 +118,23 @@ class StoreCache:
             raise StoreError(f"the cache cannot be used: {error.strerror}") from None
 
     @contextmanager
-    def room(self, needed: int) -> Iterator[None]:
+    def room(self, needed: int) -> Iterator[Callable[[int], None]]:
         """Remove the least recently used contents until ``needed`` bytes fit, and reserve them within the context.
+
+        Yields a function that gives back bytes of the reservation, for a file that is about to become a content. Any
+        thread.
 
         Raises:
             StoreError: Contents in use leave too little room, or the disk is full.
         """
+        left = needed
+
+        def give_back(nbytes: int) -> None:
+            nonlocal left
+            with self._lock:
+                left -= nbytes
+                self._promised -= nbytes
+
         with self._lock:
             self._promised += needed
             try:
@@ -132,10 +143,9 @@ class StoreCache:
                 self._promised -= needed
                 raise
         try:
-            yield
+            yield give_back
         finally:
-            with self._lock:
-                self._promised -= needed
+            give_back(left)
 
     def _make_room(self) -> None:
         found = sorted(self._read_contents(), key=lambda status: status[1].st_atime_ns)

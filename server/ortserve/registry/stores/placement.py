@@ -205,21 +205,26 @@ class Placer:
         if placement.is_offline:
             raise StoreError(f"the store cannot be listed, and the cache lacks {len(missing)} of its files")
         size = sum(one.size for one in missing)
-        with self._cache.room(size):
+        with self._cache.room(size) as give_back:
             self._progress.begin(size)
             try:
-                self._fetch_all(placement, missing)
+                self._fetch_all(placement, missing, give_back)
             finally:
                 self._progress.end()
 
-    def _fetch_all(self, placement: Placement, objects: Collection[StoredObject]) -> None:
-        """Fetch objects concurrently. Raises the first error when the fetches that have begun are over."""
+    def _fetch_all(
+        self, placement: Placement, objects: Collection[StoredObject], give_back: Callable[[int], None]
+    ) -> None:
+        """Fetch objects concurrently. Raises the first error when the fetches that have begun are over.
+
+        ``give_back`` gives back the room that is reserved for a file, before the file is added to the contents.
+        """
         waiting = iter(objects)
         running: set[Future[None]] = set()
         error: BaseException | None = None
         while True:
             while error is None and len(running) < _FILES_OF_ONE_MODEL and (one := next(waiting, None)) is not None:
-                running.add(self._files.submit(self._fetch, placement, one))
+                running.add(self._files.submit(self._fetch, placement, one, give_back))
             if not running:
                 break
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -227,7 +232,7 @@ class Placer:
         if error is not None:
             raise error
 
-    def _fetch(self, placement: Placement, one: StoredObject) -> None:
+    def _fetch(self, placement: Placement, one: StoredObject, give_back: Callable[[int], None]) -> None:
         """Fetch an object. Its digest, if it has one, is that of the content."""
         placement.check()
         file = self._cache.new_path()
@@ -242,6 +247,7 @@ class Placer:
             )
         except StoreError as error:
             raise StoreError(f"{one.path}: {error.message}", is_final=error.is_final) from None
+        give_back(one.size)
         self._cache.add(file, digest, placement.tree / one.path)
         self._on_digest(one, digest)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fakes.store import StoreInMemory
+from http_wire import wait_until
 from ortserve.config.model import LoadOptions
 from ortserve.registry.stores import mirrors
 from ortserve.registry.stores.cache import StoreCache
@@ -260,6 +261,20 @@ def test_fetch_that_takes_long_delays_no_other_model(tmp_path: Path) -> None:
     assert not (lab.mirror.folder / "a").exists()
     is_over.set()
     wait([slow])
+
+
+def test_fetched_file_takes_its_room_once_while_other_files_of_its_model_arrive(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=bytes(400)), max_bytes=1000)
+    lab.store.files["a/1/weights"] = bytes(range(250))
+    lab.store.slow["a/1/weights"] = is_over = threading.Event()
+    (slow,) = lab.poll()
+    wait_until(lambda: lab.cache.size_bytes() == 400)
+    lab.store.files["b/1/model.onnx"] = bytes(300)
+    (quick,) = lab.poll()
+    wait([quick])
+    is_over.set()
+    wait([slow])
+    assert problems(lab) == {}
 
 
 def test_upload_replaces_the_fetch_of_the_one_before_it(tmp_path: Path) -> None:
