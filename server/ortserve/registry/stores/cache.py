@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 from typing import Final
 
 from ortserve.errors import invalid_input
@@ -148,7 +149,7 @@ class StoreCache:
             give_back(left)
 
     def _make_room(self) -> None:
-        found = sorted(self._read_contents(), key=lambda status: status[1].st_atime_ns)
+        found = sorted(_read(self._contents), key=lambda status: status[1].st_atime_ns)
         excess = sum(status.st_size for _, status in found) + self._promised - self.max_bytes
         for path, status in found:
             if excess <= 0:
@@ -158,18 +159,13 @@ class StoreCache:
                 excess -= status.st_size
         if excess > 0:
             raise StoreError(f"store_cache_bytes: expected {excess} bytes more than {self.max_bytes} for files in use")
-        if (free := shutil.disk_usage(self._contents).free) < self._promised:
-            raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised} bytes")
+        arrived = sum(status.st_size for path, status in _read(self._incoming) if S_ISREG(status.st_mode))
+        if (free := shutil.disk_usage(self._contents).free) < self._promised - arrived:
+            raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised - arrived} bytes")
 
     def size_bytes(self) -> int:
         """Size of all contents together."""
-        return sum(status.st_size for _, status in self._read_contents())
-
-    def _read_contents(self) -> Iterator[tuple[Path, os.stat_result]]:
-        with os.scandir(self._contents) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    yield Path(entry.path), entry.stat(follow_symlinks=False)
+        return sum(status.st_size for _, status in _read(self._contents))
 
     def read_listing(self, url: str) -> dict[str, StoredObject]:
         """Read the last listing of a repository that any process wrote, by path. Empty if there is none."""
@@ -209,6 +205,14 @@ def digest_of(path: Path) -> str:
     """The SHA-256 digest of a file."""
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _read(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The entries of a folder, as they are found."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                yield Path(entry.path), entry.stat(follow_symlinks=False)
 
 
 def _lock_view(views: Path) -> Path:

@@ -1,10 +1,12 @@
 """Mirrors and caches with a store in memory and virtual time: retries, eviction, damaged and offline caches."""
 
 import hashlib
+import shutil
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -275,6 +277,19 @@ def test_fetched_file_takes_its_room_once_while_other_files_of_its_model_arrive(
     is_over.set()
     wait([slow])
     assert problems(lab) == {}
+
+
+def test_bytes_that_have_arrived_need_no_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = StoreCache(tmp_path / "cache", 1000)
+    free = 200
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with cache.room(150):
+        cache.new_path().write_bytes(bytes(100))
+        free -= 100
+        with cache.room(50):
+            pass
+        with pytest.raises(StoreError, match="has 100 bytes free: expected 101 bytes"), cache.room(51):
+            pass
 
 
 def test_upload_replaces_the_fetch_of_the_one_before_it(tmp_path: Path) -> None:
