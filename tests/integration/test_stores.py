@@ -26,6 +26,7 @@ from archives import file_site, write_archive
 from azure_server import AzureServer
 from encodings_of_requests import grpc_raw, rest_json
 from google_server import GoogleServer
+from http_wire import wait_until
 from hung_folders import hung
 from models import builders
 from s3_server import ACCESS_KEY, SECRET_KEY, FaultyProxy, MotoServer, S3Server, s3_behind_proxy, upload
@@ -370,6 +371,33 @@ def test_two_servers_share_a_cache_whose_bound_evicts_only_unused_files(lab: Lab
     contents = list((lab.folder / "cache-shared" / "contents").iterdir())
     assert sum(content.stat().st_size for content in contents) <= most
     assert not list((lab.folder / "cache-shared" / "views").iterdir())
+
+
+def test_server_that_is_killed_in_a_fetch_leaves_what_others_use_in_a_shared_cache(lab: Lab, tmp_path: Path) -> None:
+    bucket = lab.bucket("killed")
+    upload(bucket, version(tmp_path, "m", 1, 1))
+    views = lab.folder / "cache-killed" / "views"
+    slow = (*POLL, "--store-timeout-s", "60")
+    with lab.serving("killed", *slow) as first:
+        with starting(*lab.flags("killed", *slow), env=lab.proxy.environment) as second:
+            second.wait_until_loaded()
+            lab.proxy.fault = "pause"
+            upload(bucket, version(tmp_path, "m", 2, 2))
+            # Both servers fetch the same file.
+            wait_until(lambda: lab.proxy.paths.count("/killed/models/m/2/model.onnx") >= 2)
+        assert len(list(views.iterdir())) == 4, "two views and their locks"
+        lab.proxy.fault = "cut"
+        upload(bucket, version(tmp_path, "m", 3, 3))
+        first.wait_for_line("its files cannot be fetched", "its content ended early")
+        lab.proxy.fault = ""
+        upload(bucket, version(tmp_path, "m", 4, 4))
+        wait_for_answer(first, 4)
+        lab.proxy.paths.clear()
+        with lab.serving("killed", *slow) as third:
+            assert (answer_of(first), answer_of(third)) == (4, 4)
+            assert len(list(views.iterdir())) == 4
+        assert [path for path in lab.proxy.paths if "list-type" not in path] == []
+    assert not list(views.iterdir())
 
 
 CHAIN = """
