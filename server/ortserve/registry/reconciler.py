@@ -43,8 +43,7 @@ class Reconciler:
     ) -> None:
         """Change nothing yet.
 
-        ``sources`` has the source of the latest load of each model, failed or not, except of files from a client that
-        failed, which are deleted. Only this class writes to it.
+        ``sources`` has the source of the latest load of each model, as in ``Registry``. Only this class writes to it.
         ``on_versions`` is called with a model whose versions, configuration, labels or rollout may have changed.
         """
         self._loop = asyncio.get_running_loop()
@@ -148,6 +147,7 @@ class Reconciler:
         *,
         is_forced: bool = False,
         is_awaited: bool = False,
+        is_by_client: bool = False,
     ) -> list[str]:
         """Load and drain versions of a model until those of ``source`` serve. The caller holds the model's lock.
 
@@ -156,6 +156,7 @@ class Reconciler:
             applied: Ensembles that need no reconnection, because the caller loads them after the model anyway.
             is_forced: Whether to load the model even if it could be loaded on demand.
             is_awaited: Whether requests may wait for the load.
+            is_by_client: Whether a client sent the configuration: if all loads fail, the source before stays in effect.
 
         Returns:
             The version and the reason of each failed load. If any load failed, the previous loads of these versions
@@ -173,7 +174,8 @@ class Reconciler:
             await self._reconnect(name)
             return [source.problem]
         labels = self._catalog.labels(name)
-        self._labels.follow(name)  # Before the first load of a model, so that no other version answers during the load.
+        if not (is_by_client and self._catalog.ready(name)):
+            self._labels.follow(name)  # Before the first load, so that no other version answers during the load.
         if self._catalog.labels(name) != labels:
             await self._follow(name, applied, loads=False)
         if not is_forced and self.waits_for_request(source):
@@ -187,16 +189,15 @@ class Reconciler:
             if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
         )
         if self.waits_for_request(source):
-            # The new load continues the metric series, once the evicted version has ended.
-            await self._draining.wait(name)
+            await self._draining.wait(name)  # The new load continues the metric series of the evicted version.
         serving = self._catalog.ready(name)
         changes = self._plan(source)
         unwanted = set(changes.retire) - self._labels.named_versions(name)
         for record in serving:
             record.reason, record.is_unwanted = "", record.version in unwanted
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
-        if before is not None and source.is_sent and len(self._plan(source).load) == len(source.versions):
-            self._sources[name] = before  # All its versions failed, and its files are deleted.
+        if before is not None and is_by_client and len(self._plan(source).load) == len(source.versions):
+            self._sources[name] = before
         self._labels.follow(name)
         self._on_versions(name)
         if not failures:
@@ -223,8 +224,7 @@ class Reconciler:
         if versions:
             log_without_effect(name, source.without_effect)
         failed = self._known_failures(source) if is_awaited else {}
-        due = [version for version in versions if version not in failed]
-        incoming = self._versions.announce(source, due, is_awaited=is_awaited)
+        incoming = self._versions.announce(source, sorted({*versions} - failed.keys()), is_awaited=is_awaited)
         self._on_versions(name)  # A rollout that the source lacks must not last until the loads have ended.
         failures = [_failure(version, reason) for version, reason in failed.items()] + [
             _failure(record.version, reason) for record in incoming if (reason := await self._versions.load(record))

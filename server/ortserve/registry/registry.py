@@ -104,7 +104,7 @@ class Registry:
         )
         self._changes = Changes()
         self._sources: dict[str, ModelSource] = {}
-        """The source of the latest load of each model, failed or not, except of files from a client that failed."""
+        """The source of the latest load of each model, failed or not. A failed load by a client leaves it as it was."""
         state = state or StateFile(None)
         state.on_change = self._on_state
         self._labels = Labels(self._catalog, self._sources, state)
@@ -299,7 +299,8 @@ class Registry:
                         raise load_failure(name, f"its load was cancelled: {_UNLOADED}")
                     if closure or not self._reconciler.missing_members(source):
                         (source,) = reject_cycles([source], self._sources | closure)
-                        failures = await self._reconciler.apply(source, is_forced=True)
+                        is_by_client = config is not None
+                        failures = await self._reconciler.apply(source, is_forced=True, is_by_client=is_by_client)
                         if self._sources[name].is_sent:
                             self._versions.withdraw(name)
                         break

@@ -1177,6 +1177,24 @@ async def test_pipe_in_place_of_a_file_fails_its_model_and_is_not_awaited(
         await asyncio.wait_for(registry.load("m"), 30)
 
 
+async def test_failed_load_with_a_configuration_of_a_client_changes_no_label_and_no_rollout(
+    tmp_path: Path, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests without a version would be answered by the highest one from then on."""
+    put(tmp_path, builders.identity, "m", 1)
+    put(
+        tmp_path, builders.identity, "m", 2, "version_policy: {all: true}\nlabels: {stable: 1}\nrollout: {candidate: 2}"
+    )
+    registry = await load()
+    caplog.clear()
+    with pytest.raises(ServeError, match="unexpected inference input 'z'"):
+        await registry.load("m", config='{"input": [{"name": "z", "data_type": "TYPE_FP32", "dims": [4]}]}')
+    assert registry.labels("m") == {"stable": 1}
+    assert registry.find("m", "").version == "1"
+    assert registry.rollout("m") is not None
+    assert "labels changed" not in caplog.text, "not even during the load"
+
+
 @pytest.mark.parametrize("held", ["model.onnx", "labels.txt", "ensemble"])
 async def test_load_whose_file_does_not_answer_is_given_up_and_delays_no_other(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, held: str
