@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from ortserve._pb import management_pb2 as pb
 from ortserve._pb import shared_memory_pb2 as memory_pb
+from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.grpc_infer import require_version
 from ortserve.codecs.grpc_load import parse_load
 from ortserve.codecs.json_text import LoadParameter
@@ -52,9 +53,10 @@ class ManagementCalls:
 
     async def _load(self, data: bytes | memoryview) -> Message:
         with self._admission.reserve(len(data)):
-            request, files = parse_load(data)
+            is_short = len(data) <= INLINE_BYTES
+            request, parameters = _parse_load(data) if is_short else await asyncio.to_thread(_parse_load, data)
             _require_no_repository(request.repository_name)
-            await self._repository.load(request.model_name, {**_parameters(request.parameters), **files})
+            await self._repository.load(request.model_name, parameters)
         return pb.RepositoryModelLoadResponse()
 
     async def _unload(self, request: pb.RepositoryModelUnloadRequest) -> Message:
@@ -145,6 +147,12 @@ def _system_regions(known: Sequence[RegionStatus]) -> Message:
 def _require_no_repository(name: str) -> None:
     if name:
         raise ServeError(ErrorKind.UNSUPPORTED, "'repository_name' specification is not supported")
+
+
+def _parse_load(data: bytes | memoryview) -> tuple[pb.RepositoryModelLoadRequest, dict[str, LoadParameter]]:
+    """Return a load request and its parameters. Raises ServeError: invalid_input."""
+    request, files = parse_load(data)
+    return request, {**_parameters(request.parameters), **files}
 
 
 def _parameters(given: Mapping[str, pb.ModelRepositoryParameter]) -> dict[str, LoadParameter]:
