@@ -12,6 +12,10 @@ from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.config.expectation import did_you_mean
 from ortserve.errors import invalid_input
 
+MAX_JSON_LENGTH: Final = 2 * 1024 * 1024
+"""Maximum length of a configuration as JSON, whose parser holds the interpreter lock. The configuration of 2,048 inputs
+and as many outputs has half of it."""
+
 _UNKNOWN_FIELD: Final = re.compile(r'Message type "(?P<message>[\w.]+)" has no field named "(?P<field>\w+)"')
 
 
@@ -35,8 +39,11 @@ def parse_config_json(text: str | bytes) -> ModelConfig:
     """Parse the proto3 JSON of a configuration. Integers may be texts; names may be ``snake_case`` or ``camelCase``.
 
     Raises:
-        ServeError: invalid_input for a text that is not a JSON object, an unknown field, or an invalid value.
+        ServeError: invalid_input for a text that is too long or not a JSON object, an unknown field, or an invalid
+            value.
     """
+    if len(text) > MAX_JSON_LENGTH:
+        raise invalid_input(f"config: expected at most {MAX_JSON_LENGTH} characters, got {len(text)}")
     if text.lstrip()[:1] not in ("{", b"{"):  # protobuf reads an empty list or text as an empty configuration
         raise invalid_input(f"config: expected a JSON object, got {text[:40]!r}")
     try:

@@ -248,7 +248,7 @@ class ModelOptions(LoadOptions):
     model."""
     version_policy: VersionPolicy = Field(
         default=LatestVersions(latest=1),
-        json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
+        json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}, at most 1024 versions"},
     )
     """Served versions: the ``n`` highest, all, or the listed ones. Versions that labels name are served in addition."""
     labels: Mapping[Label, Version] = Field(

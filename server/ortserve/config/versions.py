@@ -9,6 +9,9 @@ from ortserve.core.version_names import LABEL_FORM, MAX_VERSION, is_label
 MAX_LABELS: Final = 64
 """Maximum number of labels of one model."""
 
+MAX_SPECIFIC: Final = 1024
+"""Maximum number of versions that a policy names. Each missing one is a failed version, which a load reports."""
+
 Version: TypeAlias = Annotated[int, Field(ge=1, le=MAX_VERSION)]
 """The number of a version."""
 
@@ -34,7 +37,7 @@ class SpecificVersions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    specific: tuple[Version, ...] = Field(min_length=1)
+    specific: tuple[Version, ...] = Field(min_length=1, max_length=MAX_SPECIFIC)
 
 
 VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions

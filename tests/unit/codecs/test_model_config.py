@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.model_config import config_json, parse_config_json, parse_config_text, set_fields
+from ortserve.codecs.model_config import MAX_JSON_LENGTH, config_json, parse_config_json, parse_config_text, set_fields
 from ortserve.errors import ErrorKind, ServeError
 
 # The example of the protocol's text, complete for one batching model.
@@ -84,6 +84,13 @@ def test_shown_configuration_can_be_read_again() -> None:
     assert parse_config_json(json.dumps(config_json(parse(EXAMPLE)))) == parse(EXAMPLE)
 
 
+def test_shown_configuration_of_thousands_of_tensors_is_half_as_long_as_the_longest() -> None:
+    tensors = "".join(f'{kind} {{ name: "{kind}_{n:04d}" }}' for kind in ("input", "output") for n in range(2048))
+    text = json.dumps(config_json(parse(tensors)))
+    assert len(text) < MAX_JSON_LENGTH / 2
+    assert len(parse_config_json(text).input) == 2048
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -98,6 +105,7 @@ def test_shown_configuration_can_be_read_again() -> None:
         (b"null", "expected a JSON object"),
         ("", "expected a JSON object"),
         ('{"input":' * 5000, "JSON"),
+        ("{}".ljust(MAX_JSON_LENGTH + 1), "expected at most 2097152 characters, got 2097153"),
         ('{"parameters": {"a": null}}', "parameters"),
         ('{"dynamic_batching": {}, "sequence_batching": {}}', "scheduling_choice"),
     ],

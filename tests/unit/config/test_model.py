@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -12,6 +13,7 @@ from ortserve.config.versions import AllVersions, LatestVersions, SpecificVersio
 from ortserve.errors import ErrorKind, ServeError
 
 DEFAULTS = ServerOptions(execution_providers=("cuda", "cpu"), max_rows=16, warmup_s=1.5)
+POLICIES: Final = "{latest: n}, {all: true} or {specific: [n, ...]}, at most 1024 versions"
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
         *(
             (
                 f"version_policy: {policy}",
-                f"version_policy: expected {{latest: n}}, {{all: true}} or {{specific: [n, ...]}}, got {got}",
+                f"version_policy: expected {POLICIES}, got {got}",
             )
             for policy, got in [
                 ("{latest: 1, all: true}", "{'latest': 1, 'all': True}"),
@@ -109,6 +111,14 @@ def test_bad_key_is_reported_with_the_files_name_but_not_its_folder(file: Path, 
 
     assert raised.value.kind is ErrorKind.INVALID_INPUT
     assert raised.value.message == f"model.yaml: {problem}"
+
+
+def test_policy_names_at_most_1024_versions(file: Path) -> None:
+    file.write_text(f"version_policy: {{specific: {list(range(1, 1025))}}}")
+    assert load_model_options(file, DEFAULTS).version_policy == SpecificVersions(specific=tuple(range(1, 1025)))
+    file.write_text(f"version_policy: {{specific: {list(range(1, 1026))}}}")
+    with pytest.raises(ServeError, match="at most 1024 versions"):
+        load_model_options(file, DEFAULTS)
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"- a", b"\x00", b"\xff\xfe\xff"])
