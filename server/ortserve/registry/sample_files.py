@@ -7,11 +7,10 @@ a whole tensor of another model. Golden samples and the tools use this module.
 import math
 import zlib
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
 from typing import Final
-from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 
@@ -54,31 +53,33 @@ def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
             if any(member.compress_type not in (ZIP_STORED, ZIP_DEFLATED) for member in members):
                 raise ValueError("an archive with a compression that numpy does not use")
             for member in members:
-                arrays[member.filename.removesuffix(".npy")] = _read_array(archive.read(member))
+                arrays[member.filename.removesuffix(".npy")] = read_array(archive, member)
     except MALFORMED_FILE_ERRORS as error:
         problem = getattr(error, "strerror", None) or error
         raise invalid_input(f"{file.name}: expected a file written by numpy.savez, got: {problem}") from None
     return arrays
 
 
-def _read_array(content: bytes) -> np.ndarray:
-    """Read one array.
+def read_array(archive: ZipFile, member: ZipInfo) -> np.ndarray:
+    """Read one array of an archive.
 
     Raises:
         ValueError: The array is malformed, or its shape does not match the size of its data. The latter is checked
             here because numpy would allocate the shape first.
+        Exception: One of ``MALFORMED_FILE_ERRORS``.
     """
-    stream = BytesIO(content)
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(stream)
-    elements = math.prod(shape)
+    with archive.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+        elements, nbytes = math.prod(shape), member.file_size - stream.tell()
     expected = elements * dtype.itemsize
     if elements and not dtype.itemsize:  # needs no data in the file, but memory once the elements become objects
         raise ValueError(f"an array of {elements} elements of 0 bytes")
-    if not dtype.hasobject and expected != len(content) - stream.tell():
-        raise ValueError(f"an array of {expected} bytes with {len(content) - stream.tell()} bytes of data")
-    array: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
+    if not dtype.hasobject and expected != nbytes:
+        raise ValueError(f"an array of {expected} bytes with {nbytes} bytes of data")
+    with archive.open(member) as stream:
+        array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
     return array
 
 

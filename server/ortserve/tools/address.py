@@ -142,8 +142,8 @@ def _read_key(file: Path) -> str:
         lines = map(str.strip, file.read_text().splitlines())
         key = next(line for line in lines if line and not line.startswith("#"))
     except (OSError, ValueError, StopIteration) as error:
-        reason = getattr(error, "strerror", None) or "no line with a key"
-        raise invalid_input(f"--key-file: expected a file with a key: {reason}") from None
+        reason = "a folder" if file.is_dir() else getattr(error, "strerror", None) or "no line with a key"
+        raise invalid_input(f"--key-file: expected a file with a key, got '{file}': {reason}") from None
     if not _IS_KEY(key):
         raise invalid_input("--key-file: expected a key in printable ASCII without spaces, got other characters")
     return key

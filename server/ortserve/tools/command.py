@@ -89,6 +89,7 @@ class ToolParser(argparse.ArgumentParser):
         output.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
         text = "Also write a page for browsers."
         output.add_argument(*page_flags, dest="page", type=Path, metavar="PAGE.html", help=text)
+        self.set_defaults(page_flag=page_flags[0])
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Read and check the arguments, and add them as ``command_line``. Exits with status 2 if they are wrong."""
@@ -178,7 +179,7 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     page: Path | None = arguments.page
     logging.getLogger("ortserve").addHandler(logging.NullHandler())  # results contain the warnings that matter
     try:
-        expect_writable("--page", page, b"<!doctype html")
+        expect_writable(arguments.page_flag, page, b"<!doctype html")
         with signals_handled_by(signal.default_int_handler):  # the block removes its unfinished files
             outcome = run(arguments)
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
-from zipfile import is_zipfile
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ortserve.core.tensor import absent, fits_shape, is_absent
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
-from ortserve.registry.sample_files import MALFORMED_FILE_ERRORS, as_samples
+from ortserve.registry.sample_files import MALFORMED_FILE_ERRORS, as_samples, read_array
 from ortserve.tools.ensemble import Opened
 from ortserve.tools.opening import naming_failures
 
@@ -249,8 +249,11 @@ def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
     try:
         if file.is_file() and not is_zipfile(file):
             raise invalid_input(f"{expected}, got another format or a truncated file")
-        with np.load(file, allow_pickle=False) as archive:
-            found: Mapping[str, np.ndarray] = {name: archive[name] for name in archive.files}
+        with ZipFile(file) as archive:
+            members = archive.infolist()
+            found: Mapping[str, np.ndarray] = {
+                member.filename.removesuffix(".npy"): read_array(archive, member) for member in members
+            }
     except OSError as error:
         raise invalid_input(f"{expected}, got: {error.strerror or error}") from None
     except MALFORMED_FILE_ERRORS as error:

@@ -24,7 +24,7 @@ class Result:
 
 
 def given(page: Path | None = None, *, as_json: bool = False) -> argparse.Namespace:
-    return argparse.Namespace(page=page, json=as_json)
+    return argparse.Namespace(page=page, page_flag="-o", json=as_json)
 
 
 def outcome(_: argparse.Namespace) -> Outcome:
@@ -65,7 +65,9 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
 ) -> None:
     for page in (tmp_path, tmp_path / "nowhere" / "page.html", tmp_path / "model.onnx"):
         assert run_tool("test", lambda _: pytest.fail("it ran"), given(page)) == INVALID
-        assert f"got '{page}'" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert error.startswith("ortserve test: -o: ")
+        assert f"got '{page}'" in error
 
 
 def test_page_replaces_only_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,11 @@ def test_archive_that_numpy_did_not_write_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(ServeError, match=r"a\.npz: expected a \.npz file, which .*, got: ") as raised:
             read_inputs(file, TOKENS)
         assert raised.value.kind is ErrorKind.INVALID_INPUT
+    huge = b"{'descr': '<i8', 'fortran_order': False, 'shape': (4, 1000000000000)}\n"
+    with ZipFile(file, "w") as archive:
+        archive.writestr("ids.npy", b"\x93NUMPY\x01\x00" + len(huge).to_bytes(2, "little") + huge)
+    with pytest.raises(ServeError, match="got: an array of 32000000000000 bytes with 0 bytes of data"):
+        read_inputs(file, TOKENS)
     save(tmp_path, "a.npz", ids=ids(2, 3))
     content = file.read_bytes()
     central = content.index(b"PK\x01\x02")
