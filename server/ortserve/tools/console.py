@@ -2,8 +2,9 @@
 
 import codecs
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Final, Literal, TextIO, TypeAlias
 
 from rich import box
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from ortserve.tools.report import NOTHING, Facts, Findings, Picture, Report, Table, Text, cell_text
+from ortserve.tools.report import NOTHING, Cell, Facts, Findings, Picture, Report, Table, Text, cell_text
 
 _PIPE_WIDTH: Final = 120
 _EDGES: Final = 2
@@ -45,7 +46,7 @@ def print_report(report: Report) -> None:
             case Text():
                 console.print(_text(block.text))
             case Facts():
-                console.print(_facts(block))
+                console.print(_facts(block.entries.items()))
             case Table():
                 _print_table(block, console)
             case Findings():
@@ -114,11 +115,11 @@ def _box(console: Console) -> box.Box:
     return box.SIMPLE_HEAD if console.encoding.lower().startswith("utf") else box.ASCII
 
 
-def _facts(block: Facts) -> RichTable:
+def _facts(entries: Iterable[tuple[str, Cell]]) -> RichTable:
     table = RichTable(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
-    for name, value in block.entries.items():
+    for name, value in entries:
         table.add_row(_text(name), _text(cell_text(value)))
     return table
 
@@ -129,25 +130,29 @@ def _print_table(block: Table, console: Console) -> None:
         return
     shown = block.rows if block.max_rows is None else block.rows[: block.max_rows]
     texts = [[printable(cell_text(cell)) for cell in row] for row in shown]
-    padding, widths = _layout(block, texts, console.width)
-    table = RichTable(box=_box(console), pad_edge=False, padding=(0, padding))
-    for name, is_number, width in zip(block.columns, block.are_numbers, widths, strict=True):
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(_text(name), justify=justify, overflow="fold", width=width)
-    for row in texts:
-        table.add_row(*map(RichText, row))
-    console.print(table)
+    if layout := _layout(block, texts, console.width):
+        table = RichTable(box=_box(console), pad_edge=False, padding=(0, layout[0]))
+        for name, is_number, width in zip(block.columns, block.are_numbers, layout[1], strict=True):
+            justify: Literal["left", "right"] = "right" if is_number else "left"
+            table.add_column(_text(name), justify=justify, overflow="fold", width=width)
+        for row in texts:
+            table.add_row(*map(RichText, row))
+        console.print(table)
+    else:
+        for row in texts:
+            console.print(_facts(zip(block.columns, row, strict=True)))
+            console.print()
     if len(shown) < len(block.rows):
         console.print(_text(f"and {len(block.rows) - len(shown):,} more rows, in --json and in pages (-o)", "dim"))
     if block.note:
         console.print(_text(block.note, "dim"))
 
 
-def _layout(block: Table, texts: Sequence[Sequence[str]], room: int) -> tuple[int, Sequence[int | None]]:
+def _layout(block: Table, texts: Sequence[Sequence[str]], room: int) -> tuple[int, Sequence[int]] | None:
     """The padding on both sides of a column, and widths of columns for lines of at most ``room`` characters.
 
-    No word is broken, except very long ones, and no number as long as texts have a little room. Where tables are
-    narrower than that, all widths are None.
+    No number is broken, and no word, except very long ones, as long as there is room. None if numbers and a little of
+    each text do not fit; then each row is printed as facts.
     """
     columns = list(zip(map(printable, block.columns), *texts, strict=True))
     words = [max(min(_LONG_WORD, len(word)) for text in cells for word in [*text.split(), " "]) for cells in columns]
@@ -155,15 +160,17 @@ def _layout(block: Table, texts: Sequence[Sequence[str]], room: int) -> tuple[in
         spare = room - (2 * padding + 1) * (len(columns) - 1) - _EDGES - sum(words)
         if spare >= 0:
             return padding, _widened(columns, words, spare)
-    widths = [
-        max(1, *map(len, cells[1:])) if is_number else 0
-        for cells, is_number in zip(columns, block.are_numbers, strict=True)
-    ]
     room -= len(columns) - 1 + _EDGES
-    share = (room - sum(widths)) // max(1, widths.count(0))
-    if share < _LEAST_TEXT:
-        return 1, [None] * len(columns)
-    widths = [width or min(share, max(1, *map(len, cells))) for cells, width in zip(columns, widths, strict=True)]
+    numbers, longest, least = block.are_numbers, [max(1, *map(len, cells[1:])) for cells in columns], list[int]()
+    for cells, is_number, whole in zip(columns, numbers, longest, strict=True):
+        figures = [len(word) for text in cells[1:] for word in text.split() if word[0].isdigit()]
+        least.append(whole if is_number else max(min(_LEAST_TEXT, whole), *figures, 1))
+    if sum(least) > room:
+        return None
+    # Texts get equal parts of the room, unless one of them needs more for a number.
+    share = (room - sum(compress(longest, numbers))) // max(1, numbers.count(False))
+    fair = [max(few, min(share, whole)) for few, whole in zip(least, longest, strict=True)]
+    widths = fair if sum(fair) <= room else least
     return 0, _widened(columns, widths, room - sum(widths))
 
 
