@@ -152,14 +152,14 @@ def open_model(
     began = time.perf_counter()
     try:
         session = open_session(subject.path, subject.name, opening, graph)
+        opening_s = time.perf_counter() - began
+        signature = read_signature(session, graph)
     except ServeError as error:
         if damage := find_damage(subject.path, graph):
             raise invalid_input(f"{subject.path}: {damage}") from None
         raise ServeError(error.kind, f"{subject.path}: {error.message}") from None
-    opening_s = time.perf_counter() - began
     rows = find_row_axes(graph, options)
-    signature = rows.apply(read_signature(session, graph))
-    return OpenModel(subject, graph, rows, session, signature, choice, count, opening_s)
+    return OpenModel(subject, graph, rows, session, rows.apply(signature), choice, count, opening_s)
 
 
 def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:

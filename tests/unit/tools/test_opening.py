@@ -1,13 +1,17 @@
-"""Damaged files of models: all commands that open models describe the damage in the same words."""
+"""Models that cannot be opened: all commands that open models describe them in the same words, with their path."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
 from models import builders
 from ortserve.cli.main import run_tool
+from ortserve.errors import ServeError
 from ortserve.example import repository_path
+from ortserve.tools.opening import open_model
+from ortserve.tools.subject import find_model
 
 pytestmark = pytest.mark.usefixtures("preloaded_commands")
 
@@ -64,3 +68,16 @@ def test_all_commands_name_the_damage_in_the_same_words(
     printed = capsys.readouterr()
     assert status == (1 if command == "check" else 2), printed
     assert words in " ".join((printed.out + printed.err).split())
+
+
+def test_model_whose_inputs_cannot_be_served_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> m (seq(float[n]) s, int64 i) => (float[n] y) { y = SequenceAt(s, i) }'
+    )
+    onnx.save(onnx.parser.parse_model(text), path)
+
+    with pytest.raises(ServeError) as caught:
+        open_model(find_model(str(path)))
+
+    assert caught.value.message.startswith(f"{path}: input 's' has type seq(tensor(float))")

@@ -12,6 +12,7 @@ from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import check_names, full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
+from ortserve.registry.load.row_axes import Grounds
 from ortserve.tools.command import Outcome, status_of
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
@@ -61,6 +62,7 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
     reason = signature.unbatched_because or opened.rows.known_dependence
     alone_because = f"not batched because {reason}" if reason else ""
     is_disabled = opened.rows.is_disabled
+    overruled = opened.rows.doubt if opened.rows.grounds is Grounds.CONFIGURED and opened.rows.is_mixed else ""
     unbounded = why_unbounded(opened.graph, signature)
     del opened  # frees the memory of its weights
     _, simplified = open_optimized(subject, "cpu", level="basic")
@@ -72,7 +74,8 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
     has_cuda = on_cuda is not None and not on_cuda.problem
     rows, memory, loaded = None, None, None
     if not arguments.no_run:
-        rows, loaded = load_and_try(subject, step, captures=has_cuda)
+        rows, seen, loaded = load_and_try(subject, step, captures=has_cuda)
+        overruled = "; ".join(filter(None, (overruled, seen)))
         alone_because = rows.because if rows.verdict == "alone" else alone_because
         memory = _memory(arguments, subject, optimized.model, step)
     alone = f"requests run one at a time, and only batches have buffers: {alone_because}" if alone_because else ""
@@ -85,7 +88,8 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
     placement = [one for one, _ in placed.values()]
     inputs, outputs = describe_tensors(signature.inputs), describe_tensors(signature.outputs)
     alone_because = "" if is_disabled else alone_because
-    evidence = Evidence(subject, content, inputs, optimized, simplified, placement, alone_because)
+    overruled = "" if subject.options.is_ragged else overruled  # only the model can keep joined requests apart
+    evidence = Evidence(subject, content, inputs, optimized, simplified, placement, alone_because, overruled)
     return InspectResult(
         model=subject.name,
         path=str(subject.path),

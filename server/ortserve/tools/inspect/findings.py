@@ -53,6 +53,8 @@ double_precision (warning): float64 takes twice the memory of float32 and has at
 not_batched (advice): Requests run one at a time, so concurrent ones wait for each other.
     → export with a free first dimension for the rows, and without operators that mix rows; set batched: true in
     model.yaml only if rows are independent
+batched_against_evidence (warning): Answers may depend on the other requests of a batch.
+    → remove batched: true or the batch_axis from model.yaml, or correct the model
 control_flow (warning): The duration of a run depends on values. This excludes CUDA graphs and runs on the server's
     event loop, and on GPUs the host waits for each decision.
     → export without branches and loops that depend on data, as torch.onnx.export(…, dynamo=True) does{more}
@@ -81,6 +83,7 @@ class Evidence:
         simplified: The graph before fusions and changes of layout.
         placement: Placements by the execution providers.
         alone_because: Why requests run one at a time; empty if they share batches, or if the configuration forbids it.
+        overruled: Evidence that rows depend on each other, although the configuration has them run together.
     """
 
     subject: Subject
@@ -90,6 +93,7 @@ class Evidence:
     simplified: Optimized
     placement: Sequence[Placement]
     alone_because: str
+    overruled: str
 
     @property
     def fuses_nothing(self) -> str:
@@ -167,6 +171,8 @@ def _find_costs(evidence: Evidence, wirings: Sequence[Wiring]) -> Iterator[Findi
 
     if evidence.alone_because:
         yield _finding("not_batched", evidence.alone_because, ())
+    if evidence.overruled:
+        yield _finding("batched_against_evidence", evidence.overruled, ())
 
     decisions = [node for node in all_nodes(evidence.optimized.model) if not node.domain and node.op in CONTROL_FLOW]
     more = f", or fix sizes that decide them: {sizes}" if sizes else ""

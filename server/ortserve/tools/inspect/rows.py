@@ -19,8 +19,10 @@ _MAX_WARMUP_S: Final = 5.0
 _ROUNDING: Final = "as the graph keeps rows apart, this is rounding, which changes with the number of rows"
 
 
-def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows, LoadedModel]:
+def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows, str, LoadedModel]:
     """Load a model as the server does, try its rows alone and together, and free it.
+
+    The text is the evidence of the trials against a configuration that has rows run together; empty without any.
 
     Args:
         subject: The model on disk.
@@ -38,7 +40,10 @@ def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows,
     loaded = load_model(subject.path, subject.name, options, subject.folder)
     try:
         step(0, "running rows alone and together")
-        return _describe_rows(loaded, _try_rows(loaded)), loaded
+        outcome = _try_rows(loaded)
+        is_configured = loaded.signature.is_batched and loaded.rows.grounds is Grounds.CONFIGURED
+        against = loaded.warm_up.rows_depend or (outcome.problem if outcome else "")
+        return _describe_rows(loaded, outcome), against if is_configured else "", loaded
     finally:
         loaded.close()
 

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 from onnxruntime.tools.onnx_model_utils import make_dim_param_fixed
 
-from models import builders, patterns
+from models import builders, patterns, ragged
 from ortserve.tools.inspect.arguments import build_parser
 from ortserve.tools.inspect.command import run
 from ortserve.tools.inspect.result import InspectResult
@@ -43,6 +43,20 @@ def test_model_that_runs_requests_alone_is_found(name: str, why: str, tmp_path: 
     assert findings(model)["not_batched"].seen.startswith(f"not batched because {why}")
     (model / "model.yaml").write_text("batched: false\n")
     assert "not_batched" not in findings(model)
+
+
+def test_configuration_that_has_dependent_rows_run_together_is_found(tmp_path: Path) -> None:
+    for name, build, is_found in (("mixed", builders.row_mixer, True), ("apart", builders.mlp, False)):
+        model = add_model(tmp_path, name, build)
+        (model / "model.yaml").write_text("batched: true\n")
+
+        found = findings(model).get("batched_against_evidence")
+        assert (found is not None) is is_found
+        assert found is None or found.seen.startswith("rows may depend on each other: ")
+
+    joined = add_model(tmp_path, "joined", ragged.double)
+    (joined / "model.yaml").write_text("batched: true\nmax_rows: 8\ninputs: {X: {ragged: true}}\n")
+    assert findings(joined) == {}
 
 
 def test_attention_in_pieces_is_found(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from models import builders
 from ortserve.tools.inspect.arguments import build_parser
 from ortserve.tools.inspect.command import run
+from servers import add_model
 
 
 def large_sine(file: Path) -> Path:
@@ -26,6 +28,17 @@ def large_sine(file: Path) -> Path:
     graph = helper.make_graph(nodes, "large_sine", [x], [y], constants)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), file)
     return file
+
+
+def test_trial_against_the_configuration_is_a_finding(tmp_path: Path) -> None:
+    model = add_model(tmp_path, "m", builders.row_mixer)
+    (model / "model.yaml").write_text("batched: true\n")
+
+    result = run(build_parser().read([str(model), "--batch", "1"])).result
+
+    (found,) = (one for one in result.findings if one.kind == "batched_against_evidence")
+    assert result.rows.trial
+    assert found.seen.endswith(f"; {result.rows.trial}")
 
 
 def test_rounding_of_proven_rows_is_shown_with_its_size(tmp_path: Path) -> None:
