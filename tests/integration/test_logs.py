@@ -214,6 +214,16 @@ def test_calls_that_are_cancelled_while_their_answers_are_sent_are_not_logged(
     assert "ERROR" not in server.output  # ``serving`` has checked that there is no traceback
 
 
+def test_onnx_runtime_writes_no_lines_among_those_of_the_log(tmp_path: Path) -> None:
+    """It reports a thread that it cannot place in a line of its own, with colours."""
+    entries = "{session.intra_op_thread_affinities: '100000'}"
+    folder = add_model(tmp_path, "numbers", builders.mlp)
+    (folder / "model.yaml").write_text(f"intra_op_threads: 2\nsession: {{entries: {entries}}}\n")
+    with serving(tmp_path, *SHORT_WARMUP, "--log-format", "json") as server:
+        pass
+    assert "model is ready" in [json.loads(line)["message"] for line in server.lines]
+
+
 def test_reader_of_the_log_that_stalls_stops_no_request(tmp_path: Path) -> None:
     """Its pipe is full after some hundred lines."""
     _add_models(tmp_path)

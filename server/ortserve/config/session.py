@@ -207,7 +207,8 @@ class SessionSettings(BaseModel):
         default=None, pattern=r"^\d+([,-]\d+)*(;\d+([,-]\d+)*)*$", json_schema_extra={"expects": "text such as 1,2;3-4"}
     )
     """Processors of each thread except the calling one, as groups separated by semicolons, counted from 1: ``1;2`` for
-    ``intra_op_threads: 3``. Unset: the operating system places threads, which is better for several models."""
+    ``intra_op_threads: 3``. The load fails if the server may use no processor of a group. Unset: the operating system
+    places threads, which is better for several models."""
     dynamic_block_base: int | None = Field(default=None, ge=1, le=1024)
     """Divide the work of threads into blocks of decreasing size, with this base, for example 4. Run times vary less if
     other work shares the processors. Unset: equal blocks, which cost less."""

@@ -112,6 +112,8 @@ class Runtime:
         Raises:
             ServeError: invalid_input: a library cannot be used.
         """
+        # Lines of ONNX Runtime's own would not be JSON where the log is. Failures are raised, too.
+        ort.set_default_logger_severity(4)
         self.libraries: Final = tuple(libraries)
         self._registered: set[Path] = set()
         """The resolved paths of registered libraries."""

@@ -1,6 +1,7 @@
 """Opens a model file as an ONNX Runtime session, with readable errors."""
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -210,6 +211,8 @@ def _check_settings(options: SessionOptions) -> None:
         raise invalid_input("session.shared_arena: expected memory_arena: true with it, got memory_arena: false")
     if options.has_global_threads and (key := affinities_key(settings)):
         raise invalid_input(f"{key}: expected unset, because the server uses global_threads")
+    if settings.thread_affinities is not None:
+        _check_affinities(settings.thread_affinities)
     if "," in (names := option_text(settings.entries.get(_DISABLED_OPTIMIZERS, ""))):
         expected = "expected semicolons between names"
         raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: {expected}, got '{names}'")
@@ -225,6 +228,24 @@ def _check_settings(options: SessionOptions) -> None:
             raise invalid_input(
                 f"session.shrink_arenas: expected arenas out of {', '.join(there) or 'none'}, got {arena}"
             )
+
+
+def _check_affinities(affinities: str) -> None:
+    """Try each group on the calling thread: ONNX Runtime only logs that a thread cannot be placed."""
+    before = os.sched_getaffinity(0)
+    try:
+        for group in affinities.split(";"):
+            processors: set[int] = set()
+            for part in group.split(","):
+                first, *_, last = part.split("-") if "-" in part else (part, part)
+                processors.update(range(max(0, int(first) - 1), min(int(last), os.cpu_count() or 1)))
+            try:
+                os.sched_setaffinity(0, processors)
+            except OSError:
+                expected = "expected processors that the server may use, counted from 1"
+                raise invalid_input(f"session.thread_affinities: {expected}, got '{group}'") from None
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _check_optimized_model_file(file: Path) -> None:

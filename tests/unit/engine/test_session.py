@@ -1,5 +1,6 @@
 """Files that are models and files that are not, opened by the real ONNX Runtime."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -375,6 +376,16 @@ def test_affinities_of_more_threads_than_there_are_fail_the_load(tmp_path: Path)
     options = SessionOptions(ProviderChoice(CPU), 2, SessionSettings(thread_affinities="1;1;1"))
     with pytest.raises(ServeError, match=r"ONNX Runtime cannot load the model: .*affinities"):
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+
+
+@pytest.mark.parametrize("group", ["100000", "100000-200000000", "0"])
+def test_affinities_to_no_processor_of_the_machine_fail_the_load(tmp_path: Path, group: str) -> None:
+    before = os.sched_getaffinity(0)
+    options = SessionOptions(ProviderChoice(CPU), 3, SessionSettings(thread_affinities=f"1-100000;{group}"))
+    expected = f"session.thread_affinities: expected processors that the server may use, counted from 1, got '{group}'"
+    with pytest.raises(ServeError, match=expected):
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+    assert os.sched_getaffinity(0) == before
 
 
 def test_optimized_model_is_saved_and_servable(tmp_path: Path) -> None:
