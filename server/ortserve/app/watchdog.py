@@ -44,8 +44,9 @@ class Watchdog:
         self._answered_ns = 0
         self._cpu_ns = 0
         self._stalls = 0
-        self._stalled_ns = 0  # of finished stalls
-        self._since_ns = 0  # beginning of the current stall; 0 if there is none
+        # Time of finished stalls, and beginning of the current one, 0 if there is none. Replaced as one: readers of the
+        # two would count a stall twice while it ends.
+        self._stalled_ns = (0, 0)
         self._logged_ns = clock() - _LOG_EVERY_NS
         self._unlogged = 0
 
@@ -60,8 +61,11 @@ class Watchdog:
 
     def reading(self) -> LoopReading:
         """The stalls so far, a current one included, and the processor time, up to 0.25 s old. From any thread."""
-        since_ns = self._since_ns
-        stalled_ns = self._stalled_ns + (self._clock() - since_ns if since_ns else 0)
+        now_ns = self._clock()
+        stalled_ns, since_ns = self._stalled_ns
+        if since_ns:  # the loop may have answered before the watchdog could run again
+            end_ns = min(now_ns, self._answered_ns) if self._answered.is_set() else now_ns
+            stalled_ns += max(0, end_ns - since_ns)
         return LoopReading(self._stalls, stalled_ns, self._cpu_ns)
 
     def _watch(self) -> None:
@@ -77,7 +81,7 @@ class Watchdog:
                 return
             is_logged = False
             if not self._answered.wait(_STALL_S):
-                self._since_ns = asked_ns
+                self._stalled_ns = self._stalled_ns[0], asked_ns
                 self._stalls += 1
                 is_logged = self._log_begin(asked_ns)
                 while not self._answered.wait(_STALL_S):
@@ -88,7 +92,7 @@ class Watchdog:
             else:
                 continue
             stalled_ns = self._answered_ns - asked_ns
-            self._stalled_ns, self._since_ns = self._stalled_ns + stalled_ns, 0
+            self._stalled_ns = self._stalled_ns[0] + stalled_ns, 0
             if is_logged or self._is_to_log(asked_ns):
                 self._log("the event loop continues after a stall", stalled_ns)
 

@@ -95,6 +95,38 @@ def test_stall_is_logged_with_the_running_code_and_at_its_end(lines: Lines) -> N
     assert made[0].reading().stalled_ns == pytest.approx(end["seconds"] * 1e9, abs=1e6)
 
 
+def test_time_of_a_stall_does_not_decrease_at_its_end(lines: Lines) -> None:
+    """The log keeps the watchdog from noticing the end, while ten seconds pass."""
+    passed_ns = 0
+    go_on, is_read = threading.Event(), threading.Event()
+    made: list[Watchdog] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if "is blocked" in record.getMessage():
+            go_on.set()
+            is_read.wait(LONG_S)
+        return True
+
+    lines.addFilter(hold)
+
+    def stand_still(loop: asyncio.AbstractEventLoop) -> None:
+        go_on.wait(LONG_S)
+        loop.call_later(0.01, loop.stop)  # after the reply to the watchdog
+
+    def main(loop: asyncio.AbstractEventLoop) -> None:
+        made.append(Watchdog(loop, LoopActivity(), lambda: monotonic_ns() + passed_ns))
+        made[0].start()
+        loop.call_soon(stand_still, loop)
+
+    on_a_loop(main).join(LONG_S)
+    passed_ns = 10_000_000_000
+    before = made[0].reading()
+    is_read.set()
+    lines.wait_for("continues after a stall")
+    made[0].stop()
+    assert made[0].reading().stalled_ns == before.stalled_ns < passed_ns
+
+
 def test_stalls_in_quick_succession_are_counted_not_logged(lines: Lines) -> None:
     made: list[Watchdog] = []
     go_on = threading.Event()
