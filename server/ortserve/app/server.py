@@ -51,7 +51,8 @@ class Server:
         """Listen on all ports. Health answers from now on; models answer when they are loaded.
 
         Raises:
-            ServeError: conflict, with the option of an address that cannot be listened on.
+            ServeError: conflict, with the option of an address that cannot be listened on; overloaded, if the system
+                permits no thread.
         """
         parts, options = self._parts, self._options
         parts.watchdog.start()

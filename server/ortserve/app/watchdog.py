@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Final
 
 from ortserve.clock import Clock
+from ortserve.core.thread_pool import start_thread
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import LoopActivity, LoopReading
 
@@ -51,9 +52,13 @@ class Watchdog:
         self._unlogged = 0
 
     def start(self) -> None:
-        """Start watching. Loop thread only: the stack of the calling thread is logged."""
+        """Start watching. Loop thread only: the stack of the calling thread is logged.
+
+        Raises:
+            ServeError: overloaded, if the system permits no thread.
+        """
         self._loop_thread = threading.get_ident()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        start_thread(threading.Thread(target=self._watch, name="watchdog", daemon=True))
 
     def stop(self) -> None:
         """Stop reporting; the thread ends within a second."""

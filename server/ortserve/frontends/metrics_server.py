@@ -15,7 +15,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-from ortserve.core.thread_pool import ThreadPool
+from ortserve.core.thread_pool import ThreadPool, start_thread
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.responses import JSON_TYPE, HttpResponse, failure, wrong_method
 from ortserve.listening import open_listener
@@ -92,7 +92,11 @@ class MetricsServer(ThreadingHTTPServer):
         self.port: int = listener.getsockname()[1]
         self.server_activate()
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except ServeError:
+            self.server_close()
+            raise
 
     def close(self) -> None:
         """Stop listening and end the thread. Returns within half a second, without waiting for current scrapes.

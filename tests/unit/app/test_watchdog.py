@@ -11,7 +11,9 @@ import uvloop
 
 from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
+from ortserve.errors import ServeError
 from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
+from scarcity import no_threads
 
 LONG_S = 30.0
 
@@ -57,6 +59,13 @@ def on_a_loop(main: Callable[[asyncio.AbstractEventLoop], None]) -> threading.Th
     thread = threading.Thread(target=run)
     thread.start()
     return thread
+
+
+def test_watchdog_without_a_thread_is_an_error_that_names_it() -> None:
+    loop = uvloop.new_event_loop()
+    with no_threads(), pytest.raises(ServeError, match="start the thread 'watchdog'"):
+        Watchdog(loop, LoopActivity(), monotonic_ns).start()
+    loop.close()
 
 
 def test_stall_is_logged_with_the_running_code_and_at_its_end(lines: Lines) -> None:

@@ -44,6 +44,16 @@ def test_taken_port_leaves_no_thread() -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize(("permitted", "missing"), [(0, "metrics-connection"), (1, "metrics")])
+def test_port_without_a_thread_is_an_error_that_names_it(permitted: int, missing: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with no_threads(but=permitted), pytest.raises(ServeError, match=f"start the thread '{missing}'"):
+        MetricsServer(bytes, "127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # the port is free again
+
+
 def test_text_is_compressed_when_accepted() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
