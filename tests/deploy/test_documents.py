@@ -92,7 +92,7 @@ def test_documented_overlay_serves_a_volume_with_its_image_and_options(tmp_path:
     installed = rendered(own_overlay(tmp_path, {**yaml_block("newTag"), **yaml_block("components/models-volume")}))
     assert installed.server["image"] == f"registry.example.com/ortserve:{__version__}-cpu"
     assert installed.server["args"] == ["serve", "/models"]
-    assert installed.environment["ORTSERVE_LOG_LEVEL"] == "warning"
+    assert installed.environment["ORTSERVE_LOG_FORMAT"] == "json"
     assert installed.environment["ORTSERVE_DRAIN_DELAY_S"]
     volumes = {volume["name"]: volume for volume in installed.pod["spec"]["volumes"]}
     assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "ortserve-models", "readOnly": True}
