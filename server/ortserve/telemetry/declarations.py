@@ -41,8 +41,8 @@ REQUEST_DURATION: Final = Declaration(
     "histogram",
     ("model", "version", "protocol", "outcome"),
     "Time from the complete body of a request until its answer is handed to the transport. outcome is ok or the kind "
-    "of error. model and version are empty if the request named no served model. protocol is http, grpc, or ensemble "
-    "for a step of an ensemble.",
+    "of error. model and version are empty if the request could not be decoded or named no served model. protocol is "
+    "http, grpc, or ensemble for a step of an ensemble.",
     _FROM_100_US,
 )
 PHASE_DURATION: Final = Declaration(
