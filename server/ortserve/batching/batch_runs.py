@@ -101,15 +101,23 @@ class BatchRuns:
         self.inline: Final = inline
         self.answer_time: Final = AnswerTime()
         self.decisions: Final = Decisions()
-        self.last_rows, self.closed_because = 0, ""
+        self.last_rows = 0
+        self.closed_because = ""
         self.tap: BatchTap | None = None
         """Observes batches while a profile is recorded; otherwise None."""
-        self._loop, self._clock, self._observe_batch = loop, clock, observe_batch
+        self._name = name
+        self._loop = loop
+        self._clock = clock
         self._timer = make_timer(self._wake) if make_timer else LoopTimer(loop, self._wake)
-        self._events, self._name, self._is_woken = run_events, name, False
+        self._is_woken = False
         self._idle: asyncio.Event | None = None
-        self._row_checks, self._on_difference = row_checks, on_difference
-        self._ragged, self._row_limit = ragged, row_limit
+        """Set when no request is left; None before ``close``."""
+        self._observe_batch = observe_batch
+        self._events = run_events
+        self._row_checks = row_checks
+        self._on_difference = on_difference
+        self._row_limit = row_limit
+        self._ragged = ragged
         self._scheduler = Scheduler(queue, self.decisions, loop, clock, self._wake)
         self._withdraw = self._on_cancelled  # bound once, not for each request
         self._watch = RunWatch(
@@ -198,6 +206,7 @@ class BatchRuns:
             return
         now_ns = self._clock()
         usual, limit, checks = self.policy, self._row_limit, self._row_checks
+        # The time of the next run is predicted only if too few threads are free: a short run may overtake others.
         if not self.share.may_start() and not self.share.may_start(self._scheduler.predict_ns(usual.max_rows)):
             if not (self._scheduler or (checks is not None and checks.is_due)):
                 self._withdraw_share()
@@ -205,14 +214,21 @@ class BatchRuns:
         policy = usual
         if limit is not None and self.queue.rows >= usual.max_rows:
             policy = limit.next_policy(self.queue, usual, now_ns)
-        group = self._scheduler.next_group(policy, now_ns)
-        if group is None and checks is not None and not self.share.overtakes:
-            group = self._next_check(checks, now_ns)
-        if not isinstance(group, RequestGroup):
-            if group is not None:
-                self._timer.set(group.due_ns, now_ns)
-            self._withdraw_share()
+        found = self._scheduler.next_group(policy, now_ns)
+        if found is None and checks is not None and not self.share.overtakes:
+            found = self._next_check(checks, now_ns)
+        if isinstance(found, RequestGroup):
+            self._run_group(found, limit if policy is not usual else None)
             return
+        if found is not None:  # every batch is delayed
+            self._timer.set(found.due_ns, now_ns)
+        self._withdraw_share()
+
+    def _run_group(self, group: RequestGroup, limit: RowLimit | None) -> None:
+        """Run a group on the event loop or on a worker. Put it back if it is too long to overtake other runs after all.
+
+        ``limit`` compares the batch, which has another size than usual, with others; None for a batch of usual size.
+        """
         now_ns = self._clock()  # again: callbacks of late requests may have taken long, and enqueued requests
         bucket = group.rows
         if self.policy.buckets and not group.shape_class.runs_alone:
@@ -223,9 +239,9 @@ class BatchRuns:
             if not self._scheduler:  # a callback of a late request has cancelled the group
                 self._wake()  # to withdraw the share
             return
-        if limit is not None and policy is not usual and not group.is_check:
-            limit.begin(group)
         if not group.is_check:
+            if limit is not None:
+                limit.begin(group)
             self.last_rows = batch.rows
             self.decisions.batches += 1
             self.decisions.padding_rows += batch.bucket - batch.rows
@@ -234,24 +250,6 @@ class BatchRuns:
         elif self.inline is not None and self._run_inline(self.inline, group, batch, now_ns):
             return
         self._run_on_worker(group, batch, now_ns)
-
-    def _next_check(self, checks: RowChecks, now_ns: int) -> RequestGroup | None:
-        """The request that ``checks`` runs again alone; None if no instance is idle or no check is due."""
-        if self.closed_because or self.instances.busy_ns(now_ns):
-            return None
-        group = checks.next_group()
-        if group is not None:
-            group.requests[0].on_settled = partial(self._on_checked, checks)
-        return group
-
-    def _on_checked(self, checks: RowChecks, request: InflightRequest) -> None:
-        difference = checks.judge(request)
-        if difference is None:
-            return
-        self._row_checks = self._row_limit = None
-        self.policy = run_requests_alone(self.policy)
-        if self._on_difference is not None:
-            self._on_difference(difference)
 
     def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, now_ns: int) -> bool:
         """Run a batch on the event loop, and settle its requests. Returns False if the batch must run on a worker."""
@@ -341,7 +339,7 @@ class BatchRuns:
         if group.tries_one_row:
             group.shape_class.accepts_one_row = True
             if group.rows > 1:
-                self._run_whole(group)
+                self._scheduler.run_again([group.whole()])
                 return
         if not group.is_check:
             self._observe_batch(group.rows, taken_ns, result, now_ns)
@@ -362,21 +360,29 @@ class BatchRuns:
         self.answer_time.observe(computed_ns, self._clock())
 
     def _on_failed(self, group: RequestGroup, batch: Batch, taken_ns: int, error: Exception) -> None:
-        """Run the requests of a failed batch again in smaller groups. Fail them if that is not possible."""
+        """Run the requests of a failed batch again in other groups. Fail them if that is not possible."""
         if isinstance(error, OutOfMemoryError):
             self.decisions.out_of_memory += 1
             self.policy, self._row_limit = lower_cap(self.policy, batch.bucket), None
-        if group.tries_one_row and group.rows > 1:
-            self._run_whole(group)
-            return
-        if len(group.requests) > 1 and (groups := divide(group, error)):
+        if groups := divide(group, error):
             self._scheduler.run_again(groups)
         else:
             fail_group(group, taken_ns, error)
 
-    def _run_whole(self, group: RequestGroup) -> None:
-        """Run all rows of a request whose first row was tried, even if that row failed."""
-        self._scheduler.run_again([RequestGroup(group.shape_class, group.requests, group.rows)])
+    def _next_check(self, checks: RowChecks, now_ns: int) -> RequestGroup | None:
+        """The request that ``checks`` runs again alone; None if no instance is idle or no check is due."""
+        if self.closed_because or self.instances.busy_ns(now_ns):
+            return None
+        return checks.next_group(partial(self._on_checked, checks))
+
+    def _on_checked(self, checks: RowChecks, request: InflightRequest) -> None:
+        difference = checks.judge(request)
+        if difference is None:
+            return
+        self._row_checks = self._row_limit = None
+        self.policy = run_requests_alone(self.policy)
+        if self._on_difference is not None:
+            self._on_difference(difference)
 
     def _on_abandoned_last(self, reason: str) -> None:
         """Fail all requests, since no instance is left."""

@@ -53,6 +53,10 @@ class RequestGroup:
         self.tries_one_row = tries_one_row
         self.is_check = is_check
 
+    def whole(self) -> "RequestGroup":
+        """The group of the same request to run after a trial of its first row, even if that row failed."""
+        return RequestGroup(self.shape_class, self.requests, self.rows)
+
 
 @dataclass(slots=True)
 class Search:
@@ -141,15 +145,19 @@ def separate(group: RequestGroup) -> list[RequestGroup]:
 
 
 def divide(failed: RequestGroup, error: Exception) -> list[RequestGroup]:
-    """Divide a failed group of two or more requests into the groups to run next.
+    """Divide a failed group into the groups to run next. After a failed trial of one row, the whole request runs.
 
     One failing request among n is alone after at most 2·⌈log2 n⌉ more runs. If several fail, 4·⌈log2 n⌉ halves run, and
     then each request of a failed half alone: at most n more runs, as many as the requests would have taken alone.
 
     Returns:
-        The groups; empty if the halves have run and the last one exceeded its time limit, because each of its requests
-        may occupy the instance for as long.
+        The groups; empty for a single request, and if the halves have run and the last one exceeded its time limit,
+        because each of its requests may occupy the instance for as long.
     """
+    if failed.tries_one_row and failed.rows > 1:
+        return [failed.whole()]
+    if len(failed.requests) == 1:
+        return []
     search = failed.search or Search(4 * (len(failed.requests) - 1).bit_length())
     if search.runs_left < 2:
         return [] if isinstance(error, RunTimeoutError) else separate(failed)

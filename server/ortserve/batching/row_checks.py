@@ -5,7 +5,7 @@ waits. At most one request is kept at a time.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from ortserve.batching.groups import RequestGroup, divide_outputs
@@ -140,8 +140,8 @@ class RowChecks:
             except Exception:  # such as a MemoryError; the batch is still to be answered
                 logger.exception("a request could not be copied for a row check")
 
-    def next_group(self) -> RequestGroup | None:
-        """The request to run alone now that an instance is idle; None if there is none."""
+    def next_group(self, on_settled: Callable[[InflightRequest], object]) -> RequestGroup | None:
+        """The request to run alone now that an instance is idle; None if there is none. ``on_settled`` gets it back."""
         sample = self._sample
         if sample is None or self._is_running:
             return None
@@ -150,6 +150,7 @@ class RowChecks:
         request = InflightRequest(Timing(self._began_ns, self._began_ns), sample.inputs, sample.rows)
         request.nbytes = sample.nbytes
         request.text_units = sample.text_units
+        request.on_settled = on_settled
         return RequestGroup(sample.shape_class, (request,), request.rows, is_check=True)
 
     def judge(self, request: InflightRequest) -> Difference | None:

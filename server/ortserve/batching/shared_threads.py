@@ -55,7 +55,7 @@ class Share:
         shared = self._shared
         self.next_ns = math.inf if next_ns is None else next_ns
         self.overtakes = self.threads > shared.free_threads
-        if not shared.waiting and self.has_threads:
+        if not shared.waiting and (not self.overtakes or self.has_threads):
             return True
         shared.waiting[self] = None
         # No share overtakes the first, even if its run would fit, because long runs would starve.

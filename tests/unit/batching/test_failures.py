@@ -32,7 +32,7 @@ def search(size: int, offenders: set[int], error: Exception = REJECTED) -> tuple
         if not members & offenders:
             answered |= members
             continue
-        groups = divide(group, error) if len(members) > 1 else []
+        groups = divide(group, error)
         if groups:
             waiting.extend(groups)
         else:

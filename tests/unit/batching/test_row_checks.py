@@ -285,7 +285,7 @@ def test_wait_of_a_check_for_a_busy_machine_delays_no_further_check() -> None:
     for _ in range(EVERY_BATCHES + 1):
         outputs = answer(rows_of(1, 1))
         checks.observe(RequestGroup(known, [request, request], 2), BatchResult(outputs, 0, 0, MS))
-        group = checks.next_group()
+        group = checks.next_group(lambda request: None)
         if group is not None:
             clock.advance(1000 * MS)
             outputs = answer(rows_of(1))
@@ -390,9 +390,8 @@ def test_floats_of_gpus_are_compared_within_their_tolerance(is_coarse: bool, out
     request = inflight((rows_of(1),), 1, Timing(0))
     outputs = (np.array([[1.005], [7.0]], np.float32),)
     checks.observe(RequestGroup(RequestQueue().shape_class(None), [request, request], 2), BatchResult(outputs, 0, 0, 0))
-    while (group := checks.next_group()) is not None:
+    while (group := checks.next_group(checks.judge)) is not None:
         group.requests[0].complete((np.array([[1.0]], np.float32),))
-        checks.judge(group.requests[0])
     assert {key for key, count in checks.counts.items() if count} == {outcome}
 
 
