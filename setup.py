@@ -67,6 +67,7 @@ COMPILED: Final = (
     "service/inference.py",
     "service/recorder.py",
     "service/validation.py",
+    "service/waiting_calls.py",
     "telemetry/metrics.py",
     "telemetry/readings.py",
     "telemetry/series.py",

@@ -1,10 +1,7 @@
-"""One inference call: the in-flight request with its protocol and its callbacks, its runs, and its response.
-
-A call runs on the version that it names, or first on the candidate of a rollout.
-"""
+"""One inference call: the in-flight request with its protocol and its callbacks, its submission, and its response."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -16,11 +13,10 @@ from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, SequenceError, ServeError, of_request
-from ortserve.registry.registry import Registry
-from ortserve.registry.rollout import Headers, Rollout
+from ortserve.registry.rollout import Headers
 from ortserve.registry.served_version import ServedVersion
 from ortserve.service.classification import classify, is_short
-from ortserve.service.validation import check_request, read_scheduling, read_sequence_part
+from ortserve.service.validation import read_scheduling, read_sequence_part
 from ortserve.telemetry.tracing import Trace
 
 Answer = TypeVar("Answer")
@@ -114,6 +110,10 @@ class Call(InflightRequest):
         """Name of the model that the caller asked for, whether it exists or not; empty while it is unknown."""
         return self.request.model_name if self.request is not None else self.named_model
 
+    def left_ns(self, now_ns: int) -> int | None:
+        """Time until the deadline of the call; None without one."""
+        return None if self.timeout_ns is None else self.timing.received_ns + self.timeout_ns - now_ns
+
     def error_for_caller(self, error: ServeError) -> ServeError:
         """A copy of the error. Once the model is known, the text begins with the id of the request."""
         request, served = self.request, self.served
@@ -127,54 +127,14 @@ class Call(InflightRequest):
         return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s, version=error.version)
 
 
-async def try_candidate(
-    candidate: str,
-    rollout: Rollout,
-    call: Call,
-    request: InferRequest,
-    registry: Registry,
-    find_stable: Callable[[], Awaitable[ServedVersion]],
-    reply: Callable[[Arrays], Awaitable[None]],
-) -> Arrays:
-    """Run a request on the candidate of a rollout or, if that fails, on the version that ``find_stable`` returns.
-
-    ``reply`` builds the answer from the outputs of the version that ran. It fails, for example, for an output that is
-    larger than the shared memory that the caller prepared.
-    """
-    try:
-        outputs = await run_on(registry.find(request.model_name, candidate), call, request)
-        await reply(outputs)
-    except Exception as error:  # noqa: BLE001 - a failure of a candidate never reaches the caller
-        failure = error.with_traceback(None)
-    else:
-        rollout.candidate_answered(call.timing)
-        return outputs
-    call.timing.taken_ns = 0  # no run of the version has started
-    call.timing.is_cached = False
-    # Looked up again, because the version may have been replaced, or have left memory, meanwhile.
-    served = call.served = await find_stable()
-    outputs = await run_on(served, call, request)
-    await reply(outputs)
-    rollout.candidate_failed(failure)  # not reached by a request that fails on both versions
-    return outputs
-
-
-async def run_on(served: ServedVersion, call: Call, request: InferRequest) -> Arrays:
-    """Run a request on a version, which then answers the call."""
-    inputs, rows = check_request(request, served.signature, served.name)
-    run = call.child(inputs, rows)
-    submit(run, call, request, served)
-    outputs = await run
-    call.served, call.inputs, call.rows = served, run.inputs, rows
-    return outputs
-
-
-def submit(run: InflightRequest, call: Call, request: InferRequest, served: ServedVersion) -> None:
-    """Submit the run that answers a call, which is the call itself or a child of it.
+def submit(run: InflightRequest, call: Call, served: ServedVersion) -> None:
+    """Submit the run that answers a call: the call itself, or a child of it if the call waits for the run in a task.
 
     Raises:
         ServeError: The version rejects it; invalid_input, for parameters that are malformed.
     """
+    request = call.request
+    assert request is not None, "it is decoded"
     scheduling = read_scheduling(request.parameters) if request.parameters else NO_SCHEDULING
     terms = served.terms(call.timing.received_ns, call.timeout_ns, scheduling, request.outputs)
     if not served.takes_sequences:

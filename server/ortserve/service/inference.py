@@ -1,15 +1,16 @@
-"""Inference, the same for every protocol: decode a body, start the request, encode and record its answer."""
+"""Inference, the same for every protocol: decode a body, start the request, encode and record its answer.
+
+A call that has to wait before its request can be enqueued continues in ``waiting_calls``.
+"""
 
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from ortserve.clock import Clock
-from ortserve.codecs.bounds import CHARACTER_BYTES, INLINE_ELEMENTS, INLINE_OUTPUTS, JSON_GROWTH
-from ortserve.core.batch import Arrays
+from ortserve.codecs.bounds import INLINE_ELEMENTS, INLINE_OUTPUTS, JSON_GROWTH
 from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import AnswerEncoder, DecodingPlace, EncodedRequest, InferRequest, JsonRequest
@@ -17,7 +18,6 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, NotInMemoryError, ServeError, out_of_memory
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers
-from ortserve.registry.served_version import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import (
     Call,
@@ -25,17 +25,15 @@ from ortserve.service.call import (
     classifies_long,
     classify_and_encode,
     end_sequence,
-    run_on,
     submit,
-    try_candidate,
 )
 from ortserve.service.codec_threads import CodecThreads
-from ortserve.service.decodings import Decoding, Decodings
+from ortserve.service.decodings import Decodings
 from ortserve.service.gate import BodyGate, json_too_large
 from ortserve.service.recorder import Recorder, log_fields
-from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
+from ortserve.service.validation import check_request, is_long_text
+from ortserve.service.waiting_calls import WaitingCalls
 from ortserve.telemetry.logs import log_fault
 from ortserve.telemetry.readings import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.telemetry.tracing import Trace
@@ -82,7 +80,6 @@ class InferenceService:
         self._activity = activity or LoopActivity()
         self._polling = polling
         self._registry = registry
-        self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self.gate: Final = BodyGate(max_inflight_bytes, memory)
         """Reserves the memory of bodies."""
         self.max_json_bytes: Final = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
@@ -90,6 +87,8 @@ class InferenceService:
         self._codecs = codec_threads or CodecThreads(2)
         self.decodings: Final = Decodings(self.gate, self._codecs)
         """Decodes requests on threads."""
+        regions = shared_memory or SharedMemory(is_allowed=False)
+        self._waiting = WaitingCalls(registry, regions, self.gate, self._codecs, self.decodings, clock)
         self.recorder: Final = recorder
         self._clock = clock
         self._settled = self._on_settled  # bound once, not for each call
@@ -171,16 +170,16 @@ class InferenceService:
         try:
             served = call.served = self._registry.find(request.model_name, request.model_version)
         except NotInMemoryError:
-            call.settle_by(self._run_when_loaded(call, request))
+            call.settle_by(self._waiting.run_when_loaded(call, request))
             return
         raw, rollout = request.raw_input, served.rollout
         is_long = raw is not None and is_long_text(raw, served.signature)
         must_wait = request.regions is not None or (served.takes_sequences and call.would_overtake)
         if is_long or must_wait or (rollout is not None and rollout.is_canary):
-            call.settle_by(self._run_in_task(call, request))
+            call.settle_by(self._waiting.run(call, request))
             return
         call.inputs, call.rows = check_request(request, served.signature, served.name)
-        submit(call, call, request, served)
+        submit(call, call, served)
 
     def _start_after_decoding(self, call: Call, body: EncodedRequest, place: DecodingPlace) -> None:
         """Decode a body on a thread or in another process, then start its request.
@@ -198,92 +197,14 @@ class InferenceService:
         else:
             decode = partial(self._codecs.run, body.read, call)
         decoding = self.decodings.begin(decode, call, body.growth_bytes, json_bytes=json_bytes)
-        call.settle_by(self._run_after_decoding(call, decoding)).add_done_callback(decoding.release)
-
-    async def _run_after_decoding(self, call: Call, decoding: Decoding) -> Arrays:
-        """Run a request that is being decoded."""
-        request = call.request = await decoding.result(self._left_ns(call))
-        run = self._run_in_task
-        try:
-            call.served = self._registry.find(request.model_name, request.model_version)
-        except NotInMemoryError:
-            run = self._run_when_loaded
-        return await run(call, request)
-
-    def _left_ns(self, call: Call) -> int | None:
-        """Time until the deadline of a call; None without one."""
-        return None if call.timeout_ns is None else call.timing.received_ns + call.timeout_ns - self._clock()
-
-    async def _run_when_loaded(self, call: Call, request: InferRequest) -> Arrays:
-        """Run a request whose model may have to be loaded first."""
-        await self._find(call, request)
-        return await self._run_in_task(call, request)
-
-    async def _find(self, call: Call, request: InferRequest) -> ServedVersion:
-        """Find the version that answers a request. Its model is loaded first if it is not in memory.
-
-        Called again after each wait: another version may have become ready, or the model may have left memory.
-        """
-        queue_timeout_ns = read_scheduling(request.parameters).queue_timeout_ns
-        limits = [limit for limit in (call.timeout_ns, queue_timeout_ns) if limit is not None]
-        served = call.served = await self._registry.wait_for(
-            request.model_name, request.model_version, call.timing.received_ns, min(limits) if limits else None
-        )
-        return served
-
-    async def _run_in_task(self, call: Call, request: InferRequest) -> Arrays:
-        """Run a request that may have to wait: for copies from shared memory, for a thread, or for earlier calls."""
-        if request.regions is None:
-            return await self._run_whole(call, request, None)
-        with RegionTransfer(self._shared_memory, request.regions, self.gate) as transfer:
-            whole = replace(request, inputs=[*request.inputs, *await transfer.read_inputs(request.model_name)])
-            return await self._run_whole(call, whole, transfer)
-
-    async def _run_whole(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
-        """Run a request with all its inputs; ``transfer`` writes the outputs that belong in regions."""
-        served = await self._find(call, request)
-        if served.takes_sequences and call.place is not None and call.would_overtake:
-            await call.place.wait()
-            served = await self._find(call, request)
-        if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
-            decode = partial(self._codecs.run, partial(_with_raw_input, request, served), call)
-            growth_bytes = (1 + CHARACTER_BYTES) * len(request.raw_input)
-            decoding = self.decodings.begin(decode, call, growth_bytes)
-            task = asyncio.current_task()
-            assert task is not None
-            task.add_done_callback(decoding.release)
-            request = call.request = await decoding.result(self._left_ns(call))  # also for a copy of a rollout
-            served = await self._find(call, request)
-        rollout = served.rollout
-        if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
-            reply = partial(self._reply, call, request, transfer)
-            find_stable = partial(self._find, call, request)
-            return await try_candidate(candidate, rollout, call, request, self._registry, find_stable, reply)
-        outputs = await run_on(served, call, request)
-        if transfer is not None:
-            try:
-                await self._reply(call, request, transfer, outputs)
-            except Exception:
-                end_sequence(call)
-                raise
-        return outputs
-
-    async def _reply(self, call: Call, request: InferRequest, transfer: RegionTransfer | None, outputs: Arrays) -> None:
-        """Build the answer from the outputs of the version that ran, and write those that belong in regions."""
-        served = call.served
-        assert served is not None, "it has run"
-        shown = served.cut_back(outputs, call.inputs)
-        build = partial(build_response, request, served, shown)
-        call.response = await self._codecs.run(build) if classifies_long(request, served, shown) else build()
-        if transfer is not None:
-            await transfer.write_outputs(call.response.outputs)
+        call.settle_by(self._waiting.run_after_decoding(call, decoding)).add_done_callback(decoding.release)
 
     def _on_settled(self, call: Call) -> None:
         """Answer a call that has outputs, failed or was cancelled."""
         if call.state == CANCELLED:
             call.on_answer = call.on_error = None
             self.recorder.cancelled(call)
-            self._end_failed()
+            self._note_unanswered()
             return
         activity = self._activity
         activity.protocol = call.protocol
@@ -295,7 +216,7 @@ class InferenceService:
             # No variable refers to the outputs here, so that the frame of a failure does not keep their memory leased.
             answer = self._encode(call)
         except Exception as error:  # noqa: BLE001 - every error is reported to the caller
-            self._end_failed()
+            self._note_unanswered()
             # Without its frames, which hold the outputs if encoding failed.
             self._fail(call, error.with_traceback(None))
             return
@@ -345,7 +266,7 @@ class InferenceService:
         if error is None:
             self._answer(call, encoding.result())
         else:
-            self._end_failed()
+            self._note_unanswered()
             self._fail(call, error.with_traceback(None))
 
     def _answer(self, call: Call, answer: Any) -> None:
@@ -358,7 +279,7 @@ class InferenceService:
         assert on_answer is not None
         on_answer(answer)
 
-    def _end_failed(self) -> None:
+    def _note_unanswered(self) -> None:
         """Note that a call has ended without an answer."""
         self._activity.step = NOTHING
         if self._polling is not None:
@@ -388,13 +309,6 @@ class InferenceService:
         on_error, call.on_answer, call.on_error = call.on_error, None, None
         assert on_error is not None
         on_error(call.error_for_caller(error))
-
-
-def _with_raw_input(request: InferRequest, served: ServedVersion) -> InferRequest:
-    """Decode the only input of a raw request."""
-    assert request.raw_input is not None
-    tensor = read_raw_input(request.raw_input, served.signature, served.name)
-    return replace(request, inputs=[tensor], raw_input=None)
 
 
 def _set_result(answered: "asyncio.Future[Answer]", answer: Answer) -> None:
