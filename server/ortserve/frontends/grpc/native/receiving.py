@@ -71,9 +71,10 @@ class Receiving:
         self._streams: Final = sending.streams
         self._headers = HeaderReader()
         self._last_headers: Headers | None = None
-        """Headers of the latest request; ``_last_head`` holds the result of ``read_head`` for them. Most calls of a
-        client repeat their headers. They may contain a key, as the HPACK table may; both end with the connection."""
+        """Headers of the latest request; None if they were too large. Most calls of a client repeat their headers. They
+        may contain a key, as the HPACK table may; both end with the connection."""
         self._last_head = TOO_LARGE
+        """The head that was read from ``_last_headers``."""
         self.flood: Final = TokenBucket(life.heard_ns)
         self._small_frames = TokenBucket(life.heard_ns)
         self._data_credit = 0
@@ -153,8 +154,8 @@ class Receiving:
             if messages:
                 stream.put(messages)
             if reader.length >= 0 or (messages and stream.takes_messages):
-                announced = reader.length if messages or was_between_messages else 0
-                if not self._reserve(stream, announced=announced):
+                begins = was_between_messages or bool(messages)
+                if not self._reserve(stream, announced=max(0, reader.length) if begins else 0):
                     return
         else:
             messages = []
@@ -168,12 +169,14 @@ class Receiving:
     def _reserve(self, stream: Stream, *, announced: int) -> bool:
         """Reserve memory for the received part of a request. Returns False if memory is short; the call has then ended.
 
-        ``announced`` is the size of a message that begins, else 0. A message that cannot fit is rejected at its
-        beginning, but only received bytes stay reserved: otherwise a caller could block others by announcing a message.
-        A stream of many requests does not end for one of them: the handler that reads the message rejects this request.
-        Until then, the message is counted, and only ends the stream if it is large and the sum of all reservations
-        exceeds twice the limit. Otherwise a thousand streams could each hold the bytes of their window.
-        Small messages are only counted: a health check is answered at the limit, in however many frames it arrives.
+        ``announced`` is the size of a message that begins, else 0. The rule depends on the message:
+
+        - A message of a stream of many requests, up to the size of its window, is only counted. The handler that reads
+          it rejects this one request, and the stream goes on. But a large one ends the stream if the sum of all
+          reservations exceeds twice the limit; otherwise a thousand streams could each hold the bytes of their window.
+        - A small message is only counted: a health check is answered at the limit, in however many frames it arrives.
+        - Any other message that cannot fit is rejected at its beginning. Then only its received bytes stay reserved, so
+          that no caller blocks others by announcing a message.
         """
         hold = stream.hold
         if hold is None:
@@ -203,15 +206,8 @@ class Receiving:
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
         """Handle a complete header block; ``is_end`` if it ends its stream."""
         headers = self._headers.read(block)  # always decode: later blocks depend on the table
-        stream = self._streams.get(stream_id)
-        if stream is not None:
-            self._on_trailers(stream, headers, is_end=is_end)
-            return
         if stream_id <= self.last_id:
-            self.check_begun(stream_id, "HEADERS")
-            if is_end and self._writer.forget_reset(stream_id):
-                return  # trailers of a request that was answered before its end
-            self.reset(stream_id, ErrorCode.STREAM_CLOSED)
+            self._on_trailers(stream_id, headers, is_end=is_end)
             return
         if stream_id > self.last_id + 2:
             self._skipped.append((self.last_id, stream_id))
@@ -269,9 +265,16 @@ class Receiving:
         ):
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"{frame} of an idle stream")
 
-    def _on_trailers(self, stream: Stream, headers: Headers | None, *, is_end: bool) -> None:
+    def _on_trailers(self, stream_id: int, headers: Headers | None, *, is_end: bool) -> None:
+        """Handle a header block of a stream that has begun: it may only end the request."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            self.check_begun(stream_id, "HEADERS")
+            if not (is_end and self._writer.forget_reset(stream_id)):  # the request was answered before its end
+                self.reset(stream_id, ErrorCode.STREAM_CLOSED)
+            return
         if stream.is_half_closed:
-            self.reset(stream.id, ErrorCode.STREAM_CLOSED)
+            self.reset(stream_id, ErrorCode.STREAM_CLOSED)
             return
         try:
             if headers is not None:
@@ -281,7 +284,7 @@ class Receiving:
         if is_end:
             self._half_close(stream)
         else:
-            self.reset(stream.id, ErrorCode.PROTOCOL_ERROR)
+            self.reset(stream_id, ErrorCode.PROTOCOL_ERROR)
 
     def _half_close(self, stream: Stream) -> None:
         stream.is_half_closed = True
