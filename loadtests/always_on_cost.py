@@ -38,7 +38,7 @@ from ortserve.app.server import Server  # noqa: E402
 from ortserve.config.options import ServerOptions  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
 from ortserve.frontends.http import protocol  # noqa: E402
-from ortserve.service.gate import Hold  # noqa: E402
+from ortserve.service.gate import Reservation  # noqa: E402
 from ortserve.telemetry.logs import configure_logging  # noqa: E402
 from ortserve.telemetry.series import ModelMetrics  # noqa: E402
 
@@ -52,7 +52,7 @@ def _nothing(*_: object) -> None: ...
 def _without_limits() -> AbstractContextManager[Any]:
     patches = ExitStack()
     for name in ("grow", "shrink", "release"):
-        patches.enter_context(patch.object(Hold, name, _nothing))
+        patches.enter_context(patch.object(Reservation, name, _nothing))
     return patches
 
 

@@ -17,7 +17,7 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.gate import BodyAdmission, Reservation
 from transports import ON_BOTH_TRANSPORTS
 
 pytestmark = ON_BOTH_TRANSPORTS
@@ -112,7 +112,7 @@ class FailingService(FakeInferenceService):
         service = self
 
         class FailingAdmission(BodyAdmission):
-            def reserve(self, size: int) -> Hold:
+            def reserve(self, size: int) -> Reservation:
                 service._fail("reserve")
                 return super().reserve(size)
 

@@ -154,20 +154,20 @@ class BodyReceiver(Receiver):
 
 
 async def inflate_all(
-    inflater: Inflater, *, compressed_bytes: int, hold: Callable[[int], None], memory: LargeMemory
+    inflater: Inflater, *, compressed_bytes: int, reserve: Callable[[int], None], memory: LargeMemory
 ) -> bytes | memoryview:
     """Inflate ``compressed_bytes`` bytes: short data on the event loop, long data in a thread.
 
-    ``hold`` reserves memory for each inflated part; its argument is the size of the part.
+    ``reserve`` reserves memory for each inflated part; its argument is the size of the part.
 
     Raises:
-        ServeError: As from ``Inflater.read`` and ``hold``; overloaded if memory is too short.
+        ServeError: As from ``Inflater.read`` and ``reserve``; overloaded if memory is too short.
     """
     try:
         begin = b""
         if compressed_bytes <= _INLINE_INFLATE_BYTES:
             begin = inflater.read(_INLINE_INFLATE_BYTES)
-            hold(len(begin))
+            reserve(len(begin))
             if inflater.is_done:
                 return begin
         loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ async def inflate_all(
         size = len(begin)
         while not inflater.is_done:
             part_bytes = await loop.run_in_executor(None, _inflate_step, inflater, room[size:])
-            hold(part_bytes)
+            reserve(part_bytes)
             size += part_bytes
         return room[:size].toreadonly()
     except MemoryError:

@@ -11,7 +11,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.codec_threads import CodecThreads
-from ortserve.service.gate import BodyGate, Hold, memory_bytes
+from ortserve.service.gate import BodyGate, Reservation, memory_bytes
 
 
 class Decodings:
@@ -56,7 +56,7 @@ class Decodings:
         decoding = Decoding(self, self._gate, nbytes, self._ended + self._running + len(self._waiting))
         if not self._reserve(decoding):
             self._waiting[decoding] = None
-        work = self._decode(decode, call, decoding.reserved, decoding.hold)
+        work = self._decode(decode, call, decoding.reserved, decoding.reservation)
         decoding.task = asyncio.get_running_loop().create_task(work)
         return decoding
 
@@ -71,7 +71,7 @@ class Decodings:
         decode: Callable[[], asyncio.Future[InferRequest]],
         call: InflightRequest,
         reserved: asyncio.Future[None],
-        hold: Hold,
+        reservation: Reservation,
     ) -> InferRequest:
         """Decode the request. A variable for the ``Decoding`` would close a cycle through the frames of an error."""
         try:
@@ -84,9 +84,9 @@ class Decodings:
             has_many = (
                 sum([each.array.size for each in request.inputs if each.datatype is DataType.BYTES]) > INLINE_TEXTS
             )
-            hold.set_unchecked(await self._codecs.run(measure, call) if has_many else measure())
+            reservation.set_unchecked(await self._codecs.run(measure, call) if has_many else measure())
         except BaseException:
-            hold.release()  # before the next one tries to reserve
+            reservation.release()  # before the next one tries to reserve
             raise
         finally:
             self._running -= 1
@@ -97,7 +97,7 @@ class Decodings:
     def _reserve(self, decoding: "Decoding") -> bool:
         """Reserve memory for a request, or reject it. Returns False if it has to wait for others."""
         try:
-            decoding.hold.grow(decoding.nbytes)
+            decoding.reservation.grow(decoding.nbytes)
         except ServeError as error:
             if self._running and self._ended < decoding.last:
                 return False
@@ -120,7 +120,7 @@ class Decoding:
     """The decoding of one request, with its memory. Loop thread only.
 
     Attributes:
-        hold: Memory reserved for decoding, and then for the tensors.
+        reservation: Memory reserved for decoding, and then for the tensors.
         nbytes: Memory that decoding may take.
         last: Number of decodings after whose end the request is rejected if its memory is still missing.
         reserved: Has a result once the memory is reserved, or the error.
@@ -130,7 +130,7 @@ class Decoding:
     task: asyncio.Task[InferRequest]
 
     def __init__(self, decodings: Decodings, gate: BodyGate, nbytes: int, last: int) -> None:
-        self.hold = Hold(gate, 0)
+        self.reservation = Reservation(gate, 0)
         self.nbytes = nbytes
         self.last = last
         self.reserved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -157,7 +157,7 @@ class Decoding:
         A thread cannot be stopped. A request that still waits for memory is not decoded any more.
         """
         if self.task.done():
-            self.hold.release()
+            self.reservation.release()
             if not self.task.cancelled():
                 self.task.exception()  # marks it as retrieved: the call may have ended before
             return

@@ -42,13 +42,13 @@ class BodyAdmission:
         self._gate: Final = gate
         self._count_rejected: Final = count_rejected
 
-    def reserve(self, size: int) -> "Hold":
+    def reserve(self, size: int) -> "Reservation":
         """Reserve memory for a body of ``size`` bytes. Raises ServeError: too_large, overloaded."""
         if size > self.max_body_bytes:
             raise body_too_large(size, self.max_body_bytes)
-        return Hold(self._gate, size)
+        return Reservation(self._gate, size)
 
-    def admit(self, size: int, received_ns: int, trace: Trace | None) -> "Hold":
+    def admit(self, size: int, received_ns: int, trace: Trace | None) -> "Reservation":
         """``reserve`` memory for the body of a request of a model, and ``count`` the request if it is rejected."""
         try:
             return self.reserve(size)
@@ -119,7 +119,7 @@ class BodyGate:
         )
 
 
-class Hold:
+class Reservation:
     """The bytes that are reserved for one body, until the end of a ``with`` block or until ``release``."""
 
     __slots__ = ("_gate", "_size")
@@ -195,7 +195,7 @@ class Hold:
         self._gate.held_bytes -= self._size
         self._size = 0
 
-    def __enter__(self) -> "Hold":
+    def __enter__(self) -> "Reservation":
         return self
 
     def __exit__(

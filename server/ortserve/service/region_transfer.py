@@ -13,7 +13,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionUse
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyGate, Reservation
 from ortserve.service.shared_memory import SharedMemory
 
 _INLINE_COPY_BYTES: Final = 2 * 1024 * 1024
@@ -42,7 +42,7 @@ class RegionTransfer:
                     f"inputs in shared memory are larger than max_inflight_bytes: expected at most {gate.max_bytes} "
                     f"bytes, got {self._input_bytes}",
                 )
-            self._hold = Hold(gate, self._input_bytes)
+            self._reservation = Reservation(gate, self._input_bytes)
         except ServeError:
             self._leases.release()
             raise
@@ -104,7 +104,7 @@ class RegionTransfer:
         pieces = []
         for tensor in in_regions:
             span = self._use.outputs[tensor.name]
-            piece = encode_binary_tensor(tensor.array, tensor.datatype, self._hold.memory)
+            piece = encode_binary_tensor(tensor.array, tensor.datatype, self._reservation.memory)
             if len(piece) > span.byte_size:
                 raise ServeError(
                     ErrorKind.INTERNAL,
@@ -122,4 +122,4 @@ class RegionTransfer:
 
     def _release(self) -> None:
         self._leases.release()
-        self._hold.release()
+        self._reservation.release()

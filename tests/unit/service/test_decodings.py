@@ -13,24 +13,24 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.decodings import Decoding, Decodings
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyGate, Reservation
 
 SIZE = 100
 DECODED = InferRequest("m", "", "", [], [], {})
 
 
-class CountingHold:
+class CountingReservation:
     """Counts the reservations of all requests, also those that are rejected."""
 
     tries = 0
 
     def __init__(self, gate: BodyGate, size: int) -> None:
-        self._hold = Hold(gate, size)
-        self.release, self.set_unchecked = self._hold.release, self._hold.set_unchecked
+        self._reservation = Reservation(gate, size)
+        self.release, self.set_unchecked = self._reservation.release, self._reservation.set_unchecked
 
     def grow(self, size: int) -> None:
-        CountingHold.tries += 1
-        self._hold.grow(size)
+        CountingReservation.tries += 1
+        self._reservation.grow(size)
 
 
 class Body:
@@ -70,17 +70,17 @@ async def turns() -> None:
 
 async def test_end_of_a_decoding_wakes_only_requests_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """All others tried again and waited for all that ran: with 400 of them, each end blocked the loop for 0.6 s."""
-    monkeypatch.setattr("ortserve.service.decodings.Hold", CountingHold)
+    monkeypatch.setattr("ortserve.service.decodings.Reservation", CountingReservation)
     stage = Stage(20)
     tasks = stage.begin(60)
     await turns()
     assert len(stage.begun) == 20
     for ended in range(40):
-        tries = CountingHold.tries
+        tries = CountingReservation.tries
         stage.begun[ended].set_result(DECODED)
         await turns()
         assert len(stage.begun) == 21 + ended
-        assert 0 < CountingHold.tries - tries <= 2
+        assert 0 < CountingReservation.tries - tries <= 2
     for decoding in stage.begun[40:]:
         decoding.set_result(DECODED)
     await asyncio.gather(*tasks)
@@ -157,7 +157,7 @@ async def test_failed_request_is_freed_without_the_garbage_collector() -> None:
 
 async def test_request_that_does_not_fit_is_rejected_after_the_last_decoding_ends() -> None:
     stage = Stage(2)
-    with Hold(stage.gate, SIZE):
+    with Reservation(stage.gate, SIZE):
         running, too_large = stage.begin(1) + stage.begin(1, 2 * SIZE)
         await turns()
         assert not too_large.done()
@@ -200,7 +200,7 @@ async def test_large_tensors_behind_json_are_admitted_alone() -> None:
     decodings = Decodings(gate, CodecThreads(1))
     begun: asyncio.Future[InferRequest] = asyncio.get_running_loop().create_future()
     begun.set_result(DECODED)
-    with Hold(gate, head + tensors):
+    with Reservation(gate, head + tensors):
         call = InflightRequest(Timing(0))
         decoding = decodings.begin(lambda: begun, call, body.growth_bytes, json_bytes=body.json_bytes)
         assert await decoding.task is DECODED
@@ -215,7 +215,7 @@ async def test_rejected_request_is_freed_without_the_garbage_collector() -> None
     hidden = weakref.ref(body)
     gc.disable()
     try:
-        with Hold(stage.gate, SIZE):
+        with Reservation(stage.gate, SIZE):
             decoding = stage.begin_with(body)
             del body
             with pytest.raises(ServeError, match="max_inflight_bytes") as raised:

@@ -45,7 +45,7 @@ from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.served_version import ServedVersion
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import CodecThreads
-from ortserve.service.gate import Hold
+from ortserve.service.gate import Reservation
 from ortserve.service.inference import InferenceService
 from ortserve.service.recorder import Recorder
 from ortserve.service.region_transfer import RegionTransfer
@@ -305,7 +305,7 @@ async def test_request_decoded_on_a_thread_is_answered_and_counted_like_any_othe
     response = await stage.service.serve(stage.service.receive("grpc"), on_thread, AS_IS)
     assert (response.id, response.outputs[0].array.tolist()) == ("1", [[2, 2, 2, 2]])
     assert stage.counts() == {("double", "1", "grpc", "ok"): 1}
-    assert Hold(stage.service.gate, 1000).size == 1000  # no bytes are held any more
+    assert Reservation(stage.service.gate, 1000).size == 1000  # no bytes are held any more
 
 
 async def test_errors_of_a_request_decoded_on_a_thread_are_counted_with_their_labels(stage: Stage) -> None:
@@ -365,10 +365,10 @@ async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage
         ),
         (Given(request, DecodingPlace.THREAD, growth_bytes=901), ErrorKind.OVERLOADED, "max_inflight_bytes"),
     ):
-        with Hold(stage.service.gate, 501), pytest.raises(ServeError, match=word) as caught:
+        with Reservation(stage.service.gate, 501), pytest.raises(ServeError, match=word) as caught:
             await stage.service.serve(stage.service.receive("http"), encoded, AS_IS)
         assert caught.value.kind is kind
-    with Hold(stage.service.gate, 500):  # texts reserve at most the other half
+    with Reservation(stage.service.gate, 500):  # texts reserve at most the other half
         await stage.service.serve(stage.service.receive("http"), Given(request, DecodingPlace.THREAD, 29, 900), AS_IS)
 
 
@@ -385,16 +385,16 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
     await asyncio.sleep(0)
     call.cancel()
     await asyncio.sleep(0)
-    with Hold(stage.service.gate, 0) as hold:
+    with Reservation(stage.service.gate, 0) as reservation:
         try:
             with pytest.raises(ServeError, match="max_inflight_bytes"):
-                hold.grow(501)
+                reservation.grow(501)
         finally:
             release.set()
-        while hold.size == 0:
+        while reservation.size == 0:
             await asyncio.sleep(0)
             with suppress(ServeError):
-                hold.grow(501)
+                reservation.grow(501)
 
 
 async def test_cancelled_call_that_waits_for_memory_does_not_keep_its_body(stage: Stage) -> None:
@@ -411,7 +411,7 @@ async def test_cancelled_call_that_waits_for_memory_does_not_keep_its_body(stage
         stage.service.start(call, Given(read, DecodingPlace.THREAD, growth_bytes=900), AS_IS, str, str)
         return call
 
-    with Hold(stage.service.gate, 1):
+    with Reservation(stage.service.gate, 1):
         start(wait)
         waiting = start(partial(_read, body))
         del body
@@ -552,7 +552,7 @@ async def test_memory_of_a_request_that_no_thread_can_decode_is_released(stage: 
     service = service_with(stage, NoThreads(1))
     with pytest.raises(ServeError, match="internal error"):
         await service.serve(service.receive("http"), Given(request, DecodingPlace.THREAD, growth_bytes=900), AS_IS)
-    assert Hold(service.gate, 1000).size == 1000  # no bytes are held any more
+    assert Reservation(service.gate, 1000).size == 1000  # no bytes are held any more
 
 
 async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:
@@ -855,13 +855,13 @@ async def test_priority_that_the_model_does_not_have_is_its_default(stage: Stage
 
 
 async def test_bodies_are_admitted_up_to_the_limit(stage: Stage) -> None:
-    with Hold(stage.service.gate, 900):
+    with Reservation(stage.service.gate, 900):
         with pytest.raises(ServeError) as caught:
-            Hold(stage.service.gate, 200)
+            Reservation(stage.service.gate, 200)
         assert caught.value.kind is ErrorKind.OVERLOADED
-        with Hold(stage.service.gate, 100):
+        with Reservation(stage.service.gate, 100):
             pass
-    with Hold(stage.service.gate, 200):
+    with Reservation(stage.service.gate, 200):
         pass
 
 
@@ -932,7 +932,7 @@ async def test_request_in_regions_that_fails_is_counted_once_and_holds_nothing(s
     poisoned = await stage.refusal(replace(in_region("two", region), outputs=[RequestedOutput("none")]))
     assert poisoned.kind is ErrorKind.INVALID_INPUT
     assert stage.counts() == {("two", "1", "http", "not_found"): 1, ("two", "1", "http", "invalid_input"): 1}
-    with Hold(stage.service.gate, 1000):  # the whole limit, so no other bytes are held
+    with Reservation(stage.service.gate, 1000):  # the whole limit, so no other bytes are held
         pass
 
 

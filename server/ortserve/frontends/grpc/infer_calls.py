@@ -25,7 +25,7 @@ from ortserve.frontends.grpc.quick_calls import OnAnswer, OnFailure, RequestHead
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call
-from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.gate import BodyAdmission, Reservation
 from ortserve.service.inference import InferenceService
 from ortserve.telemetry.tracing import Tracing
 
@@ -66,30 +66,30 @@ class InferCalls:
         trace = None if self._tracing is None else begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
         call = self._inference.receive("grpc", timeout_ns, trace, 0, head.metadata)
         try:
-            hold = self._admission.admit(len(data), call.timing.received_ns, trace)
+            reservation = self._admission.admit(len(data), call.timing.received_ns, trace)
         except ServeError as error:
             on_failure(error)
             return None
-        answer = partial(self._answer, call, hold, head, on_answer, on_failure)
-        fail = partial(_fail, hold, on_failure)
+        answer = partial(self._answer, call, reservation, head, on_answer, on_failure)
+        fail = partial(_fail, reservation, on_failure)
         try:
             self._inference.start(call, GrpcRequest(data), _ENCODER, answer, fail)
         except Exception as error:  # noqa: BLE001 - for the caller, a fault is an error like others
             fail(visible_error(error))
             return None
-        return partial(_cancel, call, hold)
+        return partial(_cancel, call, reservation)
 
     def _answer(
         self,
         call: Call,
-        hold: Hold,
+        reservation: Reservation,
         head: RequestHead,
         on_answer: OnAnswer,
         on_failure: OnFailure,
         answer: bytes | memoryview,
     ) -> None:
         """Pass on an encoded answer, with the times of its phases and a load report."""
-        hold.release()
+        reservation.release()
         try:
             report = None
             reports = self._load_reports
@@ -116,13 +116,13 @@ class InferCalls:
         return await abort(context, status)
 
 
-def _fail(hold: Hold, on_failure: OnFailure, error: ServeError) -> None:
-    hold.release()
+def _fail(reservation: Reservation, on_failure: OnFailure, error: ServeError) -> None:
+    reservation.release()
     on_failure(error)
 
 
-def _cancel(call: Call, hold: Hold) -> None:
-    hold.release()
+def _cancel(call: Call, reservation: Reservation) -> None:
+    reservation.release()
     call.cancel()
 
 

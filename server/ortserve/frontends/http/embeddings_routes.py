@@ -170,7 +170,7 @@ class _Embeddings:
         decoding = inference.decodings.begin(decode, waiting, body.growth_bytes, json_bytes=body.json_bytes)
         try:
             decoded = await decoding.result(received.left_ns)
-            received.hold.set_unchecked(decoding.hold.size)
+            received.reservation.set_unchecked(decoding.reservation.size)
         finally:
             waiting.cancel()  # otherwise a thread would still decode it
             decoding.release()

@@ -27,7 +27,7 @@ from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.access import Guard, RefusedKeyError
 from ortserve.service.call import Call
-from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.gate import BodyAdmission, Reservation
 from ortserve.service.inference import InferenceService
 from ortserve.telemetry.tracing import Trace
 
@@ -86,7 +86,7 @@ class InferExchange(Exchange):
         self._incoming: IncomingBody | None = None
         """The body that arrives in parts, until it is complete; otherwise None."""
         self._call: Call | None = None
-        self._hold: Hold | None = None
+        self._reservation: Reservation | None = None
         self._infer_headers = _NO_HEADERS
         self._is_started = False
         self._inflating: asyncio.Task[None] | None = None
@@ -100,10 +100,10 @@ class InferExchange(Exchange):
             if refusal is not None:
                 raise refusal
             self._infer_headers = headers = head.infer_headers()
-            self._hold = admission.reserve(headers.body_bytes if body is None else len(body))
+            self._reservation = admission.reserve(headers.body_bytes if body is None else len(body))
             if body is None:
                 self._incoming = IncomingBody(
-                    self._hold, max_bytes=admission.max_body_bytes, announced_bytes=headers.body_bytes
+                    self._reservation, max_bytes=admission.max_body_bytes, announced_bytes=headers.body_bytes
                 )
         except ServeError as error:
             if not isinstance(error, RefusedKeyError):  # the guard has counted a refused key; it gets no trace
@@ -180,13 +180,13 @@ class InferExchange(Exchange):
             return None
 
     async def _inflate(self, body: bytes | memoryview, encoding: Encoding) -> None:
-        connection, endpoint, hold = self.connection, self._endpoint, self._hold
-        assert hold is not None
+        connection, endpoint, reservation = self.connection, self._endpoint, self._reservation
+        assert reservation is not None
         kind = ErrorKind.CANCELLED
         try:
             max_json_bytes = endpoint.service.max_json_bytes if self._infer_headers.json_bytes is None else None
             inflated = await inflate(
-                body, encoding, hold, max_bytes=endpoint.admission.max_body_bytes, max_json_bytes=max_json_bytes
+                body, encoding, reservation, max_bytes=endpoint.admission.max_body_bytes, max_json_bytes=max_json_bytes
             )
             if not connection.has_left:
                 self._start_call(inflated)
@@ -199,7 +199,7 @@ class InferExchange(Exchange):
             self._fail()
             return
         endpoint.admission.count(kind, self._received_ns, self._trace)
-        hold.release()  # again after ``abandon``: the hold may have grown since
+        reservation.release()  # again after ``abandon``: the reservation may have grown since
 
     def _start_call(self, body: bytes | memoryview) -> None:
         """Start the call with its body, which is not compressed any more. One of the two callbacks follows."""
@@ -258,14 +258,14 @@ class InferExchange(Exchange):
             self.write_rejection(error)
 
     def write(self, response: HttpResponse) -> None:
-        if self._hold is not None:
-            self._hold.release()
+        if self._reservation is not None:
+            self._reservation.release()
         super().write(response)
 
     def abandon(self) -> None:
         self._incoming = None
-        if self._hold is not None:
-            self._hold.release()
+        if self._reservation is not None:
+            self._reservation.release()
         if self._call is not None:
             self._call.cancel()
 

@@ -14,7 +14,7 @@ from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.request_body import read_body
 from ortserve.frontends.http.request_head import Header, InferHeaders, UnknownEncodingError, read_infer_headers
 from ortserve.service.call import Call
-from ortserve.service.gate import Hold
+from ortserve.service.gate import Reservation
 from ortserve.telemetry.tracing import Trace
 
 
@@ -37,9 +37,9 @@ async def receive(
     """
     exchange_of(request.scope).cancel_with_caller()
     call = JsonCall(endpoint, request, route, version)
-    with call.hold:
+    with call.reservation:
         with call.counting():
-            call.body = await read_body(request.receive, call.hold, max_bytes=endpoint.admission.max_body_bytes)
+            call.body = await read_body(request.receive, call.reservation, max_bytes=endpoint.admission.max_body_bytes)
         call.complete_ns = endpoint.clock()
         yield call
 
@@ -49,7 +49,7 @@ class JsonCall:
 
     Attributes:
         given: What the headers say about the body and the expected response.
-        hold: The memory that is reserved for the body.
+        reservation: The memory that is reserved for the body.
         body: The bytes of the body, once it is complete.
         complete_ns: When the body was complete (monotonic); 0 before that.
     """
@@ -65,7 +65,7 @@ class JsonCall:
         self.body: bytes | memoryview = b""
         with self.counting():
             self.given: Final[InferHeaders] = _read_headers(request.scope["headers"])
-            self.hold: Final[Hold] = endpoint.admission.reserve(self.given.body_bytes)
+            self.reservation: Final[Reservation] = endpoint.admission.reserve(self.given.body_bytes)
 
     @property
     def left_ns(self) -> int | None:

@@ -10,7 +10,7 @@ from ortserve.codecs.compression import Encoding, Inflater
 from ortserve.codecs.json_text import parse_object
 from ortserve.errors import ErrorKind, ServeError, out_of_memory
 from ortserve.frontends.large_body import MIN_RECEIVED_BYTES, LargeBody, begin_large, inflate_all
-from ortserve.service.gate import Hold, body_too_large
+from ortserve.service.gate import Reservation, body_too_large
 
 SMALL_BYTES: Final = 64 * 1024
 """Maximum size of the body of a control call, except calls that load a model."""
@@ -19,18 +19,18 @@ SMALL_BYTES: Final = 64 * 1024
 class IncomingBody:
     """The body of one request while it is received. Loop thread only."""
 
-    __slots__ = ("_announced_bytes", "_hold", "_large", "_max_bytes", "_parts", "_size")
+    __slots__ = ("_announced_bytes", "_large", "_max_bytes", "_parts", "_reservation", "_size")
 
-    def __init__(self, hold: Hold, *, max_bytes: int, announced_bytes: int = 0) -> None:
+    def __init__(self, reservation: Reservation, *, max_bytes: int, announced_bytes: int = 0) -> None:
         """Begin with an empty body.
 
         Args:
-            hold: Reservation of the announced bytes.
+            reservation: Reservation of the announced bytes.
             max_bytes: Maximum size of the body.
             announced_bytes: Announced size of the body; 0 if it is unknown (a chunked body) or ``place_rest`` is never
                 called.
         """
-        self._hold = hold
+        self._reservation = reservation
         self._max_bytes = max_bytes
         self._announced_bytes = announced_bytes
         self._size = 0
@@ -60,20 +60,20 @@ class IncomingBody:
         size = self._size + nbytes
         if size > self._max_bytes:
             raise body_too_large(size, self._max_bytes)
-        if size > self._hold.size:
-            self._hold.resize(size)
+        if size > self._reservation.size:
+            self._reservation.resize(size)
         self._size = size
 
     def settle(self) -> None:
         """Shrink the reservation to the received bytes, so that announcements alone do not block other callers."""
-        if self._hold.size > self._size:
-            self._hold.set_unchecked(self._size)
+        if self._reservation.size > self._size:
+            self._reservation.set_unchecked(self._size)
 
     def place_rest(self) -> LargeBody | None:
         """Return memory for the rest of the body; None if the rest arrives in parts, or has its memory already."""
         if self._large is not None:
             return None
-        self._large = begin_large(self._announced_bytes, self._parts, self._size, self._hold.memory)
+        self._large = begin_large(self._announced_bytes, self._parts, self._size, self._reservation.memory)
         if self._large is not None:
             self._parts = []
         return self._large
@@ -86,7 +86,7 @@ class IncomingBody:
         """
         with contextlib.suppress(MemoryError):
             joined = b"".join(self._parts)
-            self._large = LargeBody(self._max_bytes, self._hold.memory)
+            self._large = LargeBody(self._max_bytes, self._reservation.memory)
             self._large.put(joined)
             self._parts = []
 
@@ -107,14 +107,19 @@ class IncomingBody:
 
 
 async def inflate(
-    body: bytes | memoryview, encoding: Encoding, hold: Hold, *, max_bytes: int, max_json_bytes: int | None = None
+    body: bytes | memoryview,
+    encoding: Encoding,
+    reservation: Reservation,
+    *,
+    max_bytes: int,
+    max_json_bytes: int | None = None,
 ) -> bytes | memoryview:
     """Inflate the body of a request.
 
     Args:
         body: The compressed body.
         encoding: Compression of the body.
-        hold: Reservation of the compressed bytes, which grows by the inflated ones.
+        reservation: Reservation of the compressed bytes, which grows by the inflated ones.
         max_bytes: Maximum size of the inflated body.
         max_json_bytes: Maximum size of an inflated body that is only JSON; None for any other body.
 
@@ -126,19 +131,19 @@ async def inflate(
     if max_json_bytes is not None and max_json_bytes < max_bytes:
         max_bytes, option = max_json_bytes, "max_json_bytes"
     inflater = Inflater(body, encoding, max_bytes, option=option)
-    return await inflate_all(inflater, compressed_bytes=len(body), hold=hold.grow, memory=hold.memory)
+    return await inflate_all(inflater, compressed_bytes=len(body), reserve=reservation.grow, memory=reservation.memory)
 
 
-async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | memoryview:
+async def read_body(receive: Receive, reservation: Reservation, *, max_bytes: int) -> bytes | memoryview:
     """Read a whole body from ASGI.
 
-    ``hold`` is the reservation of the announced bytes. It shrinks to the received bytes while the body arrives.
+    ``reservation`` is the reservation of the announced bytes. It shrinks to the received bytes while the body arrives.
 
     Raises:
         ServeError: too_large, before more than ``max_bytes`` are stored; overloaded if memory is too short; cancelled
             if the caller left.
     """
-    body = IncomingBody(hold, max_bytes=max_bytes)
+    body = IncomingBody(reservation, max_bytes=max_bytes)
     while True:
         part, is_last = await _next_part(receive)
         body.keep(part)

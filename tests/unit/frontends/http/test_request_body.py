@@ -15,7 +15,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.request_body import IncomingBody, inflate, read_body
 from ortserve.frontends.http.responses import HttpResponse, compressed, compresses_inline, should_compress
 from ortserve.frontends.large_body import MIN_RECEIVED_BYTES, LargeBody
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyGate, Reservation
 from scarcity import little_memory
 
 TEXT = b"[" + b"0.123456," * 3000 + b"0]"
@@ -46,8 +46,8 @@ async def test_short_body_is_inflated_at_once_and_a_long_one_in_threads(
     for body, is_short in ((TEXT, True), (os.urandom(60_000), True), (bytes(10**7), False), (os.urandom(10**5), False)):
         executor.asked = 0
         packed = compress(body, encoding)
-        with Hold(gate, len(packed)) as hold:
-            assert await inflate(packed, encoding, hold, max_bytes=10**7) == body
+        with Reservation(gate, len(packed)) as reservation:
+            assert await inflate(packed, encoding, reservation, max_bytes=10**7) == body
             assert gate.held_bytes == len(packed) + len(body)
         assert gate.held_bytes == 0
         assert (executor.asked == 0) == is_short
@@ -56,9 +56,9 @@ async def test_short_body_is_inflated_at_once_and_a_long_one_in_threads(
 async def test_body_inflating_past_the_memory_limit_is_rejected_early() -> None:
     gate = BodyGate(10**7)
     packed = compress(bytes(10**8), Encoding.GZIP)
-    with Hold(gate, 10**6), Hold(gate, len(packed)) as hold:
+    with Reservation(gate, 10**6), Reservation(gate, len(packed)) as reservation:
         with pytest.raises(ServeError) as caught:
-            await inflate(packed, Encoding.GZIP, hold, max_bytes=10**9)
+            await inflate(packed, Encoding.GZIP, reservation, max_bytes=10**9)
         assert gate.held_bytes <= 10**7
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == 0
@@ -66,8 +66,8 @@ async def test_body_inflating_past_the_memory_limit_is_rejected_early() -> None:
 
 async def test_oversized_inflated_body_is_rejected_in_loop_and_threads() -> None:
     for size in (1001, 10**7):
-        with Hold(BodyGate(10**9), 0) as hold, pytest.raises(ServeError) as caught:
-            await inflate(compress(bytes(size), Encoding.DEFLATE), Encoding.DEFLATE, hold, max_bytes=1000)
+        with Reservation(BodyGate(10**9), 0) as reservation, pytest.raises(ServeError) as caught:
+            await inflate(compress(bytes(size), Encoding.DEFLATE), Encoding.DEFLATE, reservation, max_bytes=1000)
         assert caught.value.kind is ErrorKind.TOO_LARGE
 
 
@@ -78,8 +78,12 @@ async def test_body_in_parts_that_no_memory_can_hold_is_overloaded() -> None:
         return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
 
     gate = BodyGate(2**32)
-    with little_memory(2**24), Hold(gate, 0) as hold, pytest.raises(ServeError, match="memory for receiving") as caught:
-        await read_body(receive, hold, max_bytes=2**32)
+    with (
+        little_memory(2**24),
+        Reservation(gate, 0) as reservation,
+        pytest.raises(ServeError, match="memory for receiving") as caught,
+    ):
+        await read_body(receive, reservation, max_bytes=2**32)
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == 0
 
@@ -99,8 +103,8 @@ def test_parts_of_a_few_bytes_are_copied_together(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(LargeBody, "put", count_puts)
     parts = [b"%020d" % number for number in range(MIN_RECEIVED_BYTES // 20 + 2)]
-    with Hold(BodyGate(10**8), 0) as hold:
-        body = IncomingBody(hold, max_bytes=10**7)
+    with Reservation(BodyGate(10**8), 0) as reservation:
+        body = IncomingBody(reservation, max_bytes=10**7)
         for part in parts:
             body.keep(part)
         assert puts < 5

@@ -24,7 +24,7 @@ from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
 from ortserve.frontends.grpc.quick_calls import QuickCall
 from ortserve.service.access import Guard
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyGate, Reservation
 
 logger: Final = logging.getLogger(__name__)
 
@@ -224,8 +224,8 @@ class NativeContext:
             return message
         try:
             # The handler makes its own reservation for the message, in the turn in which this one ends.
-            with Hold(self._gate, 0) as hold:
-                return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
+            with Reservation(self._gate, 0) as reservation:
+                return await inflate(message, stream.head.encoding, reservation, max_bytes=stream.reader.max_bytes)
         except RejectedMessageError as rejection:
             self._sending.end(stream, rejection.code, rejection.text, is_prompt=True)
         except ServeError as error:  # another name than above: mypyc gives a name one type in a coroutine

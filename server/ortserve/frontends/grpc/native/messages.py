@@ -17,7 +17,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.native.limits import STREAM_WINDOW
 from ortserve.frontends.grpc.router import too_large
 from ortserve.frontends.large_body import LargeBody, begin_large, inflate_all
-from ortserve.service.gate import Hold
+from ortserve.service.gate import Reservation
 
 PREFIX_BYTES: Final = 5
 
@@ -160,8 +160,10 @@ class MessageReader:
             parts.append(part)
 
 
-async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes | memoryview:
-    """Decompress a message; ``hold`` reserves memory for its compressed and inflated bytes.
+async def inflate(
+    message: bytes | memoryview, encoding: bytes, reservation: Reservation, *, max_bytes: int
+) -> bytes | memoryview:
+    """Decompress a message; ``reservation`` grows by its compressed and inflated bytes.
 
     Up to the size of a stream's window, memory is counted without a limit. The handler that reads the message applies
     the limit and rejects one request; a rejection here would end the whole stream.
@@ -179,10 +181,10 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
         text = f"grpc-encoding: expected one of {ACCEPTED_ENCODINGS.decode()}, got {encoding.decode('latin-1')}"
         raise RejectedMessageError(grpc.StatusCode.UNIMPLEMENTED, text)
     inflater = Inflater(message, known, max_bytes, subject="a message", header="grpc-encoding")
-    hold.set_unchecked(len(message))
-    reserve = partial(_reserve_inflated, hold, len(message) + STREAM_WINDOW)
+    reservation.set_unchecked(len(message))
+    reserve = partial(_reserve_inflated, reservation, len(message) + STREAM_WINDOW)
     try:
-        return await inflate_all(inflater, compressed_bytes=len(message), hold=reserve, memory=hold.memory)
+        return await inflate_all(inflater, compressed_bytes=len(message), reserve=reserve, memory=reservation.memory)
     except ServeError as error:
         if error.kind is ErrorKind.TOO_LARGE:
             text = too_large(max_bytes, None, "decompressed message").message
@@ -192,13 +194,13 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
         raise
 
 
-def _reserve_inflated(hold: Hold, unchecked_bytes: int, part_bytes: int) -> None:
+def _reserve_inflated(reservation: Reservation, unchecked_bytes: int, part_bytes: int) -> None:
     """Count inflated bytes. Raises ServeError: overloaded, only beyond ``unchecked_bytes`` in total."""
-    size = hold.size + part_bytes
+    size = reservation.size + part_bytes
     if size <= unchecked_bytes:
-        hold.set_unchecked(size)
+        reservation.set_unchecked(size)
     else:
-        hold.grow(part_bytes)
+        reservation.grow(part_bytes)
 
 
 async def compress(message: bytes | memoryview, encoding: bytes, memory: LargeMemory) -> Message:

@@ -31,7 +31,7 @@ from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import ReceiveWindow, Stream
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, LargeBody
-from ortserve.service.gate import Hold
+from ortserve.service.gate import Reservation
 
 _KEPT_GAPS: Final = 64
 """Maximum number of stored gaps between the ids of consecutive streams. Clients leave at most one, at the beginning."""
@@ -178,24 +178,24 @@ class Receiving:
         - Any other message that cannot fit is rejected at its beginning. Then only its received bytes stay reserved, so
           that no caller blocks others by announcing a message.
         """
-        hold = stream.hold
-        if hold is None:
-            hold = stream.hold = Hold(self._dispatcher.gate, 0)
+        reservation = stream.reservation
+        if reservation is None:
+            reservation = stream.reservation = Reservation(self._dispatcher.gate, 0)
         if announced > 0:
             stream.since_ns, stream.since_bytes = self._life.heard_ns, 0
         kept = stream.kept_bytes
         try:
             if stream.takes_messages and stream.reader.length <= STREAM_WINDOW:
                 if kept <= LARGE_BYTES:
-                    hold.set_unchecked(kept)
+                    reservation.set_unchecked(kept)
                 else:
-                    hold.set_up_to_twice(kept)
+                    reservation.set_up_to_twice(kept)
             elif max(stream.reader.length, kept) <= _SMALL_BYTES:
-                hold.set_unchecked(kept)
+                reservation.set_unchecked(kept)
             else:
                 if announced > 0:
-                    hold.resize(kept - stream.reader.kept_bytes + announced)
-                hold.resize(kept)
+                    reservation.resize(kept - stream.reader.kept_bytes + announced)
+                reservation.resize(kept)
         except ServeError as error:
             self._sending.end(stream, *status_of(error), is_prompt=True)
             return False

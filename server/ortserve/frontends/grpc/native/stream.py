@@ -12,7 +12,7 @@ from ortserve.core.large_memory import LargeMemory
 from ortserve.frontends.grpc.native.limits import STREAM_WINDOW
 from ortserve.frontends.grpc.native.messages import Message, MessageReader
 from ortserve.frontends.grpc.quick_calls import RequestHead
-from ortserve.service.gate import Hold
+from ortserve.service.gate import Reservation
 
 _MESSAGE_OVERHEAD: Final = 128
 """Bytes counted for a message besides its content, so that empty messages are not free."""
@@ -62,7 +62,7 @@ class Stream:
         messages: Complete messages that no handler has taken.
         message_count: Number of complete messages so far.
         window: Bytes that the caller may still send.
-        hold: Reservation for the request; None if no memory was reserved.
+        reservation: Reservation for the request; None if no memory was reserved.
         since_ns: Start of the current measurement of the rate at which the incomplete message arrives. The message of a
             unary call is incomplete from ``begun_ns`` on.
         since_bytes: Received bytes of the incomplete message at ``since_ns``.
@@ -99,7 +99,7 @@ class Stream:
         self.message_count = 0
         self._waiting_bytes = 0
         self.window = ReceiveWindow(STREAM_WINDOW)
-        self.hold: Hold | None = None
+        self.reservation: Reservation | None = None
         self.since_ns = begun_ns
         self.since_bytes = 0
         self.announced_left = head.content_length
@@ -149,8 +149,8 @@ class Stream:
         message = self.messages.popleft()
         size = len(message[0]) + _MESSAGE_OVERHEAD
         self._waiting_bytes -= size
-        if self.hold is not None:
-            self.hold.shrink(size)
+        if self.reservation is not None:
+            self.reservation.shrink(size)
         return message
 
     def forget_request(self) -> None:
@@ -159,8 +159,8 @@ class Stream:
             self.reader.clear()
         self.messages.clear()
         self._waiting_bytes = 0
-        if self.hold is not None:
-            self.hold.release()
+        if self.reservation is not None:
+            self.reservation.release()
 
     def wake_reader(self) -> None:
         if self.reading is not None and not self.reading.done():

@@ -32,7 +32,7 @@ from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ErrorKind
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.connection import MessageReceiver
-from ortserve.service.gate import Hold
+from ortserve.service.gate import Reservation
 
 OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
 
@@ -623,7 +623,7 @@ def test_calls_past_the_stream_limit_are_refused_as_retryable(count: int) -> Non
 
 def test_message_is_rejected_at_the_memory_limit() -> None:
     async def test(wire: Wire, client: Client) -> None:
-        with Hold(wire.gate, 500):
+        with Reservation(wire.gate, 500):
             stream = client.open(ECHO)
             client.send(stream, framed(bytes(600))[:100])
             await client.exchange()
@@ -652,7 +652,7 @@ def test_call_beside_memory_over_the_limit_affects_no_other(path: str) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
         await client.exchange()
-        with Hold(wire.gate, 0) as others:
+        with Reservation(wire.gate, 0) as others:
             others.set_unchecked(2000)
             late = client.open(path)
             client.send(late, framed(bytes(600))[:100])
@@ -700,7 +700,7 @@ def test_messages_of_streams_take_at_most_twice_the_memory_limit() -> None:
 
 def test_small_message_in_two_frames_is_answered_at_the_memory_limit() -> None:
     async def test(wire: Wire, client: Client) -> None:
-        with Hold(wire.gate, 1000):
+        with Reservation(wire.gate, 1000):
             call, message = client.open(SLOW), framed(b"name")
             client.send(call, message[:7])
             await client.exchange()
@@ -1184,7 +1184,7 @@ def test_closed_stream_is_released() -> None:
 
 def test_wire_detects_held_bytes_at_its_end() -> None:
     async def test(wire: Wire, _: Client) -> None:
-        Hold(wire.gate, 1)
+        Reservation(wire.gate, 1)
 
     with pytest.raises(AssertionError):
         on_wire(test)

@@ -14,7 +14,7 @@ from ortserve.codecs.compression import Encoding, compress
 from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.native.messages import Message, MessageReader, RejectedMessageError, inflate
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyGate, Reservation
 
 MIB = 1024 * 1024
 
@@ -83,8 +83,8 @@ def test_malformed_or_oversized_message_is_rejected_by_its_prefix(sent: bytes, c
 
 def inflated(message: bytes, encoding: bytes, max_bytes: int, gate: BodyGate | None = None) -> bytes:
     async def work() -> bytes:
-        with Hold((gate or BodyGate(10**9)), len(message)) as hold:
-            return bytes(await inflate(message, encoding, hold, max_bytes=max_bytes))
+        with Reservation((gate or BodyGate(10**9)), len(message)) as reservation:
+            return bytes(await inflate(message, encoding, reservation, max_bytes=max_bytes))
 
     return asyncio.run(work())
 
@@ -137,7 +137,7 @@ def test_decompression_bomb_stays_within_the_limit(encoding: bytes) -> None:
 
 def test_inflated_message_counts_and_is_rejected_at_the_limit() -> None:
     gate = BodyGate(10 * MIB)
-    others = Hold(gate, MIB)
+    others = Reservation(gate, MIB)
     with pytest.raises(ServeError) as caught:
         inflated(compress(bytes(16 * MIB), Encoding.GZIP), b"gzip", 16 * MIB, gate)
     assert caught.value.kind is ErrorKind.OVERLOADED
@@ -150,10 +150,10 @@ def test_inflated_message_counts_and_is_rejected_at_the_limit() -> None:
 def test_small_message_counts_past_the_limit_without_rejection() -> None:
     async def work() -> None:
         gate = BodyGate(MIB)
-        Hold(gate, MIB)
+        Reservation(gate, MIB)
         message = compress(bytes(MIB), Encoding.GZIP)
-        with Hold(gate, 0) as hold:
-            await inflate(message, b"gzip", hold, max_bytes=MIB)
+        with Reservation(gate, 0) as reservation:
+            await inflate(message, b"gzip", reservation, max_bytes=MIB)
             assert gate.held_bytes == MIB + len(message) + MIB
         assert gate.held_bytes == MIB
 
