@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -29,6 +29,7 @@ from ortserve.model_file.damage import find_damage, find_pointer
 from ortserve.model_file.editing import Edits, edited_model
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import read_model
+from ortserve.rows import find_sizes
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -113,8 +114,10 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     check_written_outputs(model)
     try:
         images = find_images(model)
-        edits = {**score_edits(model), **image_edits(images.values()), **replacement_edits(model)}
-        checks = check_edits(model) if options.provider.name == CPU else {}
+        find_tensors = cache(lambda: find_sizes(model).tensors)
+        replaced = replacement_edits(model, find_tensors)
+        edits = {**score_edits(model), **image_edits(images.values()), **replaced}
+        checks = check_edits(model, find_tensors) if options.provider.name == CPU else {}
         harmful = harmful_optimizers(model, on_gpu=options.provider.name in GPU_PROVIDERS)
     except ServeError:
         raise

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ortserve.model_file.editing import Rewired, first_output, write_constant, write_node
 from ortserve.model_file.graph import INT64, Dims, Graph, Node
 from ortserve.rows import Value, constant_value
+
+FindTensors: TypeAlias = Callable[[], Mapping[int, Mapping[str, Value]]]
+"""Returns ``rows.Sizes.tensors`` of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class NodeContext:
     declared: Mapping[str, Dims | None]
     narrow: Set[str]
     makers: Mapping[str, Node]
-    find_sizes: Callable[[], Mapping[int, Mapping[str, Value]]]
+    find_sizes: FindTensors
 
     def value(self, name: str) -> Value | None:
         """The known properties of a tensor that the graph reads or makes; None if none are known."""

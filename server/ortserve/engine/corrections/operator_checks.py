@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain
 from typing import Final
 
-from ortserve.engine.corrections.checked_node import CheckedNode, NodeContext
+from ortserve.engine.corrections.checked_node import CheckedNode, FindTensors, NodeContext
 from ortserve.engine.corrections.empty_checks import EMPTY_CHECKS
 from ortserve.engine.corrections.least_axes import axes_needed_by
 from ortserve.errors import ErrorKind, ServeError
@@ -29,7 +29,7 @@ _LARGEST_BOX: Final = 2.0**24
 """Cells of the feature map in a box of RoiAlign, which takes about 48 bytes for each: 768 MiB."""
 
 
-def check_edits(model: Model) -> Edits:
+def check_edits(model: Model, find_tensors: FindTensors | None = None) -> Edits:
     """The edits that check the inputs of operators, in the main graph and in the graphs of If, Loop and Scan."""
     if model.opsets.get("", _MIN_OPSET) < _MIN_OPSET:
         return {}
@@ -38,7 +38,7 @@ def check_edits(model: Model) -> Edits:
     if not has_any_rank and not any((node.domain, node.op) in kinds for node in all_nodes(model)):
         return {}
     declared = {declared.name: declared.dims for declared in model.graph.inputs}
-    sizes = cache(lambda: find_sizes(model).tensors)
+    sizes = find_tensors or cache(lambda: find_sizes(model).tensors)
     edits: dict[tuple[int, str], bytes | Rewired] = {}
     for scope, graph in _graphs(model.graph):
         scales = {node.outputs[1] for node in graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}

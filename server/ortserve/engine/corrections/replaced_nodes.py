@@ -6,21 +6,32 @@
 - **Gather of texts.** Only the first text of each slice that an index selects is copied; the others stay empty.
   GatherND copies all of them.
 
-All other results stay the same.
+All other results stay the same. Nodes in functions of a model stay as they are.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import cache
 from typing import Final
 
-from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
-from ortserve.model_file.graph import INT32, INT64, STRING, Graph, Model, Node, Tensor, names_read
-from ortserve.rows import find_sizes
+from ortserve.engine.corrections.checked_node import FindTensors
+from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, inner_scope, write_constant, write_node
+from ortserve.model_file.graph import (
+    INT32,
+    INT64,
+    STRING,
+    Graph,
+    Model,
+    Node,
+    Tensor,
+    all_graphs,
+    all_nodes,
+    names_read,
+)
+from ortserve.rows import Value, find_sizes
 
-_MIN_OPSET_OF_DIVISIONS: Final = 9
-"""Earlier operator sets have no operator Where."""
-_MIN_OPSET_OF_GATHERS: Final = 12
-"""Before it GatherND has no ``batch_dims``."""
-_DIVISIONS: Final = frozenset({"Div", "Mod"})
+_MIN_OPSETS: Final = {"Div": 9, "Gather": 12, "Mod": 9}
+"""The operators, with the first operator set that has Where, or GatherND with ``batch_dims``."""
 _SMALLEST: Final = {INT32: -(1 << 31), INT64: -(1 << 63)}
 """Element types whose division can fault, and their smallest numbers. Smaller types are divided as INT32, in which
 their quotient cannot overflow."""
@@ -39,52 +50,141 @@ _TYPED_BY: Final = {"OneHot": 2, "Where": 1} | dict.fromkeys(_OF_FIRST_OPERAND.s
 """Operators whose results have the type of an operand, with the operand's index."""
 
 
-def replacement_edits(model: Model) -> Edits:
-    """The edits that replace such nodes of the main graph."""
-    return {**_division_edits(model), **_gather_edits(model)}
+def replacement_edits(model: Model, find_tensors: FindTensors | None = None) -> Edits:
+    """The edits that replace such nodes of the main graph and of the graphs of If, Loop and Scan.
+
+    ``find_tensors`` is called for element types and numbers of axes that nodes do not show.
+    """
+    replaced = _Replaced(model, find_tensors or cache(lambda: find_sizes(model).tensors))
+    replaced.visit(model.graph, "", {}, {}, {})
+    return replaced.edits
 
 
-def _division_edits(model: Model) -> Edits:
-    """The edits that replace the divisions whose operands depend on the values of a request."""
-    graph = model.graph
-    divides = any(node.op in _DIVISIONS and not node.domain for node in graph.nodes)
-    if not divides or model.opsets.get("", 0) < _MIN_OPSET_OF_DIVISIONS:
-        return {}
-    types = _element_types(graph)
-    requested = {declared.name for declared in graph.inputs}
-    edits = {}
-    for node in graph.nodes:
-        if node.op in _SIZES or requested.isdisjoint(names_read(node)):
-            continue
-        requested.update(node.outputs)
-        if node.op not in _DIVISIONS or node.domain or len(node.inputs) != 2 or not node.outputs:
-            continue
+class _Replaced:
+    """The edits, graph by graph."""
+
+    def __init__(self, model: Model, find_tensors: FindTensors) -> None:
+        self.edits: dict[tuple[int, str], bytes | Rewired] = {}
+        self._find_tensors = find_tensors
+        opset = model.opsets.get("", 0)
+        self._operators = {op for op, least in _MIN_OPSETS.items() if opset >= least}
+        self._has_texts = _has_texts(model)
+
+    def visit(
+        self,
+        graph: Graph,
+        scope: str,
+        types: MutableMapping[str, int],
+        constants: MutableMapping[str, Tensor],
+        requested: MutableMapping[str, bool],
+        *,
+        has_requested_inputs: bool = True,
+    ) -> None:
+        """Find the nodes to replace in a graph and in those of its nodes.
+
+        Args:
+            graph: The graph.
+            scope: The beginning of the names of its nodes in ``edits``.
+            types: The element types of tensors outside the graph, as far as they follow from inputs, constants and
+                nodes of ONNX.
+            constants: The constants outside the graph.
+            requested: Whether tensors outside the graph depend on the values of a request.
+            has_requested_inputs: Whether the inputs of the graph do.
+        """
+        types = ChainMap({name: tensor.dtype for name, tensor in graph.constants.items()}, types)
+        types.update((declared.name, declared.dtype if declared.is_tensor else 0) for declared in graph.inputs)
+        constants = ChainMap({**graph.constants}, constants)
+        requested = ChainMap(dict.fromkeys(graph.constants, False), requested)
+        requested.update((declared.name, has_requested_inputs) for declared in graph.inputs)
+        for node in graph.nodes:
+            types.update(_types_of(node, types))
+            value = node.attributes.get("value")
+            if node.op == "Constant" and isinstance(value, Tensor):
+                constants.update(dict.fromkeys(node.outputs, value))
+            depends = node.op not in _SIZES and any(requested.get(name) for name in names_read(node))
+            requested.update(dict.fromkeys(node.outputs, depends))
+            for name, inner in node.attributes.items():
+                if isinstance(inner, Graph):
+                    self.visit(
+                        inner,
+                        inner_scope(scope, node, name),
+                        types,
+                        constants,
+                        requested,
+                        has_requested_inputs=depends,
+                    )
+            if node.op not in self._operators or node.domain or len(node.inputs) != 2 or not node.outputs:
+                continue
+            nodes: Iterable[bytes] = ()
+            if node.op == "Gather":
+                nodes = self._whole_slices(graph, node, types)
+            elif depends:
+                nodes = self._division(graph, node, types, constants, requested)
+            if replacement := b"".join(nodes):
+                self.edits[GRAPH_NODE, scope + node.outputs[0]] = replacement
+
+    def _value(self, graph: Graph, name: str) -> Value | None:
+        return self._find_tensors().get(id(graph), {}).get(name)
+
+    def _division(
+        self,
+        graph: Graph,
+        node: Node,
+        types: Mapping[str, int],
+        constants: Mapping[str, Tensor],
+        requested: Mapping[str, bool],
+    ) -> Iterable[bytes]:
+        """The nodes in place of a division that can fault."""
         dividend, divisor = node.inputs
-        dtype = types.get(dividend)
+        dtype = types.get(dividend) or types.get(divisor)
+        if not dtype:
+            values = self._value(graph, dividend), self._value(graph, divisor)
+            dtype = next((value.dtype for value in values if value is not None and value.dtype), 0)
         if dtype not in _SMALLEST:
-            continue
-        can_fault = (dividend in requested or _may_contain(graph, dividend, _SMALLEST[dtype])) and (
-            divisor in requested or _may_contain(graph, divisor, -1)
-        )
-        if can_fault:
-            edits[GRAPH_NODE, node.outputs[0]] = b"".join(_without_fault(node, dtype))
-    return edits
+            return ()
+
+        def may_contain(name: str, number: int) -> bool:
+            known = None if requested.get(name) else constants.get(name)
+            return known is None or known.elements is None or number in known.elements
+
+        can_fault = may_contain(dividend, _SMALLEST[dtype]) and may_contain(divisor, -1)
+        return _without_fault(node, dtype) if can_fault else ()
+
+    def _whole_slices(self, graph: Graph, node: Node, types: Mapping[str, int]) -> Iterable[bytes]:
+        """The nodes in place of a Gather of texts whose slices may have more than one text."""
+        source = node.inputs[0]
+        dtype, axis = types.get(source), node.attributes.get("axis", 0)
+        if not self._has_texts or dtype not in (STRING, 0, None) or not isinstance(axis, int):
+            return ()
+        value = self._value(graph, source)
+        if (dtype or (value.dtype if value is not None else 0)) != STRING:
+            return ()
+        rank = len(value.dims) if value is not None and value.dims is not None else None
+        if axis < 0 and rank is not None:
+            axis += rank
+        return _as_gather_nd(node, axis) if axis >= 0 and axis + 1 != rank else ()
 
 
-def _element_types(graph: Graph) -> dict[str, int]:
-    """The element types of tensors, as far as they follow from inputs, constants and nodes of ONNX."""
-    types = {declared.name: declared.dtype for declared in graph.inputs if declared.is_tensor}
-    types |= {name: tensor.dtype for name, tensor in graph.constants.items()}
-    for node in graph.nodes:
-        dtype = _type_of(node, types)
-        if dtype is not None:
-            types |= dict.fromkeys(node.outputs if node.op == "Split" else node.outputs[:1], dtype)
-        if node.op == "TopK":
-            types |= dict.fromkeys(node.outputs[1:], INT64)
-    return types
+def _has_texts(model: Model) -> bool:
+    """Whether an input, a constant or an operator of the model may have texts."""
+    given = any(declared.dtype == STRING for declared in model.graph.inputs)
+    nodes = (node.domain == _MAKES_TEXTS or node.attributes.get("to") == STRING for node in all_nodes(model))
+    known = (tensor.dtype == STRING for graph in all_graphs(model) for tensor in graph.constants.values())
+    return given or any(nodes) or any(known)
 
 
-def _type_of(node: Node, types: dict[str, int]) -> int | None:
+def _types_of(node: Node, types: Mapping[str, int]) -> dict[str, int]:
+    """The element types of a node's outputs; 0 for an unknown type."""
+    found = dict.fromkeys(node.outputs, 0)
+    dtype = _type_of(node, types)
+    if dtype is not None:
+        found |= dict.fromkeys(node.outputs if node.op == "Split" else node.outputs[:1], dtype)
+    if node.op == "TopK":
+        found |= dict.fromkeys(node.outputs[1:], INT64)
+    return found
+
+
+def _type_of(node: Node, types: Mapping[str, int]) -> int | None:
     """The type of a node's first output; None if it is unknown."""
     if node.domain:
         return None
@@ -98,16 +198,6 @@ def _type_of(node: Node, types: dict[str, int]) -> int | None:
         return value.dtype if isinstance(value, Tensor) else None
     at = _TYPED_BY.get(node.op, len(node.inputs))
     return types.get(node.inputs[at]) if at < len(node.inputs) else None
-
-
-def _may_contain(graph: Graph, name: str, number: int) -> bool:
-    """Whether an operand that does not depend on the values of requests may contain a number."""
-    known = graph.constants.get(name)
-    if known is None:
-        made = next((node for node in graph.nodes if name in node.outputs), None)
-        value = made.attributes.get("value") if made is not None and made.op == "Constant" else None
-        known = value if isinstance(value, Tensor) else None
-    return known is None or known.elements is None or number in known.elements
 
 
 def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:
@@ -127,31 +217,6 @@ def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:
     yield write_node("Div", "", [dividend, safe], quotient)
     yield write_node("Neg", "", [dividend], opposite)
     yield write_node("Where", "", [is_minus_one, opposite, quotient], output)
-
-
-def _gather_edits(model: Model) -> Edits:
-    """The edits that replace each Gather of texts whose slices may have more than one text."""
-    graph = model.graph
-    gathers = [node for node in graph.nodes if node.op == "Gather" and not node.domain and len(node.inputs) == 2]
-    if not gathers or model.opsets.get("", 0) < _MIN_OPSET_OF_GATHERS:
-        return {}
-    types = _element_types(graph)
-    if STRING not in types.values() and not any(node.domain == _MAKES_TEXTS for node in graph.nodes):
-        return {}
-    known = find_sizes(model).tensors.get(id(graph), {})
-    edits = {}
-    for node in gathers:
-        value = known.get(node.inputs[0])
-        dtype = types.get(node.inputs[0], value.dtype if value is not None else 0)
-        rank = len(value.dims) if value is not None and value.dims is not None else None
-        axis = node.attributes.get("axis", 0)
-        if dtype != STRING or not node.outputs or not isinstance(axis, int):
-            continue
-        if axis < 0 and rank is not None:
-            axis += rank
-        if axis >= 0 and axis + 1 != rank:
-            edits[GRAPH_NODE, node.outputs[0]] = b"".join(_as_gather_nd(node, axis))
-    return edits
 
 
 def _as_gather_nd(node: Node, axis: int) -> Iterator[bytes]:

@@ -53,6 +53,29 @@ def test_results_are_those_of_onnx_runtime(tmp_path: Path, operator: str, dtype:
         session.run(None, {"a": one, "b": np.zeros_like(one)})
 
 
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = If (c) <then_branch = t () => (u) { u = DIVIDE (a, b) }, else_branch = e () => (v) { v = Neg (a) }>",
+        "y = If (c) <then_branch = t () => (u) { u = DIVIDE (least, b) }, else_branch = e () => (v) { v = Neg (a) }>",
+        "y = Loop (one, , a) <body = l (int64 i, bool g, s) => (h, r) { h = Identity (g) r = DIVIDE (s, b) }>",
+        "y = Scan (a, b) <num_scan_inputs = 2, body = l (int32 s, int32 d) => (r) { r = DIVIDE (s, d) }>",
+        "p = If (c) <then_branch = t () => (u) { u = Add (a, b) }, else_branch = e () => (v) { v = Neg (a) }> "
+        "q = Sub (p, b) o = Identity (b) w = If (c) <then_branch = i () => (k) { k = Identity (o) }, "
+        "else_branch = j () => (m) { m = Identity (a) }> y = DIVIDE (q, w)",
+    ],
+    ids=["If", "If of a constant", "Loop", "Scan", "behind If"],
+)
+def test_divisions_in_and_behind_graphs_of_nodes_are_no_fault(tmp_path: Path, nodes: str, operator: str) -> None:
+    constants = "int64 one = {1}, int32 least = {-2147483648}"
+    path = write(tmp_path, "int32[n] a, int32[n] b, bool c", nodes.replace("DIVIDE", operator), constants)
+    assert len(replacement_edits(read_model(path))) == 1
+    feeds = {"a": np.full(2, -(2**31), np.int32), "b": np.full(2, -1, np.int32), "c": np.array(True)}
+    (found,) = opened(path).run(None, feeds)
+    assert found.tolist() == [-(2**31) if operator == "Div" else 0] * 2
+
+
 def test_constant_divisor_of_minus_one_is_no_fault_either(tmp_path: Path) -> None:
     path = write(tmp_path, "int64[n] a", "y = Div (a, one)", "int64 one = {-1}")
     (found,) = opened(path).run(None, {"a": np.array([-(2**63), 7])})

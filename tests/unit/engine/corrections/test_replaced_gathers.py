@@ -57,6 +57,13 @@ def test_slices_of_computed_texts_are_whole(tmp_path: Path, axis: int, nodes: st
     assert found.tolist() == expected.tolist()
 
 
+def test_slices_in_a_branch_are_whole(tmp_path: Path) -> None:
+    branches = "then_branch = t () => (u) { u = Gather <axis = 1> (x, i) }, else_branch = e () => (v) { v = Identity (x) }"
+    path = write(tmp_path, "string[a,b,c] x, bool c", f"y = If (c) <{branches}>", i=np.array([1, 0]))
+    (found,) = opened(path).run(None, {"x": TEXTS, "c": np.array(True)})
+    assert found.tolist() == TEXTS[:, [1, 0]].tolist()
+
+
 @pytest.mark.parametrize("texts", [TEXTS[:0], TEXTS[:, :, :0]], ids=["no rows", "no columns"])
 def test_gather_of_empty_texts_is_empty(tmp_path: Path, texts: np.ndarray) -> None:
     path = write(tmp_path, "string[a,b,c] x", "y = Gather <axis = 1> (x, i)", i=np.array([1, 0]))
