@@ -374,6 +374,17 @@ def test_labels_of_the_file_end_with_an_unload_and_those_of_calls_stay(tmp_path:
         assert versions_that_answer(server, "") == {"2"}
 
 
+def test_version_that_a_call_labels_is_loaded_with_a_configuration_of_a_client(tmp_path: Path) -> None:
+    """It is loaded although the configuration chooses the highest version alone."""
+    add_versions(tmp_path, "version_policy: {all: true}", 1, 2)
+    with serving(tmp_path, *EXPLICIT) as server, triton_clients(server) as (http, _):
+        asked(server, "PUT", "m/labels", labels={"stable": 1}).raise_for_status()
+        http.unload_model("m")
+        http.load_model("m", config="{}")
+        assert versions_that_answer(server, "") == {"1"}
+        assert versions_that_answer(server, "2") == {"2"}
+
+
 def test_calls_take_nothing_out_of_service_while_the_configuration_cannot_be_read(tmp_path: Path) -> None:
     options = "version_policy: {all: true}\nlabels: {stable: 1}\nrollout: {candidate: 2, mode: canary, share: 1}\n"
     folder = add_versions(tmp_path, options, 1, 2, 3)

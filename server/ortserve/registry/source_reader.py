@@ -274,7 +274,7 @@ class SourceReader:
         try:
             client = read_client_model(name, config, files, self._defaults)
             if client is not None:
-                return resources.enter_context(client_source(client, self._repositories))
+                return resources.enter_context(client_source(client, self._repositories, self._named_versions(name)))
         except ServeError as error:
             raise load_failure(name, f"{NOT_POLLED}: {error.message}") from None
         try:

@@ -6,7 +6,7 @@ accepted only if they are known to be harmless.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,18 +214,19 @@ def _not_for_clients(option: str) -> ServeError:
 
 
 @contextmanager
-def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelSource]:
+def client_source(client: ClientModel, roots: Sequence[Path], named: Collection[int] = ()) -> Iterator[ModelSource]:
     """Create the source of a client's model, valid until the context exits. Blocks on the disk on entry and on exit.
 
     Args:
         client: The model. Its files are written to a temporary folder; without files, those of the repository are used.
         roots: The repositories.
+        named: Versions that should serve though the configuration does not choose them, if they exist.
 
     Raises:
         ServeError: invalid_input, if the files cannot be written, or the model is in no repository.
     """
     if not client.files:
-        yield make_source(_find(client.name, roots), client.configuration)
+        yield make_source(_find(client.name, roots), client.configuration, named)
         return
     try:
         # The files must be on the disk, because ONNX Runtime finds external weights by names beside the model file.
@@ -233,7 +234,7 @@ def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelS
     except OSError as error:
         raise invalid_input(f"its files cannot be written: {error.strerror}") from None
     with folder as path:
-        source = make_source(client.write(Path(path)), client.configuration)
+        source = make_source(client.write(Path(path)), client.configuration, named)
         yield replace(source, versions={number: replace(one, is_sent=True) for number, one in source.versions.items()})
 
 
