@@ -86,8 +86,9 @@ class LabelService:
             state = self._registry.state_of(model)
             labels = {**state.labels, **changes}
             kept = {label: version for label, version in labels.items() if version is not None}
-            if len(kept) > MAX_LABELS:
-                raise invalid_input(f"labels: expected at most {MAX_LABELS} labels of model '{model}', got {len(kept)}")
+            if (count := len(kept.keys() - {STABLE})) >= MAX_LABELS:  # a promotion needs a place for ``stable``
+                expected = f"at most {MAX_LABELS - 1} labels of model '{model}' beside '{STABLE}'"
+                raise invalid_input(f"labels: expected {expected}, got {count}")
             for label, version in changes.items():
                 if version is not None:
                     await self.check_serves(model, version, f"label '{label}'")

@@ -185,7 +185,7 @@ async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_
         return records_of(model)
 
     registry.records_of = count_lookups  # type: ignore[method-assign]
-    with pytest.raises(ServeError, match=f"labels: expected at most {MAX_LABELS}") as caught:
+    with pytest.raises(ServeError, match=f"labels: expected at most {MAX_LABELS - 1}") as caught:
         await labels.change("m", {f"label{number}": 1 for number in range(5000)})
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert lookups < 10
