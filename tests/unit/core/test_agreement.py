@@ -79,6 +79,7 @@ def test_texts_and_integers_count_elements_that_differ() -> None:
 def test_large_integers_that_fp64_cannot_tell_apart_differ(dtype: type) -> None:
     (error,) = compare(np.array([2**53, 7], dtype), np.array([2**53 + 1, 7], dtype)).outputs
     assert (error.max, error.top1) == (1, 0.5)
+    assert compare(np.array([3, 7], dtype), np.array([3.25, 7])).error("max") == 0.25
 
 
 def test_largest_element_is_found_beside_masked_ones() -> None:
