@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -23,6 +24,8 @@ from typing import Final
 
 from ortserve.errors import invalid_input
 from ortserve.registry.stores.objects import StoredObject, StoreError
+
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
 def default_cache_dir() -> Path:
@@ -76,7 +79,7 @@ class StoreCache:
 
         A damaged content is removed.
         """
-        if not known.sha256:
+        if not _DIGEST.fullmatch(known.sha256):  # a hub may list any text as a digest, which must not become a path
             return False
         content = self._contents / known.sha256
         try:

@@ -356,6 +356,15 @@ def test_files_with_listed_digests_are_taken_from_the_cache(tmp_path: Path) -> N
     assert (lab.mirror.folder / "b" / "7" / "model.onnx").read_bytes() == b"first"
 
 
+@pytest.mark.parametrize("size", [6, 7])
+def test_digest_that_a_store_makes_up_leads_to_no_file_outside_the_cache(tmp_path: Path, size: int) -> None:
+    (tmp_path / "victim").write_bytes(b"secret")
+    cache = StoreCache(tmp_path / "cache", 1000)
+    for digest in ("../../victim", str(tmp_path / "victim"), "../views"):
+        assert not cache.link(StoredObject("m/1/model.onnx", size, "tag", digest), cache.view / "target")
+    assert (tmp_path / "victim").read_bytes() == b"secret"
+
+
 def test_listed_digest_of_an_incomplete_object_damages_no_content(tmp_path: Path) -> None:
     lab = Lab(tmp_path, StoreInMemory(a=b"first"))
     lab.mirror.sync()
