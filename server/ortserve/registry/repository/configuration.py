@@ -40,6 +40,8 @@ _ENSEMBLE_OPTIONS: Final = frozenset(
         "ensemble",
         "golden_required",
         "inputs",
+        "labels",
+        "load_policy",
         "max_rows",
         "metric_tags",
         "outputs",

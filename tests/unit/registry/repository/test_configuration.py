@@ -316,6 +316,14 @@ def test_graphs_are_reported_where_there_is_no_gpu_to_replay_them(tmp_path: Path
     assert not read_here.options.graph_replay
 
 
+def test_options_of_an_ensemble_without_effect_are_reported(tmp_path: Path) -> None:
+    steps = "steps: [{model: a, inputs: {x: x}, outputs: {y: y}}]"
+    used = "labels: {stable: 1}\nload_policy: on_demand\nversion_policy: {all: true}\nslo_s: 1"
+    text = f"inputs: {{x: {{}}}}\noutputs: {{y: {{}}}}\nensemble: {{{steps}}}\n{used}\ninstances: 2"
+    (problem,) = read(tmp_path, text, "model.yaml").without_effect
+    assert problem == "instances: expected no such option for an ensemble; set it for its members"
+
+
 def test_parameters_without_effect_are_reported(tmp_path: Path) -> None:
     read_here = read(
         tmp_path,
