@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -184,6 +185,22 @@ def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, w
         server.stop()
         for number, call in enumerate(calls):
             np.testing.assert_allclose(call.result()["y"], expected + number, rtol=1e-5)
+
+
+def test_pipelined_requests_before_the_signal_are_answered(tmp_path: Path) -> None:
+    add_model(tmp_path, "slow", builders.slow, steps=40_000)
+    body = json.dumps({"inputs": [json_input("x", np.zeros((1, 4), np.float32))]}).encode()
+    infer = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    metadata = b"GET /v2/models/slow HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving(tmp_path, "--warmup-s", "0") as server:
+        host, _, port = server.http.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+            with starting_batch(server, "slow"):
+                connection.sendall(infer + metadata + infer + metadata)
+            server.stop()
+            answers = connection.makefile("rb").read()
+    assert answers.count(b"HTTP/1.1 200 OK") == 4
+    assert answers.lower().count(b"connection: close") == 1
 
 
 def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:

@@ -299,7 +299,7 @@ class AsgiExchange(Exchange):
             parts += (name, b": ", value, b"\r\n")
         self.response_started = True
         self._end_without_body()
-        if has_close or connection.is_old or connection.context.is_draining:
+        if has_close or connection.ends():
             self.keep_alive = False
         if not self.keep_alive and not has_close:
             parts.append(b"connection: close\r\n")

@@ -95,7 +95,7 @@ class Exchange:
         """Write a whole response."""
         connection = self.connection
         self.response_started = True
-        if connection.is_old or connection.context.is_draining:
+        if connection.ends():
             self.keep_alive = False
         status, body, headers = response
         parts: list[bytes | memoryview] = [
@@ -195,6 +195,10 @@ class Connection:
         max_age_s = context.options.http_max_connection_age_s
         if max_age_s is not None:
             self._ageing = loop.call_later(draw_age_s(max_age_s), self._on_age)
+
+    def ends(self) -> bool:
+        """Whether the next response closes the connection: it is old, or the server drains and no request waits."""
+        return self.is_old or (self.context.is_draining and not self._waiting)
 
     def begin(self, exchange: Exchange) -> None:
         """Start the exchange of the next request, now or when all earlier exchanges are complete."""
@@ -315,7 +319,7 @@ class Connection:
             newest.keep_alive = False  # the responses before it are sent first
 
     def shutdown(self) -> None:
-        """Begin to drain. An idle or lingering connection closes now, any other with its next response."""
+        """Begin to drain. An idle or lingering connection closes now, any other after its newest request."""
         newest = self.newest
         if self.is_lingering:
             self.transport.close()

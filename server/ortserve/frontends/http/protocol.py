@@ -190,7 +190,7 @@ class HttpProtocol(asyncio.Protocol):
         """Begin to drain.
 
         A new connection, or a request with an incomplete head, gets ``ARRIVAL_S`` more. Then the connection closes with
-        its next response. Callers may send requests behind that one again, to another server.
+        the response to its newest request. Callers may send requests behind that one again, to another server.
         """
         if self.connection.newest is None or self.stage is _HEADERS:
             self.connection.loop.call_later(ARRIVAL_S, self.connection.shutdown)

@@ -285,12 +285,25 @@ async def test_no_request_is_read_while_many_wait_for_their_answers() -> None:
     protocol.connection_lost(None)
 
 
-async def test_last_response_of_a_drain_is_not_lost_to_a_reset() -> None:
-    """A close with unread bytes would reset the connection; the requests behind the last one are not answered."""
+async def test_drain_answers_the_requests_that_wait_and_then_closes() -> None:
     written = bytearray()
     side = HttpSide()
     protocol, _ = side.connect(written)
     side.context.is_draining = True
+    protocol.data_received(get("/x") * 3)
+    await turns(3 * TURNS)
+    answers = bytes(written).split(b"HTTP/1.1 200 ")[1:]
+    assert [b"connection: close" in answer for answer in answers] == [False, False, True]
+    assert protocol.transport.is_closing()
+    protocol.connection_lost(None)
+
+
+async def test_last_response_of_an_old_connection_is_not_lost_to_a_reset() -> None:
+    """A close with unread bytes would reset the connection; the requests behind the last one are not answered."""
+    written = bytearray()
+    side = HttpSide()
+    protocol, _ = side.connect(written)
+    protocol.connection.is_old = True
     protocol.data_received(get("/x") * 3)
     await turns()
     assert written.count(b"HTTP/1.1 200 ") == 1
