@@ -221,12 +221,14 @@ def _inputs(
         shape = tuple(entry.shape)
         _check_shape(shape, name, model)
         has_contents = entry.HasField("contents")
-        if entry.parameters and REGION in entry.parameters:
-            if has_contents:
-                raise _contents_and_region(name, model)
-            span = read_span(_parameters(entry.parameters), f"input '{name}'")
-            region_inputs[position] = RegionInput(name, datatype, shape, span)
-            continue
+        if entry.parameters:
+            _check_reserved(entry.parameters)
+            if REGION in entry.parameters:
+                if has_contents:
+                    raise _contents_and_region(name, model)
+                span = read_span(_parameters(entry.parameters), f"input '{name}'")
+                region_inputs[position] = RegionInput(name, datatype, shape, span)
+                continue
         inputs.append(_Input(name, datatype, shape, position, has_contents))
     return tuple(inputs)
 
@@ -296,6 +298,7 @@ def _outputs(
         names.add(name)
         classes = 0
         if entry.parameters:
+            _check_reserved(entry.parameters)
             classes = _classes(entry.parameters, name)
             if REGION in entry.parameters:
                 region_outputs[name] = read_span(_parameters(entry.parameters), f"output '{name}'")
@@ -342,12 +345,8 @@ def _parameters(entries: Mapping[str, InferParameter]) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     if not entries:
         return parameters
+    _check_reserved(entries, _EMPTY_FINAL_RESPONSE)
     for key, entry in entries.items():
-        if key.startswith("triton_") and key != _EMPTY_FINAL_RESPONSE:
-            raise invalid_input(
-                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified: "
-                f"'{key}'"
-            )
         choice = entry.WhichOneof("parameter_choice")
         expected = _PARAMETER_CHOICES.get(key)
         if choice is None or (expected is not None and choice not in expected and choice != _ALSO_ACCEPTED.get(key)):
@@ -357,3 +356,13 @@ def _parameters(entries: Mapping[str, InferParameter]) -> dict[str, Parameter]:
             raise invalid_input(f"invalid value type for '{key}' parameter, expected {wanted}.")
         parameters[key] = getattr(entry, choice)
     return parameters
+
+
+def _check_reserved(keys: Iterable[str], allowed: str = "") -> None:
+    """Raise ServeError: invalid_input for a key of a parameter that the protocol reserves, other than ``allowed``."""
+    for key in keys:
+        if key.startswith("triton_") and key != allowed:
+            raise invalid_input(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified: "
+                f"'{key}'"
+            )
