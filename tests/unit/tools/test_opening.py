@@ -72,10 +72,8 @@ def test_all_commands_name_the_damage_in_the_same_words(
 
 def test_model_whose_inputs_cannot_be_served_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> m (seq(float[n]) s, int64 i) => (float[n] y) { y = SequenceAt(s, i) }'
-    )
-    onnx.save(onnx.parser.parse_model(text), path)
+    graph = "m (seq(float[n]) s, int64 i) => (float[n] y) { y = SequenceAt(s, i) }"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {graph}'), path)
 
     with pytest.raises(ServeError) as caught:
         open_model(find_model(str(path)))

@@ -58,7 +58,9 @@ def test_slices_of_computed_texts_are_whole(tmp_path: Path, axis: int, nodes: st
 
 
 def test_slices_in_a_branch_are_whole(tmp_path: Path) -> None:
-    branches = "then_branch = t () => (u) { u = Gather <axis = 1> (x, i) }, else_branch = e () => (v) { v = Identity (x) }"
+    branches = (
+        "then_branch = t () => (u) { u = Gather <axis = 1> (x, i) }, else_branch = e () => (v) { v = Identity (x) }"
+    )
     path = write(tmp_path, "string[a,b,c] x, bool c", f"y = If (c) <{branches}>", i=np.array([1, 0]))
     (found,) = opened(path).run(None, {"x": TEXTS, "c": np.array(True)})
     assert found.tolist() == TEXTS[:, [1, 0]].tolist()
