@@ -358,7 +358,9 @@ async def _serve(pipe: Connection) -> None:
             channel.send(error)
             continue
         except OSError as error:
-            channel.send(ServeError(ErrorKind.NOT_READY, f"cannot reach the server: {error.strerror or error}"))
+            plan = work.plan
+            what = f"{plan.address.url}: cannot reach the server" if isinstance(plan, ServerPlan) else plan.way
+            channel.send(ServeError(ErrorKind.NOT_READY, f"{what}: {error.strerror or error}"))
             continue
         gc.collect()  # now, as it takes a tenth of a second on a busy machine, which would be part of the measurement
         channel.send(READY)

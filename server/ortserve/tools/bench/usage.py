@@ -3,6 +3,7 @@
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -24,6 +25,8 @@ class UsageMeter:
         self._control = control
         self._processes = _listeners(control.address) if control else []
         self._resident = 0
+        self._spent_s: dict[int, float] = {}
+        """The processor time of each process so far, by its id; of one that has ended, when it was last looked at."""
         self._used_s = np.zeros(4)
         """Processor time of the server, time, and processor time of this machine, in total and idle."""
         self._at_begin: tuple[np.ndarray, dict[int, int] | None] | None = None
@@ -41,7 +44,7 @@ class UsageMeter:
         if self._at_begin is not None:
             times_s, before = self._at_begin
             self._at_begin = None
-            self._used_s += np.maximum(0.0, self._times_s() - times_s)  # a process of the server may have ended
+            self._used_s += self._times_s() - times_s
             after = self._batches()
             if before is None or after is None or any(after.get(rows, 0) < count for rows, count in before.items()):
                 return  # the server did not say, has ended, or began to count anew
@@ -50,16 +53,14 @@ class UsageMeter:
 
     def look(self) -> float:
         """Record the memory in use. Returns the processor time so far, in seconds."""
-        total_s, resident = 0.0, 0
+        resident = 0
         for process in self._processes:
-            try:
+            with suppress(psutil.Error):  # it may have ended
                 times = process.cpu_times()
-                total_s += times.user + times.system
+                self._spent_s[process.pid] = times.user + times.system
                 resident += process.memory_info().rss
-            except psutil.Error:  # it has ended
-                continue
         self._resident = max(self._resident, resident)
-        return total_s
+        return sum(self._spent_s.values())
 
     def usage(self, answers: int) -> ServerUsage | None:
         """The usage in all intervals, in which the server gave ``answers``. None if no process was found."""

@@ -15,6 +15,7 @@ import pytest
 
 from models import builders
 from ortserve.clock import monotonic_ns
+from ortserve.errors import ServeError
 from ortserve.tools.address import Address
 from ortserve.tools.bench.generator import READY, STOP, Finished, Work
 from ortserve.tools.bench.generators import Generators
@@ -55,6 +56,17 @@ def test_a_generator_that_is_stopped_before_the_measurement_used_no_time_in_it(p
 
     assert isinstance(finished, Finished)
     assert (finished.end_ns - finished.begin_ns, finished.cpu_ns) == (1, 0)
+
+
+def test_a_server_that_ends_before_the_load_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = Address(f"http://127.0.0.1:{port}", "127.0.0.1", port, is_tls=False, is_grpc=False, headers={})
+    gone = ServerPlan(address, (b"request",), is_stream=False, max_connections=1)
+    with Generators(1) as generators, pytest.raises(ServeError) as caught:
+        generators.offer([Work(0, gone, 1, None, warmup_s=0, seconds=1, timeout_s=1)], lambda seen, elapsed_s: True)
+
+    assert caught.value.message == f"http://127.0.0.1:{port}: cannot reach the server: Connection refused"
 
 
 @pytest.mark.parametrize("way", ["", "batcher", "run"])

@@ -1,5 +1,7 @@
 """The meter of a server, with a control whose answers the test sets."""
 
+import subprocess
+import sys
 from collections import deque
 from typing import cast
 
@@ -49,18 +51,21 @@ def test_batches_are_unknown_if_the_server_does_not_say_or_counts_anew(
     assert meter.batches == {1: 2}
 
 
-def test_a_process_that_ends_in_a_round_does_not_lower_the_time_of_other_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_ends_keeps_the_time_that_it_was_seen_to_use() -> None:
     meter = UsageMeter(cast("Control", Controlled({1: 1}, {1: 4}, {1: 4}, {1: 6})))
-    meter._processes = [psutil.Process()]
-    totals_s = deque([10.0, 11.0, 11.0, 0.5])
-    monkeypatch.setattr(meter, "look", totals_s.popleft)
-    for _ in range(2):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        process = psutil.Process(busy.pid)
+        meter._processes = [process]
         meter.begin()
-        meter.end()
+        while sum(process.cpu_times()[:2]) < 0.2:
+            busy.poll()
+        seen_s = meter.look()
+        busy.kill()
+    meter.end()
+    meter.begin()
+    meter.end()
 
     usage = meter.usage(100)
     assert usage is not None
-    assert usage.cpu_us_per_request == pytest.approx(10_000)
+    assert 1000 <= usage.cpu_us_per_request <= seen_s * 1e4
     assert meter.batches == {1: 5}
