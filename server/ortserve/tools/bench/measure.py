@@ -20,7 +20,8 @@ from ortserve.tools.bench.usage import UsageMeter
 from ortserve.tools.statistics import estimate_percentile, next_check
 
 _LIVE_CHUNKS: Final = 4
-_PROBE: Final = Load(8)
+_PROBE_CALLERS: Final = 8
+"""Least number of callers of the probe before a search. Each generator has one at least."""
 _PROBE_S: Final = 1.0
 _SEED: Final = 1
 _BRACKET: Final = 1.06
@@ -121,7 +122,7 @@ class Measurement:
         given = self._given
         points: list[Point] = []
         tries: dict[float, bool | None] = {}
-        probe = _Series(prepared, _PROBE, given, self._show)
+        probe = _Series(prepared, Load(max(_PROBE_CALLERS, self._generators.count)), given, self._show)
         self._run(probe, min(_PROBE_S, given.seconds), None)
         rate = first_rate(probe.point().throughput.value) if probe.rounds else None
         while rate is not None:

@@ -58,25 +58,28 @@ def test_noise_below_the_bracket_is_not_believed() -> None:
 class SlowGenerators:
     """Generators on a busy machine: from ``most`` requests per second on, they fall behind. The target never does."""
 
-    count = 1
-
-    def __init__(self, most: float) -> None:
-        self.most = most
+    def __init__(self, most: float, count: int = 1) -> None:
+        self.most, self.count = most, count
 
     def offer(self, works: Sequence[Work], _: object) -> Seen:
-        (work,) = works
+        seen = [self._outcome(work) for work in works]
+        return Seen([chunk for chunk, _ in seen], [finished for _, finished in seen])
+
+    def _outcome(self, work: Work) -> tuple[Chunk, Finished]:
+        assert work.callers != 0
         due = np.arange(1000) * 1_000_000 if work.times_ns is None else work.times_ns
         is_late = work.times_ns is not None and len(due) / work.seconds > self.most
         sent = due + (np.linspace(0, 5e9, len(due)).astype(np.int64) if is_late else 0)
         times = np.stack([due, sent, sent + 1_000_000, np.ones_like(due)], axis=1)
         finished = Finished(0, int(work.seconds * 1e9), 0, None if work.callers else len(due), {})
-        return Seen([Chunk(array("q", times.ravel().tolist()))], [finished])
+        return Chunk(array("q", times.ravel().tolist())), finished
 
 
-def test_search_goes_on_below_a_rate_that_the_generator_missed() -> None:
+@pytest.mark.parametrize("processes", [1, 16])
+def test_search_goes_on_below_a_rate_that_the_generators_missed(processes: int) -> None:
     plan = ModelPlan(Subject("m", Path("m")), "run", None, None, (), 1)
     given: dict[str, Any] = {"warmup_s": 0.0, "seconds": 1.0, "timeout_s": 1.0, "percentile": 99.0, "slo_ms": None}
-    generators = cast("Generators", SlowGenerators(120.0))
+    generators = cast("Generators", SlowGenerators(120.0 / processes, processes))
     measurement = Measurement(generators, Namespace(**given, arrivals="constant"), lambda line: None)
 
     points, capacity = measurement.find_capacity(Prepared("url", "rest", "s", 1, plan, "", (), "", lambda *_: {}))
