@@ -142,6 +142,7 @@ def describe_problems(
 
 def _shown(value: object) -> str:
     text = "nothing" if value is None else _literal(value)
+    text = re.sub("//.*@", "//…@", text)  # a user and a password in a URL
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"
 
 

@@ -147,6 +147,8 @@ def configure_logging(level: LogLevel, log_format: LogFormat = "text") -> LogSwi
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     # At level debug, hpack logs every header, and with the headers the keys of callers.
     logging.getLogger("hpack").setLevel(logging.WARNING)
+    # It logs OTEL_EXPORTER_OTLP_HEADERS if it cannot parse them, and with them the key of a collector.
+    logging.getLogger("opentelemetry.util.re").setLevel(logging.ERROR)
     return switches
 
 

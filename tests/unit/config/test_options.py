@@ -155,6 +155,12 @@ def test_constrained_texts_are_rejected_with_their_expected_form(name: str, valu
     assert problems_of({name: value}) == (f"{flag}: expected {expected}, got '{value}'",)
 
 
+@pytest.mark.parametrize("endpoint", ["htp://user:pass@collector", "http://user:a b@pass@collector:4318"])
+def test_error_of_a_url_shows_no_password(endpoint: str) -> None:
+    (problem,) = problems_of({"otlp_endpoint": endpoint})
+    assert problem.endswith(f", got '{endpoint.partition(':')[0]}://…@{endpoint.rpartition('@')[2]}'")
+
+
 @pytest.mark.parametrize("name", ["infer_keys_file", "tls_cert_file", "state_dir", "record_dir", "trace_file"])
 def test_an_empty_path_is_not_the_working_directory(name: str, file: Path) -> None:
     file.write_text(f"{name}: ''\n")

@@ -13,6 +13,7 @@ from typing import Literal
 
 import hpack
 import pytest
+from opentelemetry.util.re import parse_env_headers
 
 from ortserve.errors import ModelRejectionError
 from ortserve.telemetry.logs import (
@@ -90,8 +91,10 @@ def test_client_text_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> 
 def test_header_parsers_do_not_log_headers(capsys: pytest.CaptureFixture[str]) -> None:
     switches = configure_logging("debug")
     switches.set(info=True, warning=True, error=True, verbose_level=2)
+    logging.getLogger("opentelemetry").setLevel(logging.NOTSET)  # as in a process that has no other level before
 
     hpack.Decoder().decode(hpack.Encoder().encode([("authorization", "Bearer secret")]))
+    parse_env_headers("authorization Bearer secret")  # of OTEL_EXPORTER_OTLP_HEADERS, without "="
     LOGGER.debug("seen")
 
     assert capsys.readouterr().err.count("\n") == 1
