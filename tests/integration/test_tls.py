@@ -1,5 +1,6 @@
 """TLS on every port of a real server from the client's side: client certificates, and renewal of the server's."""
 
+import json
 import socket
 import ssl
 import subprocess
@@ -391,6 +392,21 @@ def test_new_certificate_is_used_within_seconds_without_failed_requests(tmp_path
         assert samples.by_labels("ortserve_tls_certificate_reloads_total", "outcome") == {"ok": 1}
         asked = samples.by_labels("ortserve_request_duration_seconds_count", "protocol", "outcome")
         assert set(asked) == {"http ok", "grpc ok"}
+
+
+def test_warning_of_a_library_is_a_line_of_the_log(tmp_path: Path) -> None:
+    """``cryptography`` warns about a certificate whose serial number is negative."""
+    secret = Secret(tmp_path)
+    number = serial_of(secret.cert.read_bytes())
+    digits = number.to_bytes(number.bit_length() // 8 + 1)
+    negative = bytes([digits[0] | 0x80]) + digits[1:]
+    der = ssl.PEM_cert_to_DER_cert(secret.cert.read_text()).replace(digits, negative, 1)
+    secret.put(ssl.DER_cert_to_PEM_cert(der).encode(), secret.key.read_bytes())
+    with starting("--example", *SHORT_WARMUP, *secret.flags, "--log-format", "json") as server:
+        server.wait_until_loaded()
+        server.stop()
+    (line,) = [line for line in map(json.loads, server.lines) if line["level"] == "warning"]
+    assert "serial number which wasn't positive" in line["message"]
 
 
 def test_unusable_certificate_stops_the_start(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoR
     limit_malloc_arenas()
     never_wait_for_standard_error(options.log_format)
     switches = configure_logging(options.log_level, options.log_format)
+    logging.captureWarnings(True)  # of Python, such as of a library about a certificate; otherwise they are plain text
     for problem in unknown_variables(os.environ):
         log_event(logger, logging.WARNING, "environment variable has no effect", reason=problem)
     connections = options.http_max_connections + options.grpc_max_connections
