@@ -30,6 +30,8 @@ _CHECK_S: Final = 2
 _MAX_SILENT_CHECKS: Final = 30
 """Number of checks in a row without a byte after which a process is given up. It decodes 64 MB of JSON in 2 s."""
 _COUNT: Final = struct.Struct("<I")
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+"""Signals that may be sent to the whole process group, while the server still answers requests."""
 _NICENESS: Final = 5
 """Small requests, which the server itself handles, take precedence over those of helper processes."""
 _OOM_SCORE: Final = b"500"
@@ -128,6 +130,8 @@ class HelperProcess:
         command = [sys.executable, "-c", f"from {self._module} import main; main()", str(theirs.fileno())]
         # The process does no linear algebra, and numpy's threads would reserve address space.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        # The process inherits the mask, for stop signals that arrive before ``serve`` ignores them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - of this package
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
@@ -136,6 +140,7 @@ class HelperProcess:
             ours.close()
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         self._connection = ours
         return ours
@@ -154,7 +159,7 @@ def _stopped_ticks(pid: int) -> int:
 def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _NICENESS) -> None:
     """Serve as a helper process until the server closes its end.
 
-    Ignores stop signals, which may be sent to the whole process group.
+    Ignores ``_STOP_SIGNALS``.
 
     Args:
         work: Returns the parts of the result for the arguments and the content of a call; the first part is made by
@@ -162,7 +167,7 @@ def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _
         task: The task in the error that too little memory is left for it.
         niceness: Added to the nice level of the server.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     with contextlib.suppress(OSError):

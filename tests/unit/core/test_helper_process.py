@@ -55,6 +55,20 @@ def test_stopped_process_fails_its_call_soon_and_the_next_call_starts_another(co
         helper.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_process_that_starts_is_not_ended_by_a_signal_for_the_process_group(number: signal.Signals) -> None:
+    helper = HelperProcess("ortserve.codecs.json_process", "reads JSON", LargeMemory())
+    try:
+        helper._start()
+        process = helper._process
+        assert process is not None
+        os.kill(process.pid, number)
+        assert unpack_load(helper.call(("load", ()), b'{"parameters": {"a": 1}}')) == {"a": 1}
+        assert helper._process is process
+    finally:
+        helper.close()
+
+
 def test_process_that_is_stopped_for_a_moment_answers() -> None:
     helper = HelperProcess("ortserve.codecs.json_process", "reads JSON", LargeMemory())
 
