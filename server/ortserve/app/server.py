@@ -30,7 +30,7 @@ _SEQUENCES_SHARE: Final = 0.75
 """Share of the drain timeout in which sequences may end. Admitted requests have at least the rest."""
 
 _FLUSH_S: Final = 5.0
-"""Time limit for writing the recorded requests that are still queued."""
+"""Time limit for writing the recorded requests that are still queued, and another one for trace files."""
 
 
 class Server:
@@ -176,8 +176,8 @@ class Server:
     async def stop(self) -> None:
         """Close everything that is still open. After ``drain`` that is the metrics port, which is open until then."""
         await asyncio.gather(self._parts.http.stop(0), self._parts.grpc.stop(0))
-        self._parts.traces.close()
-        self._parts.watchdog.stop()
+        self._parts.watchdog.stop()  # before the loop waits for the disk
+        self._parts.traces.close(_FLUSH_S)
         for following in self._following:
             following.cancel()
         if self._metrics is not None:

@@ -225,8 +225,8 @@ class TraceFileOptions(BaseModel):
 
     trace_file: OptionalPath = None
     """File for traces of requests; numbered files beside it append ``.0``, ``.1``, and so on to its name. Existing
-    files of these names are replaced. Clients choose which requests are traced, but not the file. Unset: requests to
-    trace are rejected as ``unsupported``."""
+    files of these names are replaced. Clients choose which requests are traced, but not the file. At its end the server
+    writes the last traces for at most 5 s. Unset: requests to trace are rejected as ``unsupported``."""
     trace_level: Literal["OFF", "TIMESTAMPS"] = "OFF"
     """Trace level at the start. ``TIMESTAMPS`` records when a traced request reached each step."""
     trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)

@@ -96,12 +96,12 @@ class TraceSettings:
         """The sampling of a model's requests."""
         return self._models.get(model, self._server)
 
-    def close(self) -> None:
-        """Write all collected traces, at the end of the server."""
+    def close(self, timeout_s: float) -> None:
+        """Write all collected traces for at most ``timeout_s``, at the end of the server."""
         for sampling in (self._server, *self._models.values()):
             sampling.close()
         if self._files is not None:
-            self._files.close()
+            self._files.close(timeout_s)
 
     def _replace(self, model: str, own: dict[str, int]) -> None:
         if model:

@@ -147,9 +147,15 @@ class TraceFiles:
             self._next_number += 1
             self._writer.submit(self._write_whole, path, records)
 
-    def close(self) -> None:
-        """Wait until all records are written. Called when the server stops; later records are dropped."""
+    def close(self, timeout_s: float) -> None:
+        """Write the queued records for at most ``timeout_s``, and drop later ones. Called when the server stops."""
         self._is_closed = True
+        try:
+            self._writer.submit(int).result(timeout_s)
+        except TimeoutError:  # the folder may never answer
+            log_event(logger, logging.WARNING, "queued traces were not written", timeout_s=timeout_s)
+            self._writer.shutdown(wait=False, cancel_futures=True)
+            return
         self._writer.shutdown()
         if self._growing is not None:
             self._growing.close()

@@ -41,7 +41,7 @@ class Stage:
     async def traces(self) -> list[dict[str, Any]]:
         """All traces, after the iteration of the loop that ended the last request."""
         await asyncio.sleep(0)
-        self.settings.close()
+        self.settings.close(30.0)
         traces: list[dict[str, Any]] = json.loads(self.path.read_bytes())
         return traces
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ortserve.telemetry.trace_files import Sampling, Traced, TraceFiles, encode_
 from scarcity import files_of_at_most
 
 MANY = 10**9
+LONG_S = 30.0
 
 
 def records(*numbers: int) -> list[bytes]:
@@ -42,7 +44,7 @@ def test_growing_file_replaces_an_old_one_and_is_valid_json(tmp_path: Path) -> N
     assert path.read_text().startswith("of an earlier")
     files.append(records(1, 2))
     files.append(records(3))
-    files.close()
+    files.close(LONG_S)
     assert ids(path) == [1, 2, 3]
     assert names(tmp_path) == ["trace.json"]
 
@@ -53,7 +55,7 @@ def test_numbered_files_count_from_zero(tmp_path: Path) -> None:
     files.number(records(1, 2))
     files.append(records(3))
     files.number(records(4))
-    files.close()
+    files.close(LONG_S)
     assert names(tmp_path) == ["trace.json", "trace.json.0", "trace.json.1"]
     assert [ids(tmp_path / f"trace.json.{number}") for number in (0, 1)] == [[1, 2], [4]]
 
@@ -77,7 +79,7 @@ def test_symbolic_links_are_never_followed(tmp_path: Path, caplog: pytest.LogCap
         (tmp_path / name).symlink_to(victim)
     files.append(records(1))
     files.number(records(2))
-    files.close()
+    files.close(LONG_S)
     assert victim.read_text() == "precious"
     assert ids(tmp_path / "trace.json.0") == [2]
     assert not (tmp_path / "trace.json.0").is_symlink()
@@ -101,7 +103,7 @@ def test_full_disk_drops_traces_logs_once_and_leaves_valid_files(
         files._writer.submit(int).result()
         assert ids(path) == list(range(20))
     files.append(records(99))
-    files.close()
+    files.close(LONG_S)
     assert ids(path) == [*range(20), 99]
     assert names(tmp_path) == ["trace.json"]
     assert [message for message, _ in lines(caplog)] == ["traces cannot be written", "traces were dropped"]
@@ -113,7 +115,7 @@ def test_trace_bytes_stay_within_the_configured_bound(tmp_path: Path, caplog: py
     for number in range(10):
         files.number(records(number))
     files.append(records(0))
-    files.close()
+    files.close(LONG_S)
     assert names(tmp_path) == ["trace.json.0", "trace.json.1", "trace.json.2"]
     assert lines(caplog) == [
         ("traces are dropped", {"reason": "trace_max_bytes: 12288 bytes have been written"}),
@@ -131,7 +133,7 @@ def test_slow_disk_drops_traces(
     for number in range(50):
         files.append(records(number))
     is_slow.set()
-    files.close()
+    files.close(LONG_S)
     written = ids(tmp_path / "trace.json")
     assert written == list(range(len(written)))
     assert 5 < len(written) < 20
@@ -141,9 +143,21 @@ def test_slow_disk_drops_traces(
     ]
 
 
+def test_close_does_not_wait_for_a_disk_that_does_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trace.json"
+    files = TraceFiles(path, max_bytes=MANY)
+    os.mkfifo(path)  # opening it waits for a reader
+    files.append(records(1))
+    files.append(records(2))
+    files.close(0.1)
+    logged = lines(caplog)
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # the thread ends
+    assert logged == [("queued traces were not written", {"timeout_s": 0.1})]
+
+
 def test_records_after_close_are_dropped_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = TraceFiles(tmp_path / "trace.json", max_bytes=MANY)
-    files.close()
+    files.close(LONG_S)
     files.append(records(1))
     assert names(tmp_path) == []
     assert caplog.records == []
