@@ -151,7 +151,8 @@ def test_close_does_not_wait_for_a_disk_that_does_not_answer(tmp_path: Path, cap
     files.append(records(2))
     files.close(0.1)
     logged = lines(caplog)
-    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # the thread ends
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    files._writer.shutdown()
     assert logged == [("queued traces were not written", {"timeout_s": 0.1})]
 
 
