@@ -6,17 +6,10 @@ The constructor of ``ServerOptions`` reads neither environment nor file: the res
 import os
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_origin
 
 from pydantic import BaseModel, Field, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    SettingsConfigDict,
-)
 
 from ortserve.config.expectation import InvalidValuesError, describe_problems, did_you_mean, validate
 from ortserve.config.model import LoadOptions
@@ -261,42 +254,34 @@ def read_options_and_origins(
     return options, origins
 
 
-class _Environment(EnvSettingsSource):
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        return split_list(value)  # instead of JSON, which is hard to quote in a manifest
-
-
-@cache
-def _variables() -> type[BaseSettings]:
-    """The options as environment variables. Made once, because that takes 40 ms."""
-
-    class Variables(ServerOptions, BaseSettings):
-        model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
-
-    return Variables
+def _in_environment() -> dict[str, object]:
+    """The options that variables set."""
+    given = {name: os.environ.get(variable_name(name)) for name in ServerOptions.model_fields}
+    is_list = {name: get_origin(field.annotation) is tuple for name, field in ServerOptions.model_fields.items()}
+    return {name: split_list(text) if is_list[name] else text for name, text in given.items() if text}
 
 
 def _combine(flags: Mapping[str, Any], in_file: Mapping[str, object]) -> ServerOptions:
     """Validate the options from flags, environment and file, in this order. Raises OptionsError."""
+    in_environment = _in_environment()
     try:
-        return ServerOptions(**{**in_file, **_Environment(_variables())(), **flags})
+        return ServerOptions(**{**in_file, **in_environment, **flags})
     except ValidationError as error:
-        in_environment = {name: os.environ.get(variable_name(name)) for name in ServerOptions.model_fields}
         problems = describe_problems(error, ServerOptions.model_fields, in_environment | dict(flags))
         raise OptionsError(
             *(
                 f"{flag_name(name)}: {problem}"
                 if name in flags
-                else f"{variable_name(name)}: {problem}{_hint_of_kubernetes(name, in_environment[name])}"
+                else f"{variable_name(name)}: {problem}{_hint_of_kubernetes(name)}"
                 for name, problem in problems.items()
             ),
             file_log_format=in_file.get("log_format"),
         ) from None
 
 
-def _hint_of_kubernetes(option: str, value: str | None) -> str:
+def _hint_of_kubernetes(option: str) -> str:
     """The end of a message about a variable with an address, which Kubernetes sets in all pods beside a Service."""
-    is_address = option.endswith("_port") and "://" in (value or "")
+    is_address = option.endswith("_port") and "://" in os.environ.get(variable_name(option), "")
     return "; Kubernetes sets it for a Service, unless the pod has enableServiceLinks: false" if is_address else ""
 
 
@@ -308,11 +293,11 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     known = {name.upper() for name in ServerOptions.model_fields} | {CONFIG_VARIABLE.removeprefix(ENV_PREFIX)}
     problems = []
     for name, value in sorted(environment.items()):
-        upper = name.upper()  # names of variables are read in any case
+        upper = name.upper()  # a name in lower case has no effect, either
         is_own = upper.startswith(ENV_PREFIX) and not _VARIABLES_OF_OTHERS.fullmatch(upper)
         is_address = upper.endswith("_PORT") and "://" in value  # set by Kubernetes, too
         option = upper.removeprefix(ENV_PREFIX)
-        if is_own and not is_address and option not in known:
+        if is_own and not is_address and (option not in known or name != upper):
             problems.append(f"{name}: unknown variable{did_you_mean(option, sorted(known), prefix=ENV_PREFIX)}")
     return problems
 

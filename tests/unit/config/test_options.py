@@ -92,8 +92,19 @@ def test_unknown_variables_are_named_without_their_values() -> None:
     assert unknown_variables(environment) == [
         "ORTSERVE_ANYTHING: unknown variable",
         "ORTSERVE_HTTP_PROT: unknown variable; did you mean 'ORTSERVE_HTTP_PORT'?",
+        "ortserve_grpc_port: unknown variable; did you mean 'ORTSERVE_GRPC_PORT'?",
         "ortserve_metric_port: unknown variable; did you mean 'ORTSERVE_METRICS_PORT'?",
     ]
+
+
+def test_variable_in_lower_case_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the documented name has, wherever a variable is read: here, by ``health``, and for the format of errors."""
+    monkeypatch.setenv("ortserve_http_port", "many")
+    monkeypatch.setenv("ORTSERVE_HTTP_PORT", "9000")
+
+    assert read_options({}).http_port == 9000
+    monkeypatch.delenv("ORTSERVE_HTTP_PORT")
+    assert read_options({}) == ServerOptions()
 
 
 @pytest.mark.parametrize("service", ["ORTSERVE", "ORTSERVE_CANARY"])
