@@ -129,7 +129,7 @@ class AsgiExchange(Exchange):
 
     def start(self) -> None:
         connection = self.connection
-        if connection.has_left or self._is_disconnected:
+        if connection.is_lost or self._is_disconnected:
             return
         path = self._raw_path.decode("ascii")
         if "%" in path:
@@ -238,7 +238,7 @@ class AsgiExchange(Exchange):
         try:
             await self._endpoint.app(scope, self.receive, self.send)
         except asyncio.CancelledError:
-            if not self.connection.has_left:  # a lost connection is the expected cause
+            if not self.connection.is_lost:  # a lost connection is the expected cause
                 raise
         except Exception as fault:  # noqa: BLE001 - the application has answered with an error
             log_fault(logger, "a call failed unexpectedly", fault)
@@ -258,7 +258,7 @@ class AsgiExchange(Exchange):
             self._awaits_continue = self.keep_alive = False
 
     def _cancel_if_left(self) -> None:
-        if self._task is not None and self.connection.has_left:
+        if self._task is not None and self.connection.is_lost:
             self._task.cancel()
 
     def _scope(self, path: str) -> Scope:

@@ -149,8 +149,8 @@ class Connection:
     Attributes:
         exchange: The exchange that is being answered.
         newest: The exchange that began last. Its body may still arrive.
-        has_left: Whether the connection was lost.
-        has_ended: Whether a FIN arrived. The caller sends no more, but may still read.
+        is_lost: Whether the connection was lost.
+        is_half_closed: Whether a FIN arrived. The caller sends no more, but may still read.
         is_old: Whether the next response closes the connection because of its age. An idle connection stays open,
             because a request may be on its way.
         is_closing: Whether the last response was written, so that no further exchange starts.
@@ -175,8 +175,8 @@ class Connection:
         self.loop: Final = loop
         self.exchange: Exchange | None = None
         self.newest: Exchange | None = None
-        self.has_left = False
-        self.has_ended = False
+        self.is_lost = False
+        self.is_half_closed = False
         self.is_old = False
         self.is_closing = False
         self.is_lingering = False
@@ -239,16 +239,17 @@ class Connection:
         """
         newest = self.newest
         self.ignores_input = True
-        if newest is not None and newest.more_body:
+        must_wait = newest is not None and not newest.response_complete
+        if newest is not None and newest.more_body:  # the rejected request, which may be behind others
             newest.abandon()
+            must_wait = bool(self._waiting)
         if newest is not None and in_body and newest.response_started:
             self.linger()  # the response was sent before the body was complete
-        elif newest is not None and newest.more_body and self._waiting:
-            self._waiting.pop()
-            self._rejection = partial(self.reject, error, path, headers)
-        elif newest is None or newest.response_complete or newest.more_body:
+        elif not must_wait:
             self.reject(error, path, headers)
         else:
+            if newest is not None and newest.more_body:
+                self._waiting.pop()
             self._rejection = partial(self.reject, error, path, headers)
 
     def reject(self, error: ServeError, path: str, received: list[Header]) -> None:
@@ -290,7 +291,7 @@ class Connection:
         A close with unread bytes would reset the connection, and the caller may lose the response.
         """
         self.is_lingering = self.ignores_input = True
-        if self.has_ended:
+        if self.is_half_closed:
             self.transport.close()
         else:
             self.transport.write_eof()
@@ -330,7 +331,7 @@ class Connection:
 
     def on_lost(self) -> None:
         """Release all exchanges and timers: the connection was closed or reset."""
-        self.has_left = True
+        self.is_lost = True
         if self.is_write_paused:
             self.context.on_cut_answer(self._cut_cause)
             self._forget_unsent()

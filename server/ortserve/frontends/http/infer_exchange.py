@@ -112,7 +112,7 @@ class InferExchange(Exchange):
 
     def start(self) -> None:
         connection = self.connection
-        if connection.has_left:
+        if connection.is_lost:
             return
         self._is_started = True
         if self.rejection is not None:
@@ -188,12 +188,12 @@ class InferExchange(Exchange):
             inflated = await inflate(
                 body, encoding, reservation, max_bytes=endpoint.admission.max_body_bytes, max_json_bytes=max_json_bytes
             )
-            if not connection.has_left:
+            if not connection.is_lost:
                 self._start_call(inflated)
                 return
         except ServeError as error:
             kind = error.kind
-            if not connection.has_left:
+            if not connection.is_lost:
                 self.respond(failure(error))
         except Exception:  # noqa: BLE001 - the task would swallow it
             self._fail()
@@ -235,7 +235,7 @@ class InferExchange(Exchange):
 
     def _on_compressed(self, compressing: asyncio.Future[HttpResponse]) -> None:
         try:
-            if not self.connection.has_left:
+            if not self.connection.is_lost:
                 self.respond(compressing.result())
         except Exception:  # noqa: BLE001 - the event loop would swallow it
             self._fail()

@@ -160,7 +160,7 @@ class HttpProtocol(asyncio.Protocol):
             Whether the transport stays open for responses.
         """
         connection = self.connection
-        connection.has_ended = True
+        connection.is_half_closed = True
         if connection.is_lingering or not self._context.options.http_answer_half_closed:
             self.transport.close()
         elif not connection.ignores_input and self.stage is not _REQUEST:

@@ -183,7 +183,7 @@ class Timeouts:
         transport = connection.transport
         if connection.is_lingering:
             return
-        if (connection.has_ended or connection.is_read_paused) and connection.is_reset():
+        if (connection.is_half_closed or connection.is_read_paused) and connection.is_reset():
             transport.abort()
             return
         self._handle = connection.loop.call_later(self._tick_s, self._check)
