@@ -61,9 +61,11 @@ def test_results_are_those_of_onnx_runtime(tmp_path: Path, operator: str, dtype:
         "y = If (c) <then_branch = t () => (u) { u = DIVIDE (least, b) }, else_branch = e () => (v) { v = Neg (a) }>",
         "y = Loop (one, , a) <body = l (int64 i, bool g, s) => (h, r) { h = Identity (g) r = DIVIDE (s, b) }>",
         "y = Scan (a, b) <num_scan_inputs = 2, body = l (int32 s, int32 d) => (r) { r = DIVIDE (s, d) }>",
-        "p = If (c) <then_branch = t () => (u) { u = Add (a, b) }, else_branch = e () => (v) { v = Neg (a) }> "
-        "q = Sub (p, b) o = Identity (b) w = If (c) <then_branch = i () => (k) { k = Identity (o) }, "
-        "else_branch = j () => (m) { m = Identity (a) }> y = DIVIDE (q, w)",
+        (
+            "p = If (c) <then_branch = t () => (u) { u = Add (a, b) }, else_branch = e () => (v) { v = Neg (a) }> "
+            "q = Sub (p, b) o = Identity (b) w = If (c) <then_branch = i () => (k) { k = Identity (o) }, "
+            "else_branch = j () => (m) { m = Identity (a) }> y = DIVIDE (q, w)"
+        ),
     ],
     ids=["If", "If of a constant", "Loop", "Scan", "behind If"],
 )
