@@ -46,6 +46,7 @@ DOORS = {
     "obstore": {"registry"},
     # Cli: flags are generated from the declarations of the options.
     "pydantic": {"config", "frontends", "cli", "tools"},
+    "pydantic_settings": {"config"},
     "yaml": {"config"},
     "onnx": {"example", "tools"},
     "onnx_ir": {"tools"},

@@ -91,6 +91,7 @@ def _report_silence(log_format: str, repository: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Create one flag per option. Values stay texts, so that one validator checks them from all sources."""
+    # argparse instead of pydantic-settings' parser, whose help shows no bounds and "tuple[str,...]" for a list.
     parser = _Parser(
         prog="ortserve serve",
         usage="ortserve serve [REPOSITORY ...] [--example] [--config FILE] [options]",
