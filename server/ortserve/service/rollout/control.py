@@ -109,8 +109,10 @@ class RolloutService:
             await self._labels.check_serves(model, options.candidate, "candidate")
             if problem := self._problem(model, options):
                 raise ServeError(ErrorKind.CONFLICT, problem)
-            state = self._registry.state_of(model)
+            state, before = self._registry.state_of(model), self._live.get(model)
             await self._registry.change_state(model, state.with_rollout(options))
+            if before is not None and self._live.get(model) is before:
+                self._refresh(model, is_anew=True)  # with the same options: its rules may have ended it already
         return self.read(model)
 
     async def stop(self, model: str) -> RolloutStatus:
@@ -181,8 +183,8 @@ class RolloutService:
             reason=ended.reason,
         )
 
-    def _refresh(self, model: str) -> None:
-        """Begin, replace or end the live rollout of a model after a change."""
+    def _refresh(self, model: str, *, is_anew: bool = False) -> None:
+        """Begin, replace or end the live rollout of a model after a change. With ``is_anew``, it begins again."""
         options = self._registry.rollout(model)
         compared = None if options is None else self._what_is_compared(model, options.candidate)
         live = self._live.get(model)
@@ -192,7 +194,8 @@ class RolloutService:
         elif self._reported.get(model) != problem:
             self._reported[model] = problem
             log_event(logger, logging.WARNING, "rollout has no effect", model=model, reason=problem)
-        if live is not None and live.options == options and self._compared[model] == compared and not problem:
+        is_same = live is not None and live.options == options and self._compared[model] == compared
+        if is_same and not problem and not is_anew:
             return
         if live is not None:
             live.is_over = True

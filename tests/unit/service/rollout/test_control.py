@@ -173,6 +173,23 @@ async def test_promotion_by_rules_waits_until_the_candidate_serves_and_is_logged
     assert (registry.labels("m")[STABLE], ended.result) == (2, "promoted")
 
 
+async def test_call_starts_a_rollout_again_whose_end_by_rules_is_not_stored_yet(
+    registry: FakeRegistry, rollouts: RolloutService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_RETRY_S", 0)
+    registry.on_versions("m")
+    registry.records[1].state = State.FAILED
+    decided = rollouts._live["m"]
+    decided.is_over = True
+    rollouts._on_decision(decided, Decision("promoted", "it kept the rules"))
+    await let_turns_pass()
+    registry.records[1].state = State.READY
+    await rollouts.start("m", {"candidate": 2})
+    assert not rollouts._live["m"].is_over
+    await let_turns_pass()
+    assert (rollouts.read("m").problem, registry.state.ended, registry.labels("m")[STABLE]) == ("", None, 1)
+
+
 async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_looked_up(
     registry: FakeRegistry, labels: LabelService
 ) -> None:
