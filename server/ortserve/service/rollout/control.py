@@ -237,6 +237,8 @@ class RolloutService:
             return reason
         if records and all(record.version != options.candidate for record in records):
             return f"rollout: the candidate, version {options.candidate} of model '{model}', does not exist"
+        if records and all(record.version != stable for record in records):
+            return f"rollout: version {stable} of model '{model}', which is labelled '{STABLE}', does not exist"
         for record in records:
             served = record.served
             if record.version in (stable, options.candidate) and served is not None:

@@ -190,6 +190,17 @@ async def test_call_starts_a_rollout_again_whose_end_by_rules_is_not_stored_yet(
     assert (rollouts.read("m").problem, registry.state.ended, registry.labels("m")[STABLE]) == ("", None, 1)
 
 
+async def test_rollout_beside_a_stable_version_that_does_not_exist_says_so(
+    registry: FakeRegistry, rollouts: RolloutService
+) -> None:
+    registry.state = ModelState({STABLE: 9})
+    with pytest.raises(
+        ServeError, match="version 9 of model 'm', which is labelled 'stable', does not exist"
+    ) as caught:
+        await rollouts.start("m", {"candidate": 2})
+    assert caught.value.kind is ErrorKind.CONFLICT
+
+
 async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_looked_up(
     registry: FakeRegistry, labels: LabelService
 ) -> None:
