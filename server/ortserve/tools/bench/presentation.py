@@ -35,6 +35,9 @@ generator_too_slow (problem): The generator or other work may have limited the f
 generator_beside_server (warning): The generator takes processors from the server: throughput may be too low by this
     share, and latencies too long.
     → Measure latencies at a moderate --rate; run the generator on another machine for the throughput.
+generator_between_runs (warning): The generator works between the runs of a caller, so throughput is lower by this
+    share than that of runs alone. Latencies do not contain it.
+    → Take the time of a run from the latencies.
 missed (problem): The exit status is not 0.
     → See the tables.
 overloaded (warning): More and more requests waited, so the latencies grow with the duration of the measurement.
@@ -46,6 +49,8 @@ outputs_not_compared (warning): Wrong answers are not detected.
 """)
 _FULL: Final = 0.9
 _MUCH: Final = 0.1
+_LEAST_ANSWERS: Final = 100
+"""Answers of each caller from which on the answers at the ends of the measurement do not matter."""
 
 
 def present(result: BenchResult, *, has_pictures: bool) -> Report:
@@ -175,6 +180,8 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
         cases["generator_too_slow"] += [f"{name}: {reason}" for reason in point.generator.too_slow_because]
         if beside := _beside(point):
             cases["generator_beside_server"].append(f"{name}: {beside}")
+        if (between := _between_runs(point)) > _MUCH:
+            cases["generator_between_runs"].append(f"{name}: {between:.0%} of the time passes between runs")
         if point.is_overloaded:
             cases["overloaded"].append(f"{name}: requests came faster than answers")
         if outputs and not outputs.checked:
@@ -190,6 +197,14 @@ def _beside(point: Point) -> str:
         return ""
     seen = f"this machine was {usage.machine_busy:.0%} busy, and of its and the server's processor time"
     return f"{seen} the generator took {own / (own + usage.processors):.0%}"
+
+
+def _between_runs(point: Point) -> float:
+    """The share of the time of callers in this process in which no run is under way; 0 if it is not known."""
+    callers, mean_ms = point.concurrency, point.mean_ms
+    if point.server or not callers or mean_ms is None or point.failed or point.answers < _LEAST_ANSWERS * callers:
+        return 0.0
+    return 1 - point.throughput.value * mean_ms / 1e3 / callers
 
 
 def _curve(curves: Sequence[Sequence[Point]], percent: float) -> str:

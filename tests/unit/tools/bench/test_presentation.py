@@ -72,6 +72,22 @@ def test_generator_that_takes_much_of_busy_processors_is_named(
     assert ["generator_beside_server"] * is_found == [finding.kind for finding in found]
 
 
+@pytest.mark.parametrize(
+    ("server", "callers", "per_s", "is_found"),
+    [("", 1, 50_000.0, True), ("", 2, 190_000.0, False), ("", None, 50_000.0, False), ("s", 1, 50_000.0, False)],
+)
+def test_time_between_the_runs_of_a_caller_in_this_process_is_named(
+    server: str, callers: int | None, per_s: float, *, is_found: bool
+) -> None:
+    point = replace(POINT, server=server, concurrency=callers, answers=10_000, throughput=Estimate(per_s), mean_ms=0.01)
+    (found,) = [
+        block.findings for block in present(result(point), has_pictures=False).blocks if isinstance(block, Findings)
+    ]
+    assert [(one.kind, "50% of the time passes" in one.seen) for one in found] == (
+        [("generator_between_runs", True)] * is_found
+    )
+
+
 @pytest.mark.parametrize(("answered", "pictures"), [((True, True), 1), ((True, False), 0), ((False, False), 0)])
 def test_loads_without_answers_are_not_drawn(answered: Sequence[bool], pictures: int) -> None:
     none = replace(POINT, answers=0, percentiles=(), mean_ms=None, most_ms=None)
