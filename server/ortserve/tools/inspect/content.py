@@ -6,10 +6,16 @@ from math import prod
 from typing import Final
 
 from ortserve.core.signature import TensorSpec
-from ortserve.model_file.graph import ELEMENT_TYPES, Model, Node, Tensor, all_graphs, all_nodes
+from ortserve.model_file.graph import ELEMENT_TYPES, FLOAT, INT64, STRING, Model, Node, Tensor, all_graphs, all_nodes
 from ortserve.tools.inspect.result import Content, TensorInfo, Weights
 from ortserve.tools.opening import OpenModel
 
+_VALUES: Final = {
+    **dict.fromkeys(("value_float", "value_floats"), FLOAT),
+    **dict.fromkeys(("value_int", "value_ints"), INT64),
+    **dict.fromkeys(("value_string", "value_strings"), STRING),
+}
+"""Element types of the values of ``Constant`` that are no tensors, by attribute."""
 _NUMPY_NAMES: Final = {"float": "float32", "double": "float64"}
 
 
@@ -76,4 +82,8 @@ def _constants(model: Model) -> Iterator[Tensor]:
         yield from graph.constants.values()
     for node in all_nodes(model):
         if node.op == "Constant":
-            yield from (value for value in node.attributes.values() if isinstance(value, Tensor))
+            for name, value in node.attributes.items():
+                if isinstance(value, Tensor):
+                    yield value
+                elif name in _VALUES:
+                    yield Tensor(_VALUES[name], (len(value),) if isinstance(value, tuple) else ())

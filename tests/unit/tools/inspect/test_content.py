@@ -65,6 +65,19 @@ def test_each_tensor_of_few_bits_takes_whole_bytes(tmp_path: Path) -> None:
     assert content_of(path).weights[0] == Weights("int4", 3, 9, sum(len(one.int32_data) for one in weights))
 
 
+def test_values_of_constant_nodes_that_are_lists_are_counted(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> lists (float[b,2] x) => (float[b,2] y, int64[3] z) {
+        c = Constant <value_floats = [1.0, 2.0]> ()
+        z = Constant <value_ints = [1, 2, 3]> ()
+        one = Constant <value_float = 1.0> ()
+        sum = Add (c, one)
+        y = Add (x, sum)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+
+    assert content_of(tmp_path / "m.onnx").weights == [Weights("int64", 1, 3, 24), Weights("float32", 2, 3, 12)]
+
+
 def test_a_file_that_only_unused_weights_refer_to_may_be_missing(tmp_path: Path) -> None:
     path = patterns.dense(tmp_path / "m.onnx")
     model = onnx.load(path)
