@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from tokenize import TokenError
-from typing import Final
+from typing import IO, Final
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
@@ -61,26 +61,30 @@ def read_arrays(file: Path, max_bytes: int) -> Mapping[str, np.ndarray]:
 
 
 def read_array(archive: ZipFile, member: ZipInfo) -> np.ndarray:
-    """Read one array of an archive.
-
-    Raises:
-        ValueError: The array is malformed, or its shape does not match the size of its data. The latter is checked
-            here because numpy would allocate the shape first.
-        Exception: One of ``MALFORMED_FILE_ERRORS``.
-    """
+    """Read one array of an archive. Raises one of ``MALFORMED_FILE_ERRORS``."""
     with archive.open(member) as stream:
-        version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(stream)
-        elements, nbytes = math.prod(shape), member.file_size - stream.tell()
-    expected = elements * dtype.itemsize
-    if elements and not dtype.itemsize:  # needs no data in the file, but memory once the elements become objects
-        raise ValueError(f"an array of {elements} elements of 0 bytes")
-    if not dtype.hasobject and expected != nbytes:
-        raise ValueError(f"an array of {expected} bytes with {nbytes} bytes of data")
+        check_header(stream, member.file_size)
     with archive.open(member) as stream:
         array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
     return array
+
+
+def check_header(stream: IO[bytes], nbytes: int) -> None:
+    """Check that the shape of an array in a file of ``nbytes`` matches its data, as numpy would allocate it first.
+
+    Raises:
+        ValueError: It does not.
+        Exception: One of ``MALFORMED_FILE_ERRORS``.
+    """
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    elements, left = math.prod(shape), nbytes - stream.tell()
+    expected = elements * dtype.itemsize
+    if elements and not dtype.itemsize:  # needs no data in the file, but memory once the elements become objects
+        raise ValueError(f"an array of {elements} elements of 0 bytes")
+    if not dtype.hasobject and expected != left:
+        raise ValueError(f"an array of {expected} bytes with {left} bytes of data")
 
 
 def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import as_numbers
 from ortserve.engine.child_process import call_in_child
 from ortserve.errors import invalid_input
-from ortserve.registry.sample_files import MALFORMED_FILE_ERRORS
+from ortserve.registry.sample_files import MALFORMED_FILE_ERRORS, check_header
 from ortserve.tools.compare.arguments import BATCH
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress
@@ -152,6 +152,9 @@ def read_labels(file: Path, inputs: Inputs) -> np.ndarray:
     assert isinstance(inputs, FileInputs)
     try:
         with file.open("rb") as opened:
+            if opened.peek().startswith(np.lib.format.MAGIC_PREFIX):
+                check_header(opened, file.stat().st_size)
+                opened.seek(0)
             labels = np.load(opened, allow_pickle=False)
     except MALFORMED_FILE_ERRORS as error:
         raise invalid_input(f"--labels {file}: expected a file written by numpy.save, got: {error}") from None
