@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import logging
 import re
 import socket
 import ssl
@@ -20,6 +21,9 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.responses import JSON_TYPE, HttpResponse, failure, wrong_method
 from ortserve.listening import open_listener
 from ortserve.telemetry.families import CONTENT_TYPE
+from ortserve.telemetry.logs import log_fault
+
+logger: Final = logging.getLogger(__name__)
 
 _MAX_S: Final = 30.0
 """Time limit of one connection, from its start to the end of the answer. Each connection has a thread."""
@@ -160,9 +164,10 @@ class MetricsServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors of the server only: a closed connection needs no traceback."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+        """Log errors of the server only: a closed connection needs no traceback."""
+        error = sys.exception()
+        if error is not None and not isinstance(error, OSError):
+            log_fault(logger, "a call of the metrics port failed unexpectedly", error)
 
     def service_actions(self) -> None:
         """Close connections over their time limit, slow ones included. Called several times a second."""

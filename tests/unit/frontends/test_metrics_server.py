@@ -5,7 +5,7 @@ import json
 import socket
 import ssl
 import threading
-from http.client import HTTPResponse
+from http.client import HTTPResponse, RemoteDisconnected
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -235,6 +235,23 @@ def test_connection_holds_its_thread_until_the_timeout_without_a_traceback(
         assert any(is_answered(server.port) for _ in range(100))  # on a busy machine that may take too long, too
     finally:
         server.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_failed_scrape_is_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write() -> bytes:
+        raise ValueError("unreadable")
+
+    server = MetricsServer(write, "127.0.0.1", 0)
+    try:
+        with pytest.raises(RemoteDisconnected):
+            urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+    finally:
+        server.close()
+    assert caplog.messages == ["a call of the metrics port failed unexpectedly"]
+    assert "ValueError: unreadable" in caplog.text
     assert capsys.readouterr().err == ""
 
 
