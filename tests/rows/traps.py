@@ -35,6 +35,7 @@ TRAPS: Final = [
     Case("position in the batch", _X, "n = Shape<start=0, end=1>(x) p = Slice(w, z, n) y = Add(x, p)", "float[64,4] w, int64[1] z = {0}"),
     Case("the batch size as a number", _X, "n = Shape<start=0, end=1>(x) f = Cast<to=1>(n) y = Div(x, f)"),
     Case("the number of all elements", _X, "n = Size(x) f = Cast<to=1>(n) y = Mul(x, f)"),
+    Case("the batch size times a number, which overflows", _X, f"n = Shape<start=0, end=1>(x) p = Mul(n, many) g = Less(p, zero) {BRANCH}", "int64[1] many = {2305843009213693952}, int64[1] zero = {0}"),
     Case("whether there is more than one row", _X, "n = Shape<start=0, end=1>(x) g = Greater(n, o) f = Cast<to=1>(g) y = Add(x, f)", "int64[1] o = {1}"),
     Case("at most eight rows", _X, "n = Shape<start=0, end=1>(x) g = Min(n, o) f = Cast<to=1>(g) y = Add(x, f)", "int64[1] o = {8}"),
     Case("the row's number as a feature", _X, f"{_RANGE} f = Cast<to=1>(r) u = Unsqueeze(f, one1) y = Add(x, u)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),

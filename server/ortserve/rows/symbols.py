@@ -320,10 +320,10 @@ class Symbols:
     def _holds(self, number: "int | Fraction | Product", finest: int, limit: int) -> bool:
         """Whether a type holds all values of a number, in units of 1 / ``finest``. May lower ``size_bits`` for it.
 
-        Few proofs need exact numbers of FP32, so they lower it less. Integers with N count as held if they are for one
-        row, since they are numbers of elements of a batch, and no batch has that many.
+        Few proofs need exact numbers of FP32, so they lower it less. N has at most as many bits as ``max_rows``. With
+        INT32 it counts as at most 2**8, since its products are numbers of elements of a batch, which has fewer.
         """
-        least, rows_bits = (16, 16) if limit == FLOAT_LIMIT else (10, 0)
+        least, rows_bits = 16 if limit == FLOAT_LIMIT else 10, 8 if limit == 1 << 31 else 16
         for bits in range(self.size_bits, least - 1, -1):
             if largest(number, bits, rows_bits) * finest <= limit:
                 self.size_bits = bits
