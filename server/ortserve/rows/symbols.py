@@ -325,7 +325,7 @@ class Symbols:
         """
         least, rows_bits = 16 if limit == FLOAT_LIMIT else 10, 8 if limit == 1 << 31 else 16
         for bits in range(self.size_bits, least - 1, -1):
-            if largest(number, bits, rows_bits) * finest <= limit:
+            if largest(number, bits, rows_bits) * finest < limit:
                 self.size_bits = bits
                 return True
         return False
