@@ -1,4 +1,4 @@
-"""Random arithmetic on long axes, in all types that hold sizes: every number that the proof knows, against ONNX Runtime.
+"""Random arithmetic on long axes, in all types of sizes: every number that the proof knows, against ONNX Runtime.
 
 The other random graphs have short axes, with which no integer overflows and no float is rounded.
 """
