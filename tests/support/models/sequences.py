@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
-from onnx import parser
+from onnx import numpy_helper, parser
 
 _HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
@@ -281,6 +282,42 @@ def marks(path: Path) -> Path:
         mark=["x"],
         axes=[1],
     )
+
+
+def counting(path: Path, code: int, state: str, width: int) -> Path:
+    """Returns INPUT of ``width`` columns as ECHO, and the state as SUM. Rejects an INPUT that begins with ``code``.
+
+    With the state "fixed", SUM is the sum of all INPUTs since the start but for its first column; with "growing", the
+    list of the columns that were 1. "none" is a model without SUM and state.
+    """
+    size, following = {"fixed": (width, width), "growing": ("past", "present"), "none": (0, 0)}[state]
+    inputs, outputs = f", float[batch,{size}] STATE", f"float[batch,{following}] SUM, float[batch,{following}] NEXT, "
+    body = {
+        "fixed": "counted = Mul (ECHO, counts) NEXT = Add (STATE, counted) SUM = Identity (NEXT)",
+        "growing": "number = MatMul (ECHO, numbers) NEXT = Concat <axis = 1> (STATE, number) SUM = Identity (NEXT)",
+        "none": "",
+    }[state]
+    model = parser.parse_model(
+        _HEAD
+        + f"""counting (float[batch,{width}] INPUT{inputs if body else ""})
+        => ({outputs if body else ""}float[batch,{width}] ECHO) {{
+            head = Slice (INPUT, zero, one, one)
+            is_bad = Equal (head, code)
+            index = Cast <to = 7> (is_bad)
+            nothing = Gather (table, index)
+            ECHO = Add (INPUT, nothing)
+            {body}
+        }}"""
+    )
+    constants: dict[str, np.ndarray] = {"zero": np.array([0]), "one": np.array([1])}
+    constants |= {"code": np.array([[code]], np.float32), "table": np.zeros(1, np.float32)}
+    if state == "fixed":
+        constants["counts"] = np.array([0] + [1] * (width - 1), np.float32)
+    elif state == "growing":
+        constants["numbers"] = np.arange(width, dtype=np.float32)[:, None]
+    model.graph.initializer.extend([numpy_helper.from_array(array, name) for name, array in constants.items()])
+    path.write_bytes(model.SerializeToString())
+    return path
 
 
 def simple_sequence(path: Path) -> Path:
