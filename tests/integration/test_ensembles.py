@@ -316,6 +316,8 @@ def test_a_sequence_through_an_ensemble_and_directly_has_one_state(tmp_path: Pat
     (given,), made = found["inputs"], [spec["name"] for spec in found["outputs"]]
     steps = [("adds", {given["name"]: "x"}, {name: name for name in made})]
     add_ensemble(tmp_path, "through", ["x"], made, steps)
+    halves = [("adds", {given["name"]: "x"}, {made[0]: made[0]}), ("through", {"x": "x"}, {made[1]: made[1]})]
+    add_ensemble(tmp_path, "twice", ["x"], made[:2], halves)
     row = np.ones([abs(size) for size in given["shape"]], DataType(given["datatype"]).numpy)
 
     def ask(server: ServerProcess, model: str, name: str, **flags: bool) -> httpx.Response:
@@ -340,6 +342,10 @@ def test_a_sequence_through_an_ensemble_and_directly_has_one_state(tmp_path: Pat
         assert mixed == alone
         assert mixed[0] != mixed[1] != mixed[2]
         assert ask(server, "adds", given["name"]).status_code == 400
+        warning = server.wait_for_line(
+            "an ensemble mixes states model=twice", "several steps continue the states of 'adds'"
+        )
+        assert [line for line in server.lines if "mixes states" in line] == [warning]
 
 
 def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Path) -> None:

@@ -37,13 +37,13 @@ class KeptSequences:
         """Keep nothing yet.
 
         Args:
-            model: Name of the model, for errors.
+            model: Name of the model, for errors and the log.
             table: The sequences of the model.
             loop: The running event loop.
             clock: Monotonic nanoseconds.
             end: Ends a sequence that waits for a slot, for one of ``END_REASONS``; its requests fail with the error.
         """
-        self._model: Final = model
+        self.model: Final = model
         self._table: Final = table
         self._loop: Final = loop
         self._clock: Final = clock
@@ -88,7 +88,7 @@ class KeptSequences:
         if self in blocked:
             model, sequence = next(self._blocking_waits(blocked, backlogs))[0]
             why = (
-                f"no slot of model '{model._model}' can become free: requests of its sequences wait in ensembles for "
+                f"no slot of model '{model.model}' can become free: requests of its sequences wait in ensembles for "
                 "slots of other models, and these wait for each other"
             )
             model._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, why, retry_after_s=1))

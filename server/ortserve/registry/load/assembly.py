@@ -199,6 +199,10 @@ class Assembly:
         options = configuration.options
         seen = [Member(member.name, member.signature, member.options.max_rows) for member in members]
         signature = resolve_signature(metrics.name, options, plan, seen)
+        followed = [kept for member in members for kept in member.kept]
+        for kept in {kept for kept in followed if followed.count(kept) > 1}:
+            reason = f"several steps continue the states of '{kept.model}', and the first one ends them"
+            log_event(logger, logging.WARNING, "an ensemble mixes states", model=metrics.name, reason=reason)
         return ServedEnsemble(
             signature,
             plan,
