@@ -161,7 +161,7 @@ class EnsembleRun:
             if part.is_end:
                 # It has ended the sequence where it succeeded. Another one may have begun since, in any member.
                 numbers = self._sequenced - self._reached
-                begun_ns = self._begun_ns
+                begun_ns = self._begun_ns or None
         elif ends_sequence(why, is_pipelined=is_pipelined or part.is_ahead):
             numbers = self._unreached
         for number in sorted(numbers):

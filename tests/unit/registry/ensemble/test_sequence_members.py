@@ -131,9 +131,16 @@ class Stage:
     """The models and ensembles of ``STEPS``. ``load`` loads the ensembles again, for example after a model was."""
 
     def __init__(
-        self, loop: VirtualTimeLoop, clock: FakeClock, slots: tuple[int, int] = (8, 8), strategy: str = "oldest"
+        self,
+        loop: VirtualTimeLoop,
+        clock: FakeClock,
+        slots: tuple[int, int] = (8, 8),
+        strategy: str = "oldest",
+        most: int = 0,
     ) -> None:
+        """``most`` is ``max_inflight_requests`` of the ensembles."""
         self.clock = clock
+        self.most = most
         self.sent = 0
         self.models: dict[str, Model] = {"last": Model("last", loop, clock)}
         for name, count in zip("ab", slots, strict=True):
@@ -154,7 +161,8 @@ class Stage:
             "inputs": {"x": {}},
             "outputs": {"a": {}, "b": {}},
             "ensemble": {
-                "steps": [{"model": model, "inputs": read, "outputs": made} for model, read, made in STEPS[name]]
+                "steps": [{"model": model, "inputs": read, "outputs": made} for model, read, made in STEPS[name]],
+                "max_inflight_requests": self.most,
             },
         }
         configuration = Configuration(make_model_options(given, LoadOptions(), name))
@@ -342,6 +350,22 @@ async def test_a_start_that_fails_before_its_members_ends_the_sequence_that_it_w
     await stage.answer("last")
     with pytest.raises(ServeError, match="must specify the START flag"):
         behind.take_outputs()
+
+
+def test_a_start_that_is_late_before_it_begins_ends_the_sequence_that_it_would_begin_anew() -> None:
+    async def test(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        stage = Stage(loop, clock, most=1)
+        stage.submit("beside", 1, "S")
+        await stage.answer("a", "last", "b")
+        for number in (2, 3):  # the second one waits for the step "last", and no further request begins meanwhile
+            stage.submit("beside", number, "S")
+        late = stage.submit("beside", 1, "SE", timeout_ms=100)
+        await stage.wait(0.5)
+        with pytest.raises(ServeError, match="because of max_inflight_requests"):
+            late.take_outputs()
+        assert [stage.models[name].table.find(1) for name in "ab"] == [None, None]
+
+    run_virtual(test)
 
 
 @virtual(slots=(8, 8))
