@@ -56,37 +56,6 @@ class Backlog:
         return self.wait_ns + self.own_ns + self.error_ns + self.answer_ns
 
 
-@dataclass(slots=True, init=False)
-class Conditions:
-    """The conditions under which a new request would run.
-
-    Attributes:
-        policy: The current limits of batches.
-        last_rows: Rows of the last batch: under a steady load the next one will have about as many.
-        busy_ns: Predicted time until an instance is idle; 0 if one is.
-        slowdown: Factor by which the work ahead takes longer because other models use the threads, too.
-        answer_ns: Time to encode and write the answer.
-        now_ns: Monotonic time.
-    """
-
-    policy: Final[BatchPolicy]
-    last_rows: Final[int]
-    busy_ns: Final[float]
-    slowdown: Final[float]
-    answer_ns: Final[float]
-    now_ns: Final[int]
-
-    def __init__(
-        self, policy: BatchPolicy, last_rows: int, busy_ns: float, slowdown: float, answer_ns: float, now_ns: int
-    ) -> None:
-        self.policy = policy
-        self.last_rows = last_rows
-        self.busy_ns = busy_ns
-        self.slowdown = slowdown
-        self.answer_ns = answer_ns
-        self.now_ns = now_ns
-
-
 @dataclass(frozen=True, slots=True)
 class TooLate:
     """Why a request is rejected for its deadline.
@@ -178,24 +147,53 @@ class Admission:
                 retry_after_s=_RETRY_AFTER_S,
             )
 
-    def check_deadline(self, request: InflightRequest, shape_class: ShapeClass, conditions: Conditions) -> None:
-        """Reject a request of this shape class that cannot be answered in time. Its ``finish_by_ns`` is set.
+    def check_deadline(
+        self,
+        request: InflightRequest,
+        shape_class: ShapeClass,
+        policy: BatchPolicy,
+        last_rows: int,
+        answer_ns: float,
+        busy_ns: float,
+        slowdown: float,
+        now_ns: int,
+    ) -> None:
+        """Reject a request that cannot be answered in time.
+
+        Args:
+            request: A request whose ``finish_by_ns`` is set.
+            shape_class: The class of the request.
+            policy: The current limits of batches.
+            last_rows: Rows of the last batch: under a steady load the next one will have about as many.
+            answer_ns: Time from ``finish_by_ns`` to the deadline of the answer.
+            busy_ns: Predicted time until an instance is idle.
+            slowdown: Factor by which the work ahead takes longer because other models use the threads, too.
+            now_ns: Monotonic time.
 
         Raises:
             ServeError: overloaded if a retry may be in time, deadline if the request by itself takes too long.
         """
         assert request.finish_by_ns is not None
-        settle_ns = request.finish_by_ns - conditions.now_ns
-        if self._is_far(settle_ns, request.rows, shape_class, conditions):
+        settle_ns = request.finish_by_ns - now_ns
+        if self._is_far(request.rows, shape_class, policy, settle_ns, busy_ns, slowdown):
             return
-        backlog = self._backlog(request, settle_ns, shape_class, conditions)
-        left_ns = settle_ns + conditions.answer_ns
+        usual_rows = last_rows if busy_ns > 0 else 0
+        backlog = self._backlog(request, shape_class, policy, usual_rows, answer_ns, busy_ns, slowdown, now_ns)
+        left_ns = settle_ns + answer_ns
         verdict = judge(left_ns, backlog, shape_class.batch_latency.observations)
         if verdict is not None:
             self._decisions.refused_late += 1
             raise _rejection(verdict, left_ns, backlog)
 
-    def _is_far(self, settle_ns: float, rows: int, shape_class: ShapeClass, conditions: Conditions) -> bool:
+    def _is_far(
+        self,
+        rows: int,
+        shape_class: ShapeClass,
+        policy: BatchPolicy,
+        settle_ns: float,
+        busy_ns: float,
+        slowdown: float,
+    ) -> bool:
         """Whether the deadline would be met even if each queued row took the time of two full batches.
 
         Most deadlines would, since they only guard against hangs. They need no detailed prediction.
@@ -203,17 +201,25 @@ class Admission:
         if self._queue.rows != shape_class.rows:
             return False
         latency = shape_class.batch_latency
-        full_ns = conditions.policy.batch_ns(conditions.policy.max_rows, latency)
+        full_ns = policy.batch_ns(policy.max_rows, latency)
         batches = shape_class.rows + rows + 1
-        return conditions.busy_ns + 2 * batches * (full_ns * conditions.slowdown + latency.residual_ns) < settle_ns
+        return busy_ns + 2 * batches * (full_ns * slowdown + latency.residual_ns) < settle_ns
 
     def _backlog(
-        self, request: InflightRequest, settle_ns: int, shape_class: ShapeClass, conditions: Conditions
+        self,
+        request: InflightRequest,
+        shape_class: ShapeClass,
+        policy: BatchPolicy,
+        usual_rows: int,
+        answer_ns: float,
+        busy_ns: float,
+        slowdown: float,
+        now_ns: int,
     ) -> Backlog:
-        """Predict the work ahead of a request whose outputs are due in ``settle_ns``."""
-        policy, busy_ns, now_ns = conditions.policy, conditions.busy_ns, conditions.now_ns
+        assert request.finish_by_ns is not None
+        settle_ns = request.finish_by_ns - now_ns
         latency, rows, max_rows = shape_class.batch_latency, request.rows, policy.max_rows
-        order = (request.level, shape_class.due_ns(now_ns + settle_ns, now_ns, max_rows))
+        order = (request.level, shape_class.due_ns(request.finish_by_ns, now_ns, max_rows))
         first_ns = settle_ns
         if shape_class.requests and shape_class.requests[0].finish_by_ns is not None:
             first_ns = min(settle_ns, shape_class.requests[0].finish_by_ns - now_ns)
@@ -225,20 +231,19 @@ class Admission:
         batches_ahead = (ahead + min(rows, fits) - 1) // fits
         # Requests that arrive while this one waits join its batch, too. A batch kept small for the deadlines of earlier
         # requests would make all requests behind it late.
-        usual_rows = conditions.last_rows if busy_ns > 0 else 0
         own_rows = fits if batches_ahead else min(max(ahead + rows, usual_rows), fits)
         own_batches = -(-rows // max_rows)
         ahead_ns = others.work_ns + batches_ahead * policy.batch_ns(fits, latency)
         return Backlog(
             busy_ns=busy_ns,
-            queued_ns=ahead_ns / self._instances.count * conditions.slowdown,
+            queued_ns=ahead_ns / self._instances.count * slowdown,
             own_ns=policy.batch_ns(own_rows, latency) * own_batches,
             solo_ns=policy.batch_ns(min(rows, max_rows), latency) * own_batches,
             # The errors of consecutive runs add up like independent errors.
             error_ns=math.hypot(
                 latency.residual_ns * math.sqrt(own_batches + batches_ahead + (busy_ns > 0)), others.error_ns
             ),
-            answer_ns=conditions.answer_ns,
+            answer_ns=answer_ns,
         )
 
     def _others(self, shape_class: ShapeClass, policy: BatchPolicy, order: tuple[int, float]) -> "_OtherWork":

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Final
 
-from ortserve.batching.admission import Admission, Conditions, QueueLimits
+from ortserve.batching.admission import Admission, QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.large_requests import MAX_QUEUED_PIECES, Pieces, long_piece_rows, most_rows, text_units
 from ortserve.batching.queue import ShapeClass
@@ -196,8 +196,9 @@ class Batcher:
         request.finish_by_ns = terms.answer_by_ns - answer_ns
         busy_ns = runs.instances.busy_ns(now_ns)
         if busy_ns or self._queue.rows or terms.answer_by_ns <= now_ns:  # otherwise the server is idle and admits it
-            conditions = Conditions(policy, runs.last_rows, busy_ns, runs.share.slowdown(), answer_ns, now_ns)
-            self._admission.check_deadline(request, shape_class, conditions)
+            self._admission.check_deadline(
+                request, shape_class, policy, runs.last_rows, answer_ns, busy_ns, runs.share.slowdown(), now_ns
+            )
 
     def _count_wasted(self, rows: int) -> None:
         self._runs.decisions.wasted_rows += rows

@@ -12,7 +12,6 @@ from interpreted import interpreted_only
 from ortserve.batching.admission import (
     Admission,
     Backlog,
-    Conditions,
     QueueLimits,
     TooLate,
     judge,
@@ -93,10 +92,9 @@ class Stage:
 
     def check(self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 1, slowdown: float = 1) -> None:
         request = inflight((), rows, Timing(0), level, finish_by_ns=NOW + int(left_ms * MS))
-        self.admission.check_deadline(request, self.shape_class, self.conditions(busy_ms, slowdown))
-
-    def conditions(self, busy_ms: float, slowdown: float) -> Conditions:
-        return Conditions(self.policy, self.last_rows, busy_ms * MS, slowdown, 0, NOW)
+        self.admission.check_deadline(
+            request, self.shape_class, self.policy, self.last_rows, 0, busy_ms * MS, slowdown, NOW
+        )
 
     def refusal(
         self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 1, slowdown: float = 1
@@ -303,7 +301,7 @@ def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
     for waiting_rows, due_ms, is_other in waiting:
         queued = inflight((), waiting_rows, Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
         stage.queue.push(stage.queue.shape_class("b" if is_other else "a"), queued, MAX_ROWS)
-    if stage.admission._is_far(left_ms * MS, rows, stage.shape_class, stage.conditions(busy_ms, slowdown)):
+    if stage.admission._is_far(rows, stage.shape_class, stage.policy, left_ms * MS, busy_ms * MS, slowdown):
         stage.admission._is_far = lambda *_: False  # type: ignore[method-assign]
         stage.check(rows, left_ms=left_ms, busy_ms=busy_ms, slowdown=slowdown)
 
