@@ -33,12 +33,12 @@ class Labels:
         self._missing: dict[str, dict[str, int]] = {}
         """Labels of versions that do not exist, by model, as logged last."""
 
-    def follow(self, name: str) -> None:
+    def apply_configured(self, name: str) -> None:
         """Put the configured labels of a model into effect. A label moves only to a version that serves."""
         source, ready = self._sources[name], [record.version for record in self._catalog.ready(name)]
         there = {*source.versions, *ready}
         before = {label: version for label, version in self._configured.get(name, {}).items() if version in there}
-        configured = follow_file(before, source.labels, ready)
+        configured = move_labels(before, source.labels, ready)
         if ready and configured.get(STABLE) not in ready and STABLE not in self._catalog.labels(name):
             configured.pop(STABLE, None)  # The first one must not take the requests from the highest version either.
         self._configured[name] = configured
@@ -46,16 +46,16 @@ class Labels:
             self._rollouts.pop(name, None)
         else:
             self._rollouts[name] = source.rollout
-        self.show(name)
+        self.apply(name)
 
     def forget(self, name: str) -> None:
         """Forget the configured labels of a model that was unloaded. Those of calls stay."""
         self._configured.pop(name, None)
         self._rollouts.pop(name, None)
         self._missing.pop(name, None)
-        self.show(name)
+        self.apply(name)
 
-    def show(self, name: str) -> None:
+    def apply(self, name: str) -> None:
         """Put the labels of a model into effect in one step, those of calls before the configured ones."""
         self._report_missing(name)
         labels = {**self._configured.get(name, {}), **self._state.of(name).labels}
@@ -95,7 +95,7 @@ class Labels:
         self._missing[name] = missing
 
 
-def follow_file(before: Mapping[str, int], given: Mapping[str, int], ready: Collection[int]) -> dict[str, int]:
+def move_labels(before: Mapping[str, int], given: Mapping[str, int], ready: Collection[int]) -> dict[str, int]:
     """Compute the labels of a ``model.yaml`` that are in effect after a change of the file or of the serving versions.
 
     A label moves from the version in ``before``, labels in effect until now, to that in ``given``, the labels in the

@@ -175,9 +175,9 @@ class Reconciler:
             return [source.problem]
         labels = self._catalog.labels(name)
         if not (is_by_client and self._catalog.ready(name)):
-            self._labels.follow(name)  # Before the first load, so that no other version answers during the load.
+            self._labels.apply_configured(name)  # Before the loads, during which no other version may answer.
         if self._catalog.labels(name) != labels:
-            await self._follow(name, applied, loads=False)
+            await self._reconnect_dependents(name, applied, loads=False)
         if not is_forced and self.waits_for_request(source):
             self._versions.offer(source)
             self._retries.forget(name)
@@ -198,7 +198,7 @@ class Reconciler:
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
         if before is not None and is_by_client and len(self._plan(source).load) == len(source.versions):
             self._sources[name] = before
-        self._labels.follow(name)
+        self._labels.apply_configured(name)
         self._on_versions(name)
         if not failures:
             self._retire(name, changes.retire)
@@ -208,7 +208,7 @@ class Reconciler:
         if ready := self._catalog.ready(name):
             self._served[name] = {record.version: record.source for record in ready if record.source}
         if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:
-            await self._follow(name, applied)
+            await self._reconnect_dependents(name, applied)
         return failures
 
     async def _load_versions(
@@ -274,14 +274,14 @@ class Reconciler:
 
     async def settle_labels(self, name: str) -> None:
         """Let the ensembles follow the labels of a model, and drain the versions that nothing needs any more."""
-        await self._follow(name, loads=False)  # A load may hold the lock for minutes.
+        await self._reconnect_dependents(name, loads=False)  # A load may hold the lock for minutes.
         async with self._changes.lock(name):
             source = self._sources.get(name)
             if source is None:
                 return
             if not source.problem:  # Otherwise the versions that it needs are not known.
                 self._retire_unneeded(source)
-            await self._follow(name)
+            await self._reconnect_dependents(name)
 
     def _retire(self, name: str, versions: Collection[int]) -> None:
         """Drain versions of a model that its source lacks, unless labels name them."""
@@ -316,7 +316,7 @@ class Reconciler:
                 record.will_be_replaced = False  # Nothing follows now, whatever ends the version later.
                 self._retries.note_failure(record.model, self._clock())
             else:
-                await self._follow(record.model)
+                await self._reconnect_dependents(record.model)
             self._on_versions(record.model)
 
     async def remove(self, name: str) -> ModelSource | None:
@@ -343,7 +343,7 @@ class Reconciler:
                 await self.drop_dependents(ensemble)  # Ensembles loaded in the meantime hold this one.
                 await self._draining.wait(ensemble)
 
-    async def _follow(self, name: str, applied: Collection[str] = (), *, loads: bool = True) -> None:
+    async def _reconnect_dependents(self, name: str, applied: Collection[str] = (), *, loads: bool = True) -> None:
         """Reconnect the ensembles that contain a model after a change of the model or of its labels.
 
         An ensemble that no longer fits the model goes out of service, with the reason.
@@ -366,7 +366,7 @@ class Reconciler:
                         for record in self._versions.announce(source, self._plan(source).load):
                             await self._versions.load(record)
                 await self._reconnect(ensemble)
-                await self._follow(ensemble, applied, loads=loads)
+                await self._reconnect_dependents(ensemble, applied, loads=loads)
 
     async def _reconnect(self, name: str) -> list[str]:
         """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.

@@ -256,7 +256,7 @@ class Registry:
         """
         found = await self._reader.poll()
         self._found = {source.name for source in found}
-        return self._start(self._follow(found))
+        return self._start(self._apply_poll(found))
 
     def begin_drain(self) -> None:
         """Accept no new sequences, and give up fetches from stores, for which loads by clients wait."""
@@ -335,7 +335,7 @@ class Registry:
                 if not self._reconciler.dependents_of(member):
                     await self._unload(member, with_members=True)
 
-    async def _follow(self, found: Sequence[ModelSource]) -> None:
+    async def _apply_poll(self, found: Sequence[ModelSource]) -> None:
         found = reject_cycles(found, self._sources)  # as the latest change did, or each poll would begin another one
         changed = [source for source in found if self._reconciler.is_due(source)]
         self._reconciler.renew_fingerprints(found)
@@ -372,7 +372,7 @@ class Registry:
 
     def _on_state(self, name: str) -> None:
         """Put a change of a model by a call into effect, which is on the disk."""
-        self._labels.show(name)
+        self._labels.apply(name)
         self.on_versions(name)
         self._start(self._reconciler.settle_labels(name))
 

@@ -65,7 +65,7 @@ class SourceReader:
         self._late: dict[Future[Any], float] = {}
         """The reads under way that took longer than their callers wait, and when each began."""
         if mirrors is not None:
-            mirrors.follow(named_versions)
+            mirrors.set_named_versions(named_versions)
 
     async def names(self) -> list[str]:
         """Names of the models that the repositories contain now.

@@ -65,7 +65,7 @@ class Mirrors:
         self._refused: list[tuple[str | None, str]] = []
         """Models whose files are not fetched now, None for all models, and the reason."""
 
-    def follow(self, named_versions: Callable[[str], Collection[int]]) -> None:
+    def set_named_versions(self, named_versions: Callable[[str], Collection[int]]) -> None:
         """Set the function that names versions of a model to fetch in addition, if they exist. Called on any thread."""
         for mirror in self._mirrors:
             mirror.named_versions = named_versions
