@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from ortserve.clock import Clock
@@ -20,8 +20,16 @@ from ortserve.registry.ensemble.plan import member_names
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.coordination import MAX_LOADS
 from ortserve.registry.repository.source import ModelSource, VersionSource
+from ortserve.registry.residency.eviction import (
+    HOST,
+    STAY_LOADS,
+    Budget,
+    Resident,
+    choose_holders,
+    in_start_order,
+    plan_evictions,
+)
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
-from ortserve.registry.residency.room import HOST, STAY_LOADS, Resident, choose_holders, in_start_order, plan_room
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import MemoryUse, ResidencyCounts
 
@@ -34,35 +42,6 @@ class NoRoomError(ServeError):
     def __init__(self, message: str, *, is_lasting: bool, retry_after_s: float | None = None) -> None:
         super().__init__(ErrorKind.NOT_READY, message, retry_after_s=retry_after_s)
         self.is_lasting = is_lasting
-
-
-@dataclass(frozen=True, slots=True)
-class _Budget:
-    """The need of a load, and the budget and use of the memory concerned.
-
-    Attributes:
-        option: Name of the option that sets the budget.
-        device: Name of the device; empty for the host.
-        need: Bytes that the load needs.
-        nbytes: Size of the budget in bytes.
-        used: Bytes that models hold, without draining versions.
-    """
-
-    option: str
-    device: str
-    need: int
-    nbytes: int
-    used: int
-
-    @property
-    def excess(self) -> int:
-        """Bytes by which the load and the models exceed the budget; 0 or less if the load fits."""
-        return self.used + self.need - self.nbytes
-
-    @property
-    def where(self) -> str:
-        """The device as a part of a message; empty for the host."""
-        return f" on {self.device}" if self.device else ""
 
 
 class MemoryRoom:
@@ -201,14 +180,14 @@ class MemoryRoom:
         numbers = options.gpus or (int(settings.get("device_id", 0)),)
         return [self._devices.name_of(provider, numbers[number % len(numbers)]) for number in range(options.instances)]
 
-    def _budgets(self, cost: LoadCost, residents: Sequence[Resident]) -> Iterator[_Budget]:
+    def _budgets(self, cost: LoadCost, residents: Sequence[Resident]) -> Iterator[Budget]:
         """The budgets that apply to a load of this cost."""
         if self._budget_bytes is not None:
-            yield _Budget("memory_budget_bytes", HOST, cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
+            yield Budget("memory_budget_bytes", HOST, cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
         if self._gpu_budget_bytes is not None:
             for device, need in cost.on_devices.items():
                 used = sum(resident.held.get(device, 0) for resident in residents)
-                yield _Budget("gpu_memory_budget_bytes", device, need, self._gpu_budget_bytes, used)
+                yield Budget("gpu_memory_budget_bytes", device, need, self._gpu_budget_bytes, used)
 
     def _is_exceeded(self) -> bool:
         """Whether draining models still hold memory that is reserved for the load under way."""
@@ -234,38 +213,23 @@ class MemoryRoom:
             return 0  # The host has room, and no model need be looked at: there may be thousands.
         now_ns = self._clock()
         residents = self._keep_members(record, self._residents(record.model))
-        is_start = not self._catalog.is_complete
-        if is_start:
+        if not self._catalog.is_complete:
             residents = in_start_order(residents, self.start_order, record.model)
         budgets = {budget.device: budget for budget in self._budgets(cost, residents)}
         excess = {memory: budget.excess for memory, budget in budgets.items()}
-        plan = plan_room(excess, residents, now_ns)
+        plan = plan_evictions(excess, residents, now_ns)
         # Versions that the next ones replace anyway leave if nothing else makes room.
         spare = choose_holders(plan.missing, self._draining.spare(record.model), lambda version: self._held([version]))
         if spare:
             freed = self._held(spare)
             left = {memory: nbytes - freed.get(memory, 0) for memory, nbytes in excess.items()}
-            plan = plan_room(left, residents, now_ns)
+            plan = plan_evictions(left, residents, now_ns)
         if plan.missing:
             memory, missing = next(iter(plan.missing.items()))
-            budget = budgets[memory]
-            if is_start and budget.need <= budget.nbytes and not options.is_pinned:
-                self._counts.refusals["start"] += 1
-                reason = "the models that were loaded before it use up the memory budget"
-                raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
-            self._counts.refusals["budget"] += 1
-            raise _no_room(record.model, budget, missing)
-        if until_ns := plan.wait_until_ns:
-            record.waits_since_ns = record.waits_since_ns or now_ns
-            if until_ns > record.waits_since_ns + self._wait_ns:
-                self._counts.refusals["stay"] += 1
-                wait_s = (until_ns - now_ns) / 1e9
-                raise NoRoomError(
-                    f"no room for '{record.model}' for {wait_s:.1f} s: the models in memory were loaded a moment ago",
-                    is_lasting=False,
-                    retry_after_s=wait_s,
-                )
-            return until_ns
+            raise self._refuse(record.model, options, budgets[memory], missing)
+        if plan.wait_until_ns:
+            self._check_wait(record, plan.wait_until_ns, now_ns)
+            return plan.wait_until_ns
         for version in spare:
             message = "version leaves for the next ones"
             log_event(logger, logging.INFO, message, model=record.model, version=version.version)
@@ -275,6 +239,39 @@ class MemoryRoom:
             self._counts.evictions[name] += 1
             self._draining.evict(name)
         return 0
+
+    def _refuse(self, model: str, options: ModelOptions, budget: Budget, missing: int) -> NoRoomError:
+        """Count a load that lacks ``missing`` bytes of a budget, and return its error."""
+        fits_alone = budget.need <= budget.nbytes
+        if fits_alone and not self._catalog.is_complete and not options.is_pinned:
+            self._counts.refusals["start"] += 1
+            reason = "the models that were loaded before it use up the memory budget"
+            return NoRoomError(reason, is_lasting=False, retry_after_s=1)
+        self._counts.refusals["budget"] += 1
+        return NoRoomError(
+            f"'{model}' needs about {format_bytes(budget.need)}{budget.where}, "
+            f"{budget.option} is {format_bytes(budget.nbytes)}, of which models that cannot be evicted now hold "
+            f"{format_bytes(budget.nbytes + missing - budget.need)}: {format_bytes(missing)} too few",
+            is_lasting=not fits_alone,
+            retry_after_s=1 if fits_alone else None,
+        )
+
+    def _check_wait(self, record: VersionRecord, until_ns: int, now_ns: int) -> None:
+        """Check that a load may wait until ``until_ns`` (monotonic). Its wait began at the first call.
+
+        Raises:
+            NoRoomError: The wait would be too long, which is counted.
+        """
+        record.waits_since_ns = record.waits_since_ns or now_ns
+        if until_ns <= record.waits_since_ns + self._wait_ns:
+            return
+        self._counts.refusals["stay"] += 1
+        wait_s = (until_ns - now_ns) / 1e9
+        raise NoRoomError(
+            f"no room for '{record.model}' for {wait_s:.1f} s: the models in memory were loaded a moment ago",
+            is_lasting=False,
+            retry_after_s=wait_s,
+        )
 
     def _check_members(self, ensemble: str, options: ModelOptions) -> None:
         """Check that the members of an ensemble fit in memory together, if the cost of each was measured.
@@ -336,7 +333,7 @@ class MemoryRoom:
 
     def _missing_together(
         self, total: LoadCost, names: Collection[str], residents: Sequence[Resident]
-    ) -> Iterator[tuple[_Budget, int, int]]:
+    ) -> Iterator[tuple[Budget, int, int]]:
         """The budgets that models exceed together with the pinned ones, what these hold, and what is missing."""
         pinned = [resident for resident in residents if resident.is_pinned and resident.name not in names]
         for budget in self._budgets(total, residents):
@@ -384,14 +381,3 @@ class MemoryRoom:
 
 def _options(source: VersionSource) -> ModelOptions:
     return source.configuration.options
-
-
-def _no_room(model: str, budget: _Budget, missing: int) -> NoRoomError:
-    is_lasting = budget.need > budget.nbytes
-    return NoRoomError(
-        f"'{model}' needs about {format_bytes(budget.need)}{budget.where}, "
-        f"{budget.option} is {format_bytes(budget.nbytes)}, of which models that cannot be evicted now hold "
-        f"{format_bytes(budget.nbytes + missing - budget.need)}: {format_bytes(missing)} too few",
-        is_lasting=is_lasting,
-        retry_after_s=None if is_lasting else 1,
-    )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.registry.residency.room import HOST, Resident, RoomPlan, in_start_order, plan_room
+from ortserve.registry.residency.eviction import HOST, EvictionPlan, Resident, in_start_order, plan_evictions
 
 NOW_NS = 1_000
 
@@ -21,44 +21,44 @@ OLD, NEW = resident("old", 40, 1), resident("new", 40, 2)
 @pytest.mark.parametrize(
     ("need", "used", "residents", "plan"),
     [
-        (20, 80, [OLD, NEW], RoomPlan()),
-        (21, 80, [OLD, NEW], RoomPlan(evict=("old",))),
-        (21, 80, [NEW, resident("old", 40, 1, is_busy=True)], RoomPlan(evict=("new",))),
-        (61, 80, [NEW, OLD], RoomPlan(evict=("old", "new"))),
-        (61, 80, [NEW, resident("old", 40, 1, is_kept=True)], RoomPlan(missing={HOST: 1})),
-        (101, 80, [OLD, NEW], RoomPlan(missing={HOST: 1})),
+        (20, 80, [OLD, NEW], EvictionPlan()),
+        (21, 80, [OLD, NEW], EvictionPlan(evict=("old",))),
+        (21, 80, [NEW, resident("old", 40, 1, is_busy=True)], EvictionPlan(evict=("new",))),
+        (61, 80, [NEW, OLD], EvictionPlan(evict=("old", "new"))),
+        (61, 80, [NEW, resident("old", 40, 1, is_kept=True)], EvictionPlan(missing={HOST: 1})),
+        (101, 80, [OLD, NEW], EvictionPlan(missing={HOST: 1})),
         # A recently loaded model stays, so that the load waits if there is no other.
-        (21, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(evict=("new",))),
-        (61, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(wait_until_ns=NOW_NS + 5)),
+        (21, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], EvictionPlan(evict=("new",))),
+        (61, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], EvictionPlan(wait_until_ns=NOW_NS + 5)),
         # An ensemble is evicted with a member, and before it; its last use is that of its members.
-        (21, 80, [OLD, NEW, resident("sum", 0, 1, members=("old",))], RoomPlan(evict=("sum", "old"))),
-        (21, 80, [OLD, NEW, resident("sum", 0, 3, members=("old",))], RoomPlan(evict=("new",))),
+        (21, 80, [OLD, NEW, resident("sum", 0, 1, members=("old",))], EvictionPlan(evict=("sum", "old"))),
+        (21, 80, [OLD, NEW, resident("sum", 0, 3, members=("old",))], EvictionPlan(evict=("new",))),
         (
             21,
             40,
             [resident("m", 100), resident("in", 0, members=("m",)), resident("out", 0, members=("in",))],
-            RoomPlan(),
+            EvictionPlan(),
         ),
         (
             61,
             40,
             [resident("m", 100), resident("in", 0, members=("m",)), resident("out", 0, members=("in",))],
-            RoomPlan(evict=("out", "in", "m")),
+            EvictionPlan(evict=("out", "in", "m")),
         ),
-        (21, 80, [OLD, NEW, resident("sum", 0, 1, members=("old",), is_kept=True)], RoomPlan(evict=("new",))),
+        (21, 80, [OLD, NEW, resident("sum", 0, 1, members=("old",), is_kept=True)], EvictionPlan(evict=("new",))),
     ],
 )
-def test_least_recently_used_models_leave(need: int, used: int, residents: list[Resident], plan: RoomPlan) -> None:
-    assert plan_room({HOST: used + need - 100}, residents, NOW_NS) == plan
+def test_least_recently_used_models_leave(need: int, used: int, residents: list[Resident], plan: EvictionPlan) -> None:
+    assert plan_evictions({HOST: used + need - 100}, residents, NOW_NS) == plan
 
 
 def test_no_model_leaves_whose_memory_is_not_needed_beside_the_others() -> None:
     host, both = Resident("host", {HOST: 30}, 1), Resident("both", {HOST: 30, "gpu:0": 9}, 2)
-    assert plan_room({HOST: 30, "gpu:0": 9}, [host, both], NOW_NS) == RoomPlan(evict=("both",))
-    assert plan_room({HOST: 31, "gpu:0": 9}, [host, both], NOW_NS) == RoomPlan(evict=("host", "both"))
-    assert plan_room({HOST: 30, "gpu:0": 0}, [host, both], NOW_NS) == RoomPlan(evict=("host",))
-    assert plan_room({HOST: 30, "gpu:0": 10}, [host, both], NOW_NS) == RoomPlan(missing={"gpu:0": 1})
-    assert plan_room({HOST: 50}, [OLD, resident("new", 50, 2)], NOW_NS) == RoomPlan(evict=("new",))
+    assert plan_evictions({HOST: 30, "gpu:0": 9}, [host, both], NOW_NS) == EvictionPlan(evict=("both",))
+    assert plan_evictions({HOST: 31, "gpu:0": 9}, [host, both], NOW_NS) == EvictionPlan(evict=("host", "both"))
+    assert plan_evictions({HOST: 30, "gpu:0": 0}, [host, both], NOW_NS) == EvictionPlan(evict=("host",))
+    assert plan_evictions({HOST: 30, "gpu:0": 10}, [host, both], NOW_NS) == EvictionPlan(missing={"gpu:0": 1})
+    assert plan_evictions({HOST: 50}, [OLD, resident("new", 50, 2)], NOW_NS) == EvictionPlan(evict=("new",))
 
 
 @given(
@@ -71,7 +71,7 @@ def test_plan_makes_enough_room_or_says_why_not(need: int, models: list[tuple[in
         for number, (nbytes, used_ns, stays_ns, is_kept) in enumerate(models)
     ]
     used = sum(one.held[HOST] for one in residents)
-    plan = plan_room({HOST: used + need - 100}, residents, NOW_NS)
+    plan = plan_evictions({HOST: used + need - 100}, residents, NOW_NS)
     evicted = [one for one in residents if one.name in plan.evict]
     assert not any(one.is_kept or one.stays_until_ns > NOW_NS for one in evicted)
     free = 100 - used + sum(one.held[HOST] for one in evicted)
@@ -89,7 +89,7 @@ def test_start_leaves_in_memory_what_a_start_with_all_files_would(sizes: list[in
 
     def load(name: str) -> None:
         need, used = sizes[order[name]], sum(one.held[HOST] for one in held.values())
-        plan = plan_room({HOST: used + need - 100}, in_start_order(list(held.values()), order, name), NOW_NS)
+        plan = plan_evictions({HOST: used + need - 100}, in_start_order(list(held.values()), order, name), NOW_NS)
         if not plan.missing:
             assert plan.wait_until_ns == 0
             for evicted in plan.evict:
@@ -111,6 +111,6 @@ def test_start_leaves_in_memory_what_a_start_with_all_files_would(sizes: list[in
 def test_ensemble_leaves_at_the_start_with_the_member_that_comes_last() -> None:
     order = {"loading": 0, "sum": 1, "old": 2, "new": 3}
     residents = [NEW, OLD, resident("sum", 0, members=("new",)), resident("sent", 20)]
-    plan = plan_room({HOST: 10}, in_start_order(residents, order, "loading"), NOW_NS)
-    assert plan == RoomPlan(evict=("sum", "new"))
-    assert plan_room({HOST: 10}, in_start_order(residents, order, "other"), NOW_NS).missing == {HOST: 10}
+    plan = plan_evictions({HOST: 10}, in_start_order(residents, order, "loading"), NOW_NS)
+    assert plan == EvictionPlan(evict=("sum", "new"))
+    assert plan_evictions({HOST: 10}, in_start_order(residents, order, "other"), NOW_NS).missing == {HOST: 10}

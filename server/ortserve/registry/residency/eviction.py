@@ -7,12 +7,39 @@ from typing import Final, TypeVar
 STAY_LOADS: Final = 5
 """Minimum stay of a model in memory, as a multiple of the duration of its load. Even if the models in use do not fit
 together, a model then answers requests for longer than it took to load."""
-
-
 HOST: Final = ""
 """Key of the host's memory among those of the devices."""
 
 _Holder = TypeVar("_Holder")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The need of a load, and the budget and use of the memory concerned.
+
+    Attributes:
+        option: Name of the option that sets the budget.
+        device: Name of the device; empty for the host.
+        need: Bytes that the load needs.
+        nbytes: Size of the budget in bytes.
+        used: Bytes that models hold, without draining versions.
+    """
+
+    option: str
+    device: str
+    need: int
+    nbytes: int
+    used: int
+
+    @property
+    def excess(self) -> int:
+        """Bytes by which the load and the models exceed the budget; 0 or less if the load fits."""
+        return self.used + self.need - self.nbytes
+
+    @property
+    def where(self) -> str:
+        """The device as a part of a message; empty for the host."""
+        return f" on {self.device}" if self.device else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +69,8 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomPlan:
-    """The plan to make room for a load.
+class EvictionPlan:
+    """The models to evict for a load, or why none is evicted now.
 
     Attributes:
         evict: Models to evict, ensembles before their members; empty if no eviction is needed, or none helps now.
@@ -57,7 +84,7 @@ class RoomPlan:
     wait_until_ns: int = 0
 
 
-def plan_room(excess: Mapping[str, int], residents: Sequence[Resident], now_ns: int) -> RoomPlan:
+def plan_evictions(excess: Mapping[str, int], residents: Sequence[Resident], now_ns: int) -> EvictionPlan:
     """Choose the models to evict: the least recently used ones first, those with admitted requests last.
 
     Use of an ensemble counts as use of its members, and an ensemble is evicted before its members. No model is evicted
@@ -73,7 +100,7 @@ def plan_room(excess: Mapping[str, int], residents: Sequence[Resident], now_ns: 
     may_leave = [resident for resident in residents if resident.name not in kept]
     free = {memory: sum(resident.held.get(memory, 0) for resident in may_leave) for memory in excess}
     if missing := {memory: nbytes - free[memory] for memory, nbytes in excess.items() if nbytes > max(0, free[memory])}:
-        return RoomPlan(missing=missing)
+        return EvictionPlan(missing=missing)
 
     def evicted_with(resident: Resident) -> list[Resident]:
         """The model, and the ensembles that must be evicted before it."""
@@ -94,9 +121,9 @@ def plan_room(excess: Mapping[str, int], residents: Sequence[Resident], now_ns: 
     chosen = choose_holders(excess, sorted(may_leave, key=order), lambda resident: resident.held)
     until_ns = max(map(stays_until_ns, chosen), default=0)
     if until_ns > now_ns:
-        return RoomPlan(wait_until_ns=until_ns)
+        return EvictionPlan(wait_until_ns=until_ns)
     leaving = dict.fromkeys(each.name for resident in chosen for each in evicted_with(resident))
-    return RoomPlan(tuple(sorted(leaving, key=lambda name: len(holders.get(name, ())))))
+    return EvictionPlan(tuple(sorted(leaving, key=lambda name: len(holders.get(name, ())))))
 
 
 def choose_holders(
@@ -125,10 +152,10 @@ def choose_holders(
 
 
 def in_start_order(residents: Sequence[Resident], order: Mapping[str, int], loading: str) -> list[Resident]:
-    """The residents as ``plan_room`` should see them at the start, where a load evicts only models that come after it.
+    """The residents as ``plan_evictions`` should see them at the start.
 
-    Use does not count: the models that come last leave first, whatever their time in memory. Ensembles leave with their
-    members.
+    A load then evicts only models that come after it. Use does not count: the models that come last leave first,
+    whatever their time in memory. Ensembles leave with their members.
 
     Args:
         residents: The models that serve.
