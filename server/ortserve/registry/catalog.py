@@ -80,8 +80,8 @@ class VersionRecord:
         """Whether the version abandoned an instance, and a new load of it follows."""
         self.is_reconnection = False
         """Whether the load connects an ensemble to its present members. If it fails, the load before ends, too."""
-        self.is_unwanted = False
-        """Whether the model's source lacks the version, which ends with the change of the model that is under way."""
+        self.is_retiring = False
+        """Whether the change of the model that is under way retires the version, which the model's source lacks."""
         self.waiting: asyncio.Timeout | None = None
         """Ends the wait of the load for a slot and for room; None while the load does not wait."""
         self.waits_since_ns = 0

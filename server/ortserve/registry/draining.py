@@ -34,18 +34,18 @@ class Draining:
             record.account.is_leaving = True
         record.advance(State.DRAINING, reason)
         self._catalog.route(record.model)
-        self._start(record, self._retire(record))
+        self._start(record, self._drain_to_gone(record))
 
     def evict(self, name: str) -> None:
         """Drain all versions of a model. The next request loads them again."""
         for record in self._catalog.ready(name):
             self.drain(record, ON_DEMAND)
 
-    def spare(self, name: str) -> list[VersionRecord]:
-        """The versions of a model that its source lacks and that may leave before the next ones serve.
+    def find_retirable(self, name: str) -> list[VersionRecord]:
+        """The versions of a model that are being retired and may be drained before the next ones serve.
 
-        The version that answers requests without a version stays until then, and so do those with a label, those that
-        ensembles hold and those that take sequences.
+        Others are drained afterwards: the version that answers requests without a version, those with a label, those
+        that ensembles hold and those that take sequences.
         """
         try:
             answering = self._catalog.find(name, "")
@@ -55,7 +55,7 @@ class Draining:
         return [
             record
             for record in self._catalog.ready(name)
-            if record.is_unwanted
+            if record.is_retiring
             and not record.is_held
             and record.version not in labelled
             and record.served is not answering
@@ -66,7 +66,7 @@ class Draining:
         """Take a version that cannot run any more out of service, and free it."""
         record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
-        self._start(record, self._free(record))
+        self._start(record, self._drain_and_free(record))
 
     def begin_drain(self) -> None:
         """Accept no new sequences; those that have begun may end."""
@@ -110,13 +110,13 @@ class Draining:
         self._leaving[task] = record
         task.add_done_callback(self._leaving.pop)
 
-    async def _retire(self, record: VersionRecord) -> None:
-        await self._free(record)
+    async def _drain_to_gone(self, record: VersionRecord) -> None:
+        await self._drain_and_free(record)
         record.advance(State.GONE, record.reason)
         if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
             self._metrics.forget(record.model, record.shown_version)
 
-    async def _free(self, record: VersionRecord) -> None:
+    async def _drain_and_free(self, record: VersionRecord) -> None:
         served = record.served
         assert served is not None
         await served.drain()

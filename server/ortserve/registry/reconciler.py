@@ -192,9 +192,9 @@ class Reconciler:
             await self._draining.wait(name)  # The new load continues the metric series of the evicted version.
         serving = self._catalog.ready(name)
         changes = self._plan(source)
-        unwanted = set(changes.retire) - self._labels.named_versions(name)
+        retiring = set(changes.retire) - self._labels.named_versions(name)
         for record in serving:
-            record.reason, record.is_unwanted = "", record.version in unwanted
+            record.reason, record.is_retiring = "", record.version in retiring
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
         if before is not None and is_by_client and len(self._plan(source).load) == len(source.versions):
             self._sources[name] = before
@@ -236,7 +236,7 @@ class Reconciler:
         elif not failures:
             self._retries.forget(name)
         for record in serving:
-            record.is_unwanted = False  # Otherwise a later load of another version could drain one that serves on.
+            record.is_retiring = False  # Otherwise a later load of another version could drain one that serves on.
         is_unloading = any(record.cancelled_because and not record.is_superseded for record in incoming)
         left = self._left.pop(name, {})
         if failures and not is_unloading:

@@ -219,9 +219,10 @@ class MemoryRoom:
         excess = {memory: budget.excess for memory, budget in budgets.items()}
         plan = plan_evictions(excess, residents, now_ns)
         # Versions that the next ones replace anyway leave if nothing else makes room.
-        spare = choose_holders(plan.missing, self._draining.spare(record.model), lambda version: self._held([version]))
-        if spare:
-            freed = self._held(spare)
+        retirable = self._draining.find_retirable(record.model)
+        retiring = choose_holders(plan.missing, retirable, lambda version: self._held([version]))
+        if retiring:
+            freed = self._held(retiring)
             left = {memory: nbytes - freed.get(memory, 0) for memory, nbytes in excess.items()}
             plan = plan_evictions(left, residents, now_ns)
         if plan.missing:
@@ -230,7 +231,7 @@ class MemoryRoom:
         if plan.wait_until_ns:
             self._check_wait(record, plan.wait_until_ns, now_ns)
             return plan.wait_until_ns
-        for version in spare:
+        for version in retiring:
             message = "version leaves for the next ones"
             log_event(logger, logging.INFO, message, model=record.model, version=version.version)
             self._draining.drain(version, UNLOADED)
