@@ -59,6 +59,7 @@ class SourceReader:
         self._repositories = repositories
         self._defaults = defaults
         self._mirrors = mirrors
+        self._folders_lock = nullcontext() if mirrors is None else mirrors.folders_lock
         self._named_versions = named_versions
         self._threads = ThreadPool(_READS, "repositories", set_slice, (LONGEST_SLICE_NS,))
         self._report_due_s = 0.0
@@ -244,11 +245,8 @@ class SourceReader:
         return sources if self._mirrors is None else self._mirrors.with_problems(sources)
 
     def _read_all(self) -> list[ModelSource]:
-        with self._held_still():
+        with self._folders_lock:
             return read_sources(self._repositories, self._defaults, self._named_versions)
-
-    def _held_still(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._mirrors is None else self._mirrors.held_still()
 
     async def _fetch(self, mirrors: Mirrors, name: str, *, with_all_versions: bool) -> None:
         if not mirrors.may_have(name) and await _for_load(name, self.read(name)) is not None:
@@ -264,7 +262,7 @@ class SourceReader:
                 raise load_failure(name, f"{NOT_POLLED}: {source.problem}")
 
     def _read(self, name: str) -> ModelSource | None:
-        with self._held_still():
+        with self._folders_lock:
             return read_source(name, self._repositories, self._defaults, self._named_versions(name))
 
     def _find(

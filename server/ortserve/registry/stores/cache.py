@@ -47,7 +47,7 @@ class StoreCache:
         self._contents, self._listings, views = (folder / name for name in ("contents", "listings", "views"))
         self._verified: set[str] = set()
         self._lock = threading.Lock()
-        self.folders: Final = threading.Lock()
+        self.folders_lock: Final = threading.Lock()
         """Held while an entry of a folder in the view is replaced, or the folders are read. Otherwise a reader could
         see the versions of one upload with the files of the next."""
         self._promised = 0

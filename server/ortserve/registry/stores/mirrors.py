@@ -167,9 +167,10 @@ class Mirrors:
         """Wait until a folder has changed because of ``begin_poll``, or a model could not be fetched."""
         await self._arrived.wait()
 
-    def held_still(self) -> AbstractContextManager[object]:
-        """A context in which no folder changes. Hold it while the folders are read, on any thread except the loop's."""
-        return self._cache.folders
+    @property
+    def folders_lock(self) -> AbstractContextManager[object]:
+        """The lock without which no folder changes. Hold it to read the folders, on any thread except the loop's."""
+        return self._cache.folders_lock
 
     async def _poll(self, mirror: Mirror) -> None:
         try:

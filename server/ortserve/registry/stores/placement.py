@@ -156,7 +156,7 @@ class Placer:
     def remove(self, entry: str) -> None:
         """Remove an entry from the folder, if it is there."""
         shown = self._folder / entry
-        with self._cache.folders:
+        with self._cache.folders_lock:
             if not shown.is_symlink():
                 return
             tree = shown.resolve().parent
@@ -260,7 +260,7 @@ class Placer:
         shown = self._folder / entry
         link = self._cache.new_path()
         link.symlink_to(os.path.relpath(placed, shown.parent))
-        with self._cache.folders:
+        with self._cache.folders_lock:
             before = shown.resolve() if shown.is_symlink() else None
             link.replace(shown)
         if before is not None:
