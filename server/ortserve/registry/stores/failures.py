@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores.objects import model_name
-from ortserve.registry.stores.placement import Choice, Placement
+from ortserve.registry.stores.placement import Placement, PlacementKey
 
 _FIRST_RETRY_NS: Final = 10 * 10**9
 _MAX_RETRY_NS: Final = 3600 * 10**9
@@ -16,7 +16,7 @@ an attempt may fetch gigabytes."""
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    choice: Choice
+    key: PlacementKey
     problem: str
     is_required: bool
     due_ns: int
@@ -37,10 +37,10 @@ class Failures:
     def note(self, placement: Placement, problem: str, now_ns: int, *, is_required: bool) -> None:
         """Record a failed placement, and schedule the next attempt."""
         before = self._failures.get(placement.entry)
-        is_same = before is not None and before.choice == placement.choice
+        is_same = before is not None and before.key == placement.key
         waited_ns = before.waited_ns if before is not None and is_same else _FIRST_RETRY_NS // 2
         wait_ns = min(2 * waited_ns, _MAX_RETRY_NS)
-        self._failures[placement.entry] = _Failure(placement.choice, problem, is_required, now_ns + wait_ns, wait_ns)
+        self._failures[placement.entry] = _Failure(placement.key, problem, is_required, now_ns + wait_ns, wait_ns)
 
     def forget(self, entry: str) -> None:
         """Forget the failure of an entry, if there is one."""
@@ -50,10 +50,10 @@ class Failures:
         """Forget the failures of all other entries."""
         self._failures = {entry: failure for entry, failure in self._failures.items() if entry in entries}
 
-    def is_due(self, entry: str, choice: Choice, now_ns: int) -> bool:
+    def is_due(self, entry: str, key: PlacementKey, now_ns: int) -> bool:
         """Whether an entry that has not been placed should be tried now."""
         failure = self._failures.get(entry)
-        return failure is None or failure.choice != choice or now_ns >= failure.due_ns
+        return failure is None or failure.key != key or now_ns >= failure.due_ns
 
     def sources(self) -> list[ModelSource]:
         """A source for each entry, with the problem."""

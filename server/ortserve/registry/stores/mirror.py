@@ -24,7 +24,7 @@ from ortserve.registry.stores.failures import Failures
 from ortserve.registry.stores.fetch import FetchProgress
 from ortserve.registry.stores.listing_log import ListingLog
 from ortserve.registry.stores.objects import Store, StoredObject, StoreError, group_by_entry, model_name
-from ortserve.registry.stores.placement import Choice, Objects, Placement, Placer
+from ortserve.registry.stores.placement import Objects, Placement, PlacementKey, Placer
 from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.readings import StoreReading
 
@@ -43,14 +43,14 @@ class _State:
     Attributes:
         objects: The last listing, by path.
         entries: Its objects by entry.
-        placed: The choice that the folder shows, by entry.
+        placed: The key of the placement that the folder shows, by entry.
         failures: Entries whose current files could not be placed.
         is_known: Whether a listing from the store or the cache exists.
     """
 
     objects: dict[str, StoredObject] = field(default_factory=dict)
     entries: Mapping[str, Objects] = field(default_factory=dict)
-    placed: dict[str, Choice] = field(default_factory=dict)
+    placed: dict[str, PlacementKey] = field(default_factory=dict)
     failures: Failures = field(default_factory=Failures)
     is_known: bool = False
 
@@ -58,7 +58,7 @@ class _State:
 class Mirror:
     """Fetches models of one store into its folder. Any thread.
 
-    ``refresh_names``, ``begin`` and ``sync`` block on the network.
+    ``refresh_names``, ``begin_sync`` and ``sync`` block on the network.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class Mirror:
     def sync(
         self,
         names: Collection[str] | None = None,
-        is_over: Callable[[], bool] = bool,
+        is_over: Callable[[], bool] = lambda: False,
         *,
         with_all_versions: bool = False,
     ) -> None:
-        """Update models in the folder, as ``begin`` does. Returns when their current files are there or have failed.
+        """Update models in the folder. Returns when their current files are there, or have failed to arrive.
 
         If the store has never been listed and cannot be listed now, the models that are complete in the cache are used.
 
@@ -177,7 +177,7 @@ class Mirror:
                     raise
                 self._use_last_listing(error)
                 is_offline = True
-            self._update(names, with_all_versions=with_all_versions, is_offline=is_offline)
+            self._begin_placements(names, with_all_versions=with_all_versions, is_offline=is_offline)
             if is_over():  # before these placements began
                 self.give_up(names)
             while pending := self._pending(names):  # A newer placement may follow.
@@ -186,7 +186,7 @@ class Mirror:
             self._state = _State()
             raise StoreError("the store cannot be listed, and the cache has no complete model of this store")
 
-    def begin(self) -> tuple[bool, list[Future[None]]]:
+    def begin_sync(self) -> tuple[bool, list[Future[None]]]:
         """List the store, and begin to update all models in the folder. Does not wait for fetches.
 
         A model that cannot be fetched keeps its current files. A model that is gone from the store is removed.
@@ -199,7 +199,7 @@ class Mirror:
         """
         with self._use():
             self._list()
-            return self._update(None, with_all_versions=False, is_offline=False)
+            return self._begin_placements(None, with_all_versions=False, is_offline=False)
 
     def give_up(self, names: Collection[str] | None) -> None:
         """End the placements of models soon, None for those of all, and make no caller wait for them any more."""
@@ -263,20 +263,19 @@ class Mirror:
         message = "using the models of the cache, according to the last listing of the store"
         log_event(logger, logging.WARNING, message, repository=self.url)
 
-    def _update(
+    def _begin_placements(
         self, names: Collection[str] | None, *, with_all_versions: bool, is_offline: bool
     ) -> tuple[bool, list[Future[None]]]:
-        """Begin the placements that are due, and remove what is gone. Returns as ``begin``."""
-        chosen = {
-            entry: (objects, self._choose(entry, objects, with_all_versions))
-            for entry, objects in self._state.entries.items()
-            if _is_among(entry, names)
+        """Begin the placements that are due, and remove what is gone. Returns as ``begin_sync``."""
+        entries = self._state.entries
+        keys = {
+            entry: self._key(entry, entries[entry], with_all_versions) for entry in entries if _is_among(entry, names)
         }
         with self._lock:
             begun = [
-                self._place(Placement(entry, objects, choice, is_offline, self._cache.new_path()))
-                for entry, (objects, choice) in chosen.items()
-                if self._is_due(entry, choice, is_retry=names is not None)
+                self._begin_placement(Placement(entry, entries[entry], key, is_offline, self._cache.new_path()))
+                for entry, key in keys.items()
+                if self._is_due(entry, key, is_retry=names is not None)
             ]
             present = self._state.entries.keys()  # from the latest listing, which another thread may have made
             for entry in self._placing.keys() - present:
@@ -286,29 +285,29 @@ class Mirror:
         self._remove(gone)
         return bool(gone), begun
 
-    def _choose(self, entry: str, objects: Objects, with_all_versions: bool) -> Choice:
+    def _key(self, entry: str, objects: Objects, with_all_versions: bool) -> PlacementKey:
         named = tuple(sorted(self.named_versions(model_name(entry))))
-        return Choice(
+        return PlacementKey(
             with_all_versions, named, tuple(sorted((one.path, one.size, one.tag) for one in objects.values()))
         )
 
-    def _is_due(self, entry: str, choice: Choice, *, is_retry: bool) -> bool:
+    def _is_due(self, entry: str, key: PlacementKey, *, is_retry: bool) -> bool:
         """Whether an entry should be placed now. The caller holds the lock."""
         if (placement := self._placing.get(entry)) is not None:
-            return placement.choice != choice or placement.is_outdated
-        if self._state.placed.get(entry) == choice:
+            return placement.key != key or placement.is_outdated
+        if self._state.placed.get(entry) == key:
             self._state.failures.forget(entry)  # it is about objects that the store no longer has
             return False
-        return is_retry or self._state.failures.is_due(entry, choice, self._clock())
+        return is_retry or self._state.failures.is_due(entry, key, self._clock())
 
-    def _place(self, placement: Placement) -> Future[None]:
+    def _begin_placement(self, placement: Placement) -> Future[None]:
         """Begin a placement. It follows the one of its entry that is under way. The caller holds the lock."""
         before = self._placing.get(placement.entry)
-        if before is not None and before.choice.objects != placement.choice.objects:
+        if before is not None and before.key.objects != placement.key.objects:
             before.is_outdated = True
         self._placing[placement.entry] = placement
         self._users += 1
-        self._models.submit(self._run, placement, before)
+        self._models.submit(self._run_placement, placement, before)
         return placement.ended
 
     def _pending(self, names: Collection[str] | None) -> list[Future[None]]:
@@ -320,7 +319,7 @@ class Mirror:
                 if not placement.settled.done() and _is_among(entry, names)
             ]
 
-    def _run(self, placement: Placement, before: Placement | None) -> None:
+    def _run_placement(self, placement: Placement, before: Placement | None) -> None:
         try:
             if before is not None:  # It holds a thread or has ended, because threads take placements in their order.
                 wait([before.ended])
@@ -348,7 +347,7 @@ class Mirror:
             problem = "its files cannot be fetched"
         else:
             with self._lock:
-                self._state.placed[entry] = placement.choice
+                self._state.placed[entry] = placement.key
                 self._state.failures.forget(entry)
             self._is_unwritten = not placement.is_offline
             return

@@ -174,7 +174,7 @@ class Mirrors:
 
     async def _poll(self, mirror: Mirror) -> None:
         try:
-            has_removed, placements = await self._run(mirror.begin)
+            has_removed, placements = await self._run(mirror.begin_sync)
         except StoreError:  # it is logged, and the next poll tries again
             return
         except Exception as error:  # noqa: BLE001 - a bug must not end the polls of other stores

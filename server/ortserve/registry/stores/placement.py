@@ -37,10 +37,8 @@ Objects: TypeAlias = Mapping[str, StoredObject]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The objects of an entry, and what determines the choice of its versions.
-
-    An entry that failed or was placed is due again when this changes.
+class PlacementKey:
+    """What the files of a placement depend on. An entry that was placed, or failed, is due again when its key changes.
 
     Attributes:
         with_all_versions: Whether to fetch versions that the configuration does not choose, too.
@@ -60,7 +58,7 @@ class Placement:
     Attributes:
         entry: First part of the paths of the objects.
         objects: The objects of the entry, as listed.
-        choice: The choice that ``objects`` stand for.
+        key: Identifies ``objects`` and the choice of versions.
         is_offline: Whether only files in the cache may be used.
         tree: New folder of the files in the cache's view.
         settled: Set when the attempt has ended or was given up, so that no caller waits for it any more.
@@ -70,7 +68,7 @@ class Placement:
 
     entry: str
     objects: Objects
-    choice: Choice
+    key: PlacementKey
     is_offline: bool
     tree: Path
     settled: Future[None] = field(default_factory=Future)
@@ -147,9 +145,9 @@ class Placer:
             if problem := path_problem(path):
                 raise StoreError(problem, is_final=True)
         if entry in objects:
-            self._take(placement, objects.values(), {})
+            self._link(placement, objects.values(), {})
         else:
-            self._take_folder(placement)
+            self._link_folder(placement)
         placement.check()
         self._show(entry, placement.tree / entry)
 
@@ -163,28 +161,28 @@ class Placer:
             shown.unlink()
         shutil.rmtree(tree, ignore_errors=True)
 
-    def _take_folder(self, placement: Placement) -> None:
+    def _link_folder(self, placement: Placement) -> None:
         """Link the objects of a model's folder into the tree of the placement: those of the chosen versions."""
-        entry, objects, choice = placement.entry, placement.objects, placement.choice
+        entry, objects, key = placement.entry, placement.objects, placement.key
         folder = placement.tree / entry
         first = first_objects(objects)
-        self._take(placement, (one for one in first if one.path == f"{entry}/{DIGESTS_FILE}"), {})
+        self._link(placement, (one for one in first if one.path == f"{entry}/{DIGESTS_FILE}"), {})
         by_path = read_digests(folder / DIGESTS_FILE)
         digests = {f"{entry}/{path}": digest for path, digest in by_path.items()}
-        self._take(placement, (one for one in first if not one.path.endswith(DIGESTS_FILE)), digests)
+        self._link(placement, (one for one in first if not one.path.endswith(DIGESTS_FILE)), digests)
         listed = listed_versions(entry, objects.values())
-        wanted = wanted_versions(entry, folder, listed, self._defaults, choice.named)
+        wanted = wanted_versions(entry, folder, listed, self._defaults, key.named)
         if wanted is not None:
-            versions = set(listed) if choice.with_all_versions else wanted
+            versions = set(listed) if key.with_all_versions else wanted
             if missing := missing_objects(by_path, entry, objects, versions):
                 raise StoreError(f"{DIGESTS_FILE} lists {missing}, which the store does not have", is_final=True)
             more = [one for one in needed_objects(entry, objects, listed, versions) if one not in first]
-            self._take(placement, more, digests)
+            self._link(placement, more, digests)
         (folder / DIGESTS_FILE).unlink(missing_ok=True)
         for version in listed:  # Also creates folders of other versions, so that the configuration chooses as above.
             (folder / version).mkdir(parents=True, exist_ok=True)
 
-    def _take(self, placement: Placement, objects: Iterable[StoredObject], digests: Mapping[str, str]) -> None:
+    def _link(self, placement: Placement, objects: Iterable[StoredObject], digests: Mapping[str, str]) -> None:
         """Link objects into the tree. Objects that the cache lacks are first fetched.
 
         Args:

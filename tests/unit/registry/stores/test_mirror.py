@@ -32,7 +32,7 @@ class Lab:
         )
 
     def poll(self) -> list[Future[None]]:
-        return self.mirror.begin()[1]
+        return self.mirror.begin_sync()[1]
 
     def content(self, model: str) -> bytes:
         return (self.mirror.folder / model / "1" / "model.onnx").read_bytes()
