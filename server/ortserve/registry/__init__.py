@@ -2,10 +2,10 @@
 
 __all__ = [
     "catalog",
-    "dependents",
     "draining",
     "effective_config",
     "ensemble",
+    "ensemble_sources",
     "load",
     "recording",
     "registry",

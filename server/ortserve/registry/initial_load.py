@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from ortserve.registry.catalog import Catalog
-from ortserve.registry.dependents import closure_of, lacks_members
+from ortserve.registry.ensemble_sources import closure_of, lacks_members
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.memory_room import MemoryRoom

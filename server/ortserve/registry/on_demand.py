@@ -10,7 +10,7 @@ from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.changes import Changes
-from ortserve.registry.dependents import closure_of, members_of
+from ortserve.registry.ensemble_sources import closure_of, members_of
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.memory_room import MemoryRoom

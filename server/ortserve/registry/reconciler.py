@@ -10,10 +10,10 @@ from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.changes import Changes, LoadRetries
-from ortserve.registry.dependents import closure_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import is_connected
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
+from ortserve.registry.ensemble_sources import closure_of, members_of, reject_cycles, required_versions
 from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.repository.configuration import log_without_effect
 from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes

@@ -15,8 +15,8 @@ from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.changes import Changes
-from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
+from ortserve.registry.ensemble_sources import closure_of, members_of, reject_cycles
 from ortserve.registry.initial_load import load_initially, start_order
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly

@@ -14,7 +14,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.dependents import members_of
+from ortserve.registry.ensemble_sources import members_of
 from ortserve.registry.repository.client_model import client_source, read_client_model
 from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, read_source, read_sources

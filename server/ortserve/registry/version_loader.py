@@ -21,10 +21,10 @@ from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.ensemble.members import find_members
 from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
-from ortserve.registry.gates import check_ensemble, check_speed
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, LoadSlots, Progress
+from ortserve.registry.load.golden_check import check_ensemble
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import TrialLoad, try_load
@@ -34,6 +34,7 @@ from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostAccount, HostLedger
 from ortserve.registry.residency.memory_room import NoRoomError
 from ortserve.registry.served_version import ServedVersion
+from ortserve.registry.speed_check import check_speed
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)

@@ -1,26 +1,32 @@
 """Checks golden samples: runs each alone and among others, and compares the outputs with the expected ones.
 
-``check_loaded`` runs them on the instances of a loaded model; ``check_samples`` with any function, such as requests to
-an ensemble.
+``check_loaded`` runs them on the instances of a loaded model, ``check_ensemble`` as requests to an ensemble.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from ortserve.batching.queue import Alone
+from ortserve.clock import Clock
 from ortserve.core.agreement import AgreementMeter
 from ortserve.core.batch import Arrays, Batch
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import as_numbers, is_absent
+from ortserve.core.timing import Timing
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.errors import ServeError, invalid_input
 from ortserve.paths import is_folder
+from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import ENDS_LOAD, RunBounds, WorkerRuns
 from ortserve.registry.load.golden_samples import (
@@ -38,6 +44,8 @@ RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
 
 _MAX_TOGETHER: Final = 64
 """Maximum number of samples in a run. Larger batches compute rows in the same way."""
+_MAX_REQUESTS: Final = 16
+"""Maximum number of concurrent requests to an ensemble."""
 
 
 def check_loaded(model: AnalysedModel, loaded: LoadedModel, bounds: RunBounds) -> str:
@@ -59,6 +67,45 @@ def check_loaded(model: AnalysedModel, loaded: LoadedModel, bounds: RunBounds) -
     if golden is None:
         raise invalid_input(GOLDEN_MISSING)
     return runs.check(golden)
+
+
+async def check_ensemble(
+    served: ServedEnsemble, path: Path, folder: Path | None, threads: Executor, clock: Clock
+) -> str:
+    """Check the golden samples of an ensemble by running them as its requests.
+
+    Returns:
+        The result of ``check_samples``; empty without samples.
+
+    Raises:
+        ServeError: invalid_input, from ``check_samples``, or if required samples are missing.
+    """
+    options, signature = served.options, served.signature
+    loop = asyncio.get_running_loop()
+    golden = await loop.run_in_executor(threads, read_golden, golden_folder(path, folder, options), signature)
+    if golden is None:
+        if options.golden_required:
+            raise invalid_input(GOLDEN_MISSING)
+        return ""
+    if served.takes_sequences:
+        raise invalid_input("golden samples: expected none of an ensemble with sequences: its members may have some")
+
+    async def answer(sample: GoldenSample) -> Arrays:
+        inputs = as_sent(signature, sample.inputs)
+        request = InflightRequest(Timing(clock()), inputs, 1)
+        served.submit(request, served.terms(clock()))
+        outputs = served.cut_back(await request, inputs)
+        return as_batched(signature, outputs)
+
+    async def answer_all(samples: Sequence[GoldenSample]) -> list[Arrays]:
+        return await asyncio.gather(*map(answer, samples))
+
+    def run(samples: Sequence[GoldenSample]) -> list[Arrays]:
+        return asyncio.run_coroutine_threadsafe(answer_all(samples), loop).result()
+
+    samples = golden.samples if len(golden.samples) > 1 else ()
+    groups = [samples[begin : begin + _MAX_REQUESTS] for begin in range(0, len(samples), _MAX_REQUESTS)]
+    return await asyncio.to_thread(check_samples, golden, signature, groups, run)
 
 
 def check_samples(

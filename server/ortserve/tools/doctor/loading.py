@@ -24,8 +24,8 @@ from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.process_memory import give_back_freed, return_large_blocks
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.catalog import Catalog
-from ortserve.registry.dependents import members_of, reject_cycles
 from ortserve.registry.draining import Draining
+from ortserve.registry.ensemble_sources import members_of, reject_cycles
 from ortserve.registry.load.assembly import WITHOUT_CACHE, Assembly
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model

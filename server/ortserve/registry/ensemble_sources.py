@@ -1,4 +1,4 @@
-"""Computes the members of ensembles from the sources of models. Pure."""
+"""The members of ensembles, by the sources of models. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Checks of a loaded version that need other versions, in a registry with the real ONNX Runtime."""
+"""Checks of a loaded version before it serves, in a registry with the real ONNX Runtime."""
 
 import time
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The speed gate in virtual time: the candidates that are too slow, and the time to detect them."""
+"""The speed check in virtual time: the candidates that are too slow, and the time to detect them."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,8 @@ from typing import Final
 
 import pytest
 
-from ortserve.registry.gates import (
+from ortserve.registry.load.batch_sizes import SizeLatency
+from ortserve.registry.speed_check import (
     CERTAIN_SPEED_RUNS,
     MAX_REJECTED_SPEED_RUNS,
     MAX_SPEED_ROUNDS,
@@ -15,7 +16,6 @@ from ortserve.registry.gates import (
     common_sizes,
     find_slowdown,
 )
-from ortserve.registry.load.batch_sizes import SizeLatency
 
 MS: Final = 1_000_000
 

@@ -1,6 +1,4 @@
-"""Checks of a loaded version that need other versions: its speed beside theirs, and golden samples of ensembles.
-
-The load of a model file checks its own golden samples (``load/golden_check``). Loop thread only.
+"""Compares the speed of a loaded version with that of the version that serves. Loop thread only.
 
 Runs of the loaded version, the candidate, and of the one that serves alternate, so that other work on the machine
 affects both, and the shortest run of each counts. On a busy machine the first runs of the serving version may all have
@@ -13,25 +11,15 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeAlias
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest, Scheduling
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError, invalid_input
-from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.batch_sizes import RunBounds, SizeLatency, WorkerRuns, as_batch
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.golden_check import as_batched, as_sent, check_samples
-from ortserve.registry.load.golden_samples import (
-    GOLDEN_MISSING,
-    GoldenSample,
-    golden_folder,
-    read_golden,
-)
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.served_model import ServedModel
@@ -40,8 +28,6 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_MAX_TOGETHER: Final = 16
-"""Maximum number of concurrent requests to an ensemble."""
 _MAX_SPEED_RETRY_S: Final = 0.05
 """Maximum wait before another attempt to time a version that rejected a request."""
 
@@ -182,42 +168,3 @@ async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Cloc
         return 0
     timing = request.timing
     return timing.computed_ns - timing.staged_ns if timing.batch_rows == rows else 0
-
-
-async def check_ensemble(
-    served: ServedEnsemble, path: Path, folder: Path | None, threads: Executor, clock: Clock
-) -> str:
-    """Check the golden samples of an ensemble by running them as its requests.
-
-    Returns:
-        The result of ``check_samples``; empty without samples.
-
-    Raises:
-        ServeError: invalid_input, from ``check_samples``, or if required samples are missing.
-    """
-    options, signature = served.options, served.signature
-    loop = asyncio.get_running_loop()
-    golden = await loop.run_in_executor(threads, read_golden, golden_folder(path, folder, options), signature)
-    if golden is None:
-        if options.golden_required:
-            raise invalid_input(GOLDEN_MISSING)
-        return ""
-    if served.takes_sequences:
-        raise invalid_input("golden samples: expected none of an ensemble with sequences: its members may have some")
-
-    async def answer(sample: GoldenSample) -> Arrays:
-        inputs = as_sent(signature, sample.inputs)
-        request = InflightRequest(Timing(clock()), inputs, 1)
-        served.submit(request, served.terms(clock()))
-        outputs = served.cut_back(await request, inputs)
-        return as_batched(signature, outputs)
-
-    async def answer_all(samples: Sequence[GoldenSample]) -> list[Arrays]:
-        return await asyncio.gather(*map(answer, samples))
-
-    def run(samples: Sequence[GoldenSample]) -> list[Arrays]:
-        return asyncio.run_coroutine_threadsafe(answer_all(samples), loop).result()
-
-    samples = golden.samples if len(golden.samples) > 1 else ()
-    groups = [samples[begin : begin + _MAX_TOGETHER] for begin in range(0, len(samples), _MAX_TOGETHER)]
-    return await asyncio.to_thread(check_samples, golden, signature, groups, run)
