@@ -169,7 +169,7 @@ class Reconciler:
         if source.problem:
             if is_forced:
                 await self._load_earlier(source, is_awaited=is_awaited)
-            self._versions.reject(source)
+            self._versions.show_problem(source)
             self._retries.forget(name)
             await self._reconnect(name)
             return [source.problem]
@@ -179,7 +179,7 @@ class Reconciler:
         if self._catalog.labels(name) != labels:
             await self._reconnect_dependents(name, applied, loads=False)
         if not is_forced and self.waits_for_request(source):
-            self._versions.offer(source)
+            self._versions.offer_on_demand(source)
             self._retries.forget(name)
             self._on_versions(name)
             return []
@@ -326,7 +326,7 @@ class Reconciler:
         self._retries.forget(name)
         self._served.pop(name, None)
         self._left.pop(name, None)
-        self._versions.withdraw(name)
+        self._versions.end_on_demand(name)
         self._versions.drain_all(name)
         self._labels.forget(name)  # Not before, because another version than ``stable`` would answer.
         self._on_versions(name)
@@ -361,7 +361,7 @@ class Reconciler:
                 source = self._sources.get(ensemble)
                 if loads and source is not None and name in members_of(source):
                     if self.waits_for_request(source):
-                        self._versions.offer(source)
+                        self._versions.offer_on_demand(source)
                     else:
                         for record in self._versions.announce(source, self._plan(source).load):
                             await self._versions.load(record)

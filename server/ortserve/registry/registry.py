@@ -302,7 +302,7 @@ class Registry:
                         is_by_client = config is not None
                         failures = await self._reconciler.apply(source, is_forced=True, is_by_client=is_by_client)
                         if self._sources[name].is_sent:
-                            self._versions.withdraw(name)
+                            self._versions.end_on_demand(name)
                         break
                 closure = await self._reader.read_members(source)
                 together.enter_context(self._room.loading_together(closure))

@@ -100,30 +100,23 @@ class VersionLoader:
         Raises:
             ServeError: Why the version cannot serve. NoRoomError, if a member of an ensemble is not in memory.
         """
+        options = source.configuration.options
         progress = record.progress = Progress(self._clock, partial(self._begin_warming, record))
         reporting = self._loop.create_task(self._log_progress(record, progress))
         try:
             if source.problem:
                 raise invalid_input(source.problem)
-            if source.configuration.options.ensemble is not None:
-                loading = self._loop.create_task(self._load_ensemble(record, source))
-                try:
-                    return await self._while_files_answer(source, progress, loading)
-                except asyncio.CancelledError:  # the server stops
-                    (ended,) = await asyncio.gather(loading, return_exceptions=True)
-                    if not isinstance(ended, BaseException):
-                        await ended.close()
-                    raise
-            if source.configuration.options.trial_load:
+            if options.ensemble is not None:
+                return await self._load_ensemble(record, source, progress)
+            if options.trial_load:
                 await self._try_first(record, source, progress)
-            load = partial(self._load_measured, record, source, progress)
-            opening = self._loop.run_in_executor(self._threads, load)
+            opening = self._loop.run_in_executor(self._threads, self._load_measured, record, source, progress)
             account = record.account
             assert account is not None
             discard = partial(_discard_model, self._ledger, account)
             loaded = await self._while_files_answer(source, progress, opening, discard)
-            options, before = source.configuration.options, self._serving(record)
             try:
+                before = self._serving(record)
                 await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
                 return self._assembly.serve(loaded, source.configuration, record.metrics, events)
             except BaseException:  # also cancellation, because the server stops
@@ -268,7 +261,18 @@ class VersionLoader:
             self._ledger.note_open(record.account)
         self._loop.call_soon_threadsafe(_advance_to_warming, record)
 
-    async def _load_ensemble(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
+    async def _load_ensemble(self, record: VersionRecord, source: VersionSource, progress: Progress) -> ServedEnsemble:
+        """Connect an ensemble to its members. Closes it if the server stops meanwhile. Raises as ``_connect``."""
+        connecting = self._loop.create_task(self._connect(record, source))
+        try:
+            return await self._while_files_answer(source, progress, connecting)
+        except asyncio.CancelledError:  # the server stops
+            (ended,) = await asyncio.gather(connecting, return_exceptions=True)
+            if not isinstance(ended, BaseException):
+                await ended.close()
+            raise
+
+    async def _connect(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
         """Connect an ensemble to its members, which already serve.
 
         Raises:

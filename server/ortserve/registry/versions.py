@@ -1,4 +1,4 @@
-"""Announces, loads, replaces and forgets versions of models. The registry decides which versions and when."""
+"""Announces, loads, replaces and forgets versions of models. The reconciler decides which versions and when."""
 
 import asyncio
 import logging
@@ -54,8 +54,9 @@ class Versions:
         self._on_replace = on_replace
         self._loading: dict[str, set[VersionRecord]] = {}
         """Records of loads that wait or are under way, by model."""
-        self._refused: set[tuple[str, int]] = set()
-        """Versions whose last load got no room: model and number. Each request may begin another load."""
+        self._logged_no_room: set[tuple[str, int]] = set()
+        """Model and number of versions whose last load got no room, which is logged once: each request may begin a load
+        again."""
         self._abandoned: dict[str, list[Runner]] = {}
         """Abandoned instances by model. Adding one drops those whose runs have ended since."""
         self.lost = ""
@@ -64,9 +65,10 @@ class Versions:
     def announce(
         self, source: ModelSource, versions: Iterable[int], *, is_awaited: bool = False
     ) -> list[VersionRecord]:
-        """Create the records of loads that wait, which follow each other. The catalog shows those of no ready version.
+        """Create the records of loads that ``load`` will run one after the other.
 
-        If ``is_awaited``, requests may wait for the loads.
+        The catalog shows a record at once, unless the version already serves. If ``is_awaited``, requests may wait for
+        the loads.
         """
         records = [self._make_record(source, version, is_awaited=is_awaited) for version in versions]
         for record in records:
@@ -94,7 +96,7 @@ class Versions:
             self._show(record)
         return record
 
-    def offer(self, source: ModelSource) -> None:
+    def offer_on_demand(self, source: ModelSource) -> None:
         """Show the versions of a model in the catalog. The first request will load them."""
         known = self._catalog.of(source.name)
         kept = {
@@ -129,7 +131,7 @@ class Versions:
                     began_ns = self._clock()
                     record.served = await self._loader.load(record, source, events)
                 except NoRoomError as error:
-                    return await self._refuse(record, error)
+                    return await self._end_without_room(record, error)
                 except Exception as error:  # noqa: BLE001 - its message is no answer to a caller
                     if not record.cancelled_because and _is_followed(record, error):
                         record.cancelled_because, record.is_superseded = str(error), True
@@ -176,7 +178,7 @@ class Versions:
         assert record.served is not None
         record.metrics.load_ns = load_ns
         record.advance(State.READY)
-        self._refused.discard((record.model, record.version))
+        self._logged_no_room.discard((record.model, record.version))
         self._room.note_loaded(record)
         self._metrics.loaded(record.model, is_ok=True)
         fields = {
@@ -213,8 +215,8 @@ class Versions:
         reason = await self.load(successor)
         return "" if successor.cancelled_because else reason
 
-    def reject(self, source: ModelSource) -> None:
-        """Record a model whose source has a problem. Versions that serve, or were evicted, stay available."""
+    def show_problem(self, source: ModelSource) -> None:
+        """Show and log the problem of a model's source. Versions that serve, or were evicted, stay available."""
         name, problem = source.name, source.problem
         self._metrics.loaded(name, is_ok=False)
         serving = self._catalog.ready(name)
@@ -237,7 +239,7 @@ class Versions:
         """Remove records from the catalog and their series from the metrics."""
         for record in list(records):
             self._catalog.drop(record)
-            self._refused.discard((record.model, record.version))
+            self._logged_no_room.discard((record.model, record.version))
             self._room.forget(record)
             self._metrics.forget(record.model, record.shown_version)
         self._on_change()
@@ -264,7 +266,7 @@ class Versions:
             elif record.waiting is not None and not record.waiting.expired():
                 record.waiting.reschedule(self._loop.time())
 
-    def withdraw(self, name: str) -> None:
+    def end_on_demand(self, name: str) -> None:
         """Prevent requests from loading the versions of a model that are not in memory."""
         for record in self._catalog.of(name).values():
             if record.is_on_demand:
@@ -279,7 +281,7 @@ class Versions:
         for record in self._catalog.ready(name):
             self._draining.drain(record, UNLOADED)
 
-    async def _refuse(self, record: VersionRecord, error: NoRoomError) -> str:
+    async def _end_without_room(self, record: VersionRecord, error: NoRoomError) -> str:
         """End a load that got no room. The next request begins another load.
 
         The version is FAILED instead if room will never suffice, if the model is pinned, or if another record is shown.
@@ -292,8 +294,8 @@ class Versions:
         record.advance(State.GONE, ON_DEMAND)
         self._catalog.route(record.model)
         key = record.model, record.version
-        if key not in self._refused:  # once until it is loaded, not for every request
-            self._refused.add(key)
+        if key not in self._logged_no_room:
+            self._logged_no_room.add(key)
             log_event(logger, logging.INFO, "model is not in memory", model=record.model, reason=error.message)
         return error.message
 
