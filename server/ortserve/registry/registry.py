@@ -291,9 +291,9 @@ class Registry:
             is_newer = await self._reader.is_newer(name, config, files, self._sources.get(name))
             if is_newer and not unload.done():
                 self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
-        closure: dict[str, ModelSource] = {}  # an ensemble and all its members, once these have been loaded for it
+        closure: dict[str, ModelSource] = {}
         with ExitStack() as together:
-            while True:
+            while True:  # A second round follows if members of an ensemble had to be loaded first.
                 async with lock, self._reader.open(name, config, files) as source:
                     if unload.done():
                         raise load_failure(name, f"its load was cancelled: {_UNLOADED}")
@@ -306,17 +306,27 @@ class Registry:
                         break
                 closure = await self._reader.read_members(source)
                 together.enter_context(self._room.loading_together(closure))
-                members = [one for one in closure.values() if one.name != name and not self._is_served(one)]
-                loading = self._start(self._reconciler.apply_all(members, forced=closure))
-                # They go on after an unload of the ensemble, which must not wait for models that stay.
-                await next(asyncio.as_completed((loading, unload)))
+                await self._load_members(source, closure, unload)
         if source.problem:
             event = NOT_POLLED if source.has_files else "no version is available"
             raise load_failure(name, f"{event}: {source.problem}")
         if failures:
             raise ServeError(ErrorKind.INTERNAL, f"load failed for model '{name}': {'; '.join(failures)}")
 
+    async def _load_members(
+        self, ensemble: ModelSource, closure: Mapping[str, ModelSource], unload: asyncio.Future[None]
+    ) -> None:
+        """Load the models in ``closure`` that an ensemble contains and that do not serve. The caller holds no lock.
+
+        Returns early if an unload of the ensemble begins. The loads go on: the unload must not wait for models that
+        stay.
+        """
+        members = [one for one in closure.values() if one.name != ensemble.name and not self._is_served(one)]
+        loading = self._start(self._reconciler.apply_all(members, forced=closure))
+        await next(asyncio.as_completed((loading, unload)))
+
     def _is_served(self, source: ModelSource) -> bool:
+        """Whether all versions of a source serve."""
         records = self._catalog.of(source.name).values()
         is_partial = any(record.is_on_demand or record.is_loading for record in records)
         return bool(self.ready_versions(source.name)) and not is_partial and self._sources.get(source.name) == source
