@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -15,7 +16,7 @@ from ortserve.codecs.grpc_load import parse_load
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting, awaiting_bytes
-from ortserve.service.gate import BodyAdmission
+from ortserve.service.gate import BodyAdmission, Reservation
 from ortserve.service.management import Management, ModelStatistics, Setting
 from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
 from ortserve.telemetry.statistics import BatchSizeStatistics, Duration, InferStatistics
@@ -52,12 +53,17 @@ class ManagementCalls:
         return response
 
     async def _load(self, data: bytes | memoryview) -> Message:
-        with self._admission.reserve(len(data)):
-            is_short = len(data) <= INLINE_BYTES
-            request, parameters = _parse_load(data) if is_short else await asyncio.to_thread(_parse_load, data)
-            _require_no_repository(request.repository_name)
-            await self._repository.load(request.model_name, parameters)
+        reservation = self._admission.reserve(len(data))
+        loading = asyncio.get_running_loop().create_task(self._parse_and_load(data))
+        loading.add_done_callback(partial(_end_load, reservation))
+        await asyncio.shield(loading)  # A load goes on without its caller, and keeps the files in the message.
         return pb.RepositoryModelLoadResponse()
+
+    async def _parse_and_load(self, data: bytes | memoryview) -> None:
+        is_short = len(data) <= INLINE_BYTES
+        request, parameters = _parse_load(data) if is_short else await asyncio.to_thread(_parse_load, data)
+        _require_no_repository(request.repository_name)
+        await self._repository.load(request.model_name, parameters)
 
     async def _unload(self, request: pb.RepositoryModelUnloadRequest) -> Message:
         _require_no_repository(request.repository_name)
@@ -147,6 +153,12 @@ def _system_regions(known: Sequence[RegionStatus]) -> Message:
 def _require_no_repository(name: str) -> None:
     if name:
         raise ServeError(ErrorKind.UNSUPPORTED, "'repository_name' specification is not supported")
+
+
+def _end_load(reservation: Reservation, loading: asyncio.Task[None]) -> None:
+    reservation.release()
+    if not loading.cancelled():
+        loading.exception()  # retrieved here in case the caller has left; asyncio would log it otherwise
 
 
 def _parse_load(data: bytes | memoryview) -> tuple[pb.RepositoryModelLoadRequest, dict[str, LoadParameter]]:

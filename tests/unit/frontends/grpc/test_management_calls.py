@@ -1,5 +1,6 @@
 """Calls that manage the server, without a server."""
 
+import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,29 +17,57 @@ from ortserve.service.management import Management
 
 
 class Loads:
-    """A repository that keeps the parameters of the last load."""
+    """A repository that keeps the parameters of the last load. Loads end when ``may_end`` is set, as it is at first."""
 
     def __init__(self) -> None:
         self.parameters: Mapping[str, LoadParameter] = {}
+        self.has_begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
 
     async def load(self, _name: str, parameters: Mapping[str, LoadParameter]) -> None:
         self.parameters = parameters
+        self.has_begun.set()
+        await self.may_end.wait()
+
+
+def load_message() -> bytes:
+    message = pb.RepositoryModelLoadRequest(model_name="m")
+    message.parameters["config"].string_param = "{}"
+    message.parameters["file:1/model.onnx"].bytes_param = b"x" * 2 * INLINE_BYTES
+    return message.SerializeToString()
+
+
+def load_call(loads: Loads, gate: BodyGate) -> Any:
+    """The handler of load calls, whose messages may take the whole memory of ``gate``."""
+    management = cast("Management", SimpleNamespace(repository=loads, statistics=None, logs=None, traces=None))
+    calls = ManagementCalls(management, BodyAdmission("grpc", gate, lambda *_: None, max_body_bytes=gate.max_bytes))
+    return calls.handlers()["RepositoryModelLoad"].unary_unary
 
 
 @pytest.mark.parametrize("container", [bytes, memoryview])
 async def test_large_file_of_a_load_is_not_copied(container: type[bytes] | type[memoryview]) -> None:
     """A copy holds the interpreter lock, and would delay all other callers."""
-    message = pb.RepositoryModelLoadRequest(model_name="m")
-    message.parameters["config"].string_param = "{}"
-    message.parameters["file:1/model.onnx"].bytes_param = b"x" * 2 * INLINE_BYTES
-    data = message.SerializeToString()
-    loads = Loads()
-    management = cast("Management", SimpleNamespace(repository=loads, statistics=None, logs=None, traces=None))
-    gate = BodyGate(max_bytes=len(data))
-    calls = ManagementCalls(management, BodyAdmission("grpc", gate, lambda *_: None, max_body_bytes=len(data)))
-    handler: Any = calls.handlers()["RepositoryModelLoad"].unary_unary
-    await handler(container(data), None)
+    data, loads = load_message(), Loads()
+    await load_call(loads, BodyGate(max_bytes=len(data)))(container(data), None)
     file = loads.parameters["file:1/model.onnx"]
     assert isinstance(file, memoryview)
     assert np.shares_memory(np.frombuffer(file, np.uint8), np.frombuffer(data, np.uint8))
     assert loads.parameters["config"] == "{}"
+
+
+async def test_memory_of_a_load_is_reserved_until_its_end_even_if_the_caller_has_left() -> None:
+    """The load goes on, with views of the message. Callers that leave could otherwise fill the memory."""
+    data, loads = load_message(), Loads()
+    gate = BodyGate(max_bytes=len(data))
+    loads.may_end.clear()
+    call = asyncio.ensure_future(load_call(loads, gate)(data, None))
+    await loads.has_begun.wait()
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled()
+    assert gate.held_bytes == len(data)
+    loads.may_end.set()
+    for _ in range(5):  # turns of the loop, in which the load ends
+        await asyncio.sleep(0)
+    assert gate.held_bytes == 0
