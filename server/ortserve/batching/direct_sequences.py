@@ -7,7 +7,7 @@ highest slot with a request. Rows of slots without a request are zeros, with REA
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
@@ -19,10 +19,11 @@ from ortserve.batching.sequence_table import Turn
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import InflightRequest
+from ortserve.core.inflight import NO_TERMS, InflightRequest, Terms
 from ortserve.core.timing import Timing
+from ortserve.errors import RunTimeoutError
 
-EnqueueSlots: TypeAlias = Callable[[InflightRequest, Hashable], object]
+EnqueueSlots: TypeAlias = Callable[[InflightRequest, Hashable, Terms], object]
 """Enqueues a batch of slots under a shape class that it shares with no other batch; raises ServeError to reject it."""
 
 
@@ -60,6 +61,17 @@ def choose_slots(ready: Mapping[int, Waiting], least: int, delay_ns: int, now_ns
     if len(ready) < least and due_ns > now_ns:
         return [], due_ns
     return sorted([slot for slot, waiting in ready.items() if waiting.key == oldest.key]), None
+
+
+def batch_terms(turns: Iterable[Turn]) -> Terms:
+    """The terms of a batch: it must end by the latest deadline of its requests, if each of them has one."""
+    latest_ns = 0
+    for turn in turns:
+        by_ns = turn.terms.answer_by_ns
+        if by_ns is None:
+            return NO_TERMS
+        latest_ns = max(latest_ns, by_ns)
+    return Terms(answer_by_ns=latest_ns)
 
 
 def form_rows(turns: Mapping[int, Turn], padding: Arrays) -> Arrays:
@@ -220,7 +232,7 @@ class _Group:
         try:
             batch.inputs = form_rows(turns, self._runs.tensors.padding_row(some) if len(turns) < slots else ())
             # The number of the group in the shape class keeps batches of two groups out of one run.
-            self._enqueue(batch, (self._number, key))
+            self._enqueue(batch, (self._number, key), batch_terms(turns.values()))
         except Exception as error:  # noqa: BLE001 - any error is for the requests
             batch.on_settled = None
             batch.fail(error)
@@ -236,7 +248,8 @@ class _Group:
             if batch.rows > 1:
                 check_rows(outputs, batch.rows)
         except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
-            if len(turns) > 1 and timing.taken_ns:
+            # A run over its limit does not run again, because each of its requests may occupy the instance for as long.
+            if len(turns) > 1 and timing.taken_ns and not isinstance(error, RunTimeoutError):
                 self._again.extend(turns.items())
             else:
                 for turn in turns.values():

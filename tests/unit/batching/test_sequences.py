@@ -23,7 +23,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, NO_TERMS, RUNNING, InflightRequest, Terms
 from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors, StateTensor
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
 
 MS = 1_000_000
 IDLE_NS = 500 * MS
@@ -63,6 +63,7 @@ class Stage:
         self.clock = clock
         self.queue: list[InflightRequest] = []
         self.shape_classes: list[object] = []
+        self.terms: list[Terms] = []
         self.rejects: ServeError | None = None
         self.table = SequenceTable(slots * groups, IDLE_NS)
         limits = limits or SequenceLimits(1000, 10_000, 1000, 1_000_000)
@@ -81,11 +82,12 @@ class Stage:
             )
         self.runs = SequenceRuns("m", TENSORS, self.table, limits, make_strategy, loop, clock)
 
-    def enqueue(self, request: InflightRequest, shape_class: object) -> None:
+    def enqueue(self, request: InflightRequest, shape_class: object, terms: Terms = NO_TERMS) -> None:
         if self.rejects is not None:
             raise self.rejects
         request.timing.queued_ns = self.clock()
         self.shape_classes.append(shape_class)
+        self.terms.append(terms)
         request.state = 1  # queued
         self.queue.append(request)
         request.withdraw = self.queue.remove
@@ -1034,6 +1036,31 @@ async def test_direct_runs_no_request_whose_deadline_has_passed(stage: Stage) ->
     other = stage.submit(1, 1)
     await stage.answer()
     assert total(other) == 3
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_batches_have_the_latest_deadline_of_their_requests(stage: Stage) -> None:
+    for name, by_ns in ((1, 10 * MS), (2, 30 * MS), (3, 20 * MS)):
+        stage.submit(name, name, "S", Terms(0, stage.clock() + by_ns))
+    latest_ns = stage.clock() + 30 * MS
+    await stage.answer()
+    stage.submit(1, 1, "", Terms(0, stage.clock() + 10 * MS))
+    stage.submit(2, 1)
+    await stage.answer()
+    assert [terms.answer_by_ns for terms in stage.terms] == [latest_ns, None]
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_does_not_run_requests_again_after_a_run_over_its_limit(stage: Stage) -> None:
+    requests = [stage.submit(name, name, "S") for name in (1, 2)]
+    await stage.answer()
+    late = [stage.submit(name, 10) for name in (1, 2)]
+    await asyncio.sleep(0)
+    stage.take().fail(RunTimeoutError("too long"))
+    assert [(error(request).kind, error(request).message) for request in late] == [(ErrorKind.DEADLINE, "too long")] * 2
+    following = stage.submit(2, 100)
+    await stage.answer()
+    assert (total(requests[1]), total(following)) == (2, 102)
 
 
 def test_the_oldest_request_decides_the_shape_of_a_batch() -> None:

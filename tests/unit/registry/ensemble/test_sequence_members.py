@@ -84,7 +84,7 @@ class Model(FakeVersion):
         super().__init__(name, ModelSignature((x,), (y,)), runs)
         self.clock = clock
 
-    def enqueue(self, request: InflightRequest, _: object = None) -> None:
+    def enqueue(self, request: InflightRequest, *_: object) -> None:
         request.state = 1  # queued
         request.timing.queued_ns = self.clock()
         self.queue.append(request)
