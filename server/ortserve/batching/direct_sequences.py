@@ -1,7 +1,8 @@
 """The strategy ``direct``: each sequence has a row of its own in the batches of its group.
 
 There is a group of slots for each instance, and one batch of a group runs at a time. A batch spans slot 0 to the
-highest slot with a request. Rows of slots without a request are zeros, with READY false.
+highest slot with a request. Rows of slots without a request are zeros, with READY false. A request that must run alone
+is a batch of one row.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ortserve.batching.groups import check_rows
+from ortserve.batching.queue import Alone
 from ortserve.batching.sequence_table import Turn
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
@@ -224,15 +226,18 @@ class _Group:
         self._run(turns, key)
 
     def _run(self, turns: dict[int, Turn], key: Hashable) -> None:
+        is_alone = isinstance(key, Alone)
         slots = max(turns) + 1
         some = turns[slots - 1].inputs
-        batch = InflightRequest(Timing(self._clock()), (), slots)
+        batch = InflightRequest(Timing(self._clock()), some, 1 if is_alone else slots)
         batch.on_settled = partial(self._on_settled, turns)
         self._is_running = True
         try:
-            batch.inputs = form_rows(turns, self._runs.tensors.padding_row(some) if len(turns) < slots else ())
-            # The number of the group in the shape class keeps batches of two groups out of one run.
-            self._enqueue(batch, (self._number, key), batch_terms(turns.values()))
+            if not is_alone:
+                batch.inputs = form_rows(turns, self._runs.tensors.padding_row(some) if len(turns) < slots else ())
+                # The number of the group in the shape class keeps batches of two groups out of one run.
+                key = self._number, key
+            self._enqueue(batch, key, batch_terms(turns.values()))
         except Exception as error:  # noqa: BLE001 - any error is for the requests
             batch.on_settled = None
             batch.fail(error)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,11 @@ from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
 from ortserve.batching.oldest_sequences import OldestRuns
+from ortserve.batching.queue import Alone
 from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import Sequence, SequenceTable, Strategy, enqueue, find, take_dependents
 from ortserve.batching.sequences import SequenceRuns
+from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, NO_TERMS, RUNNING, InflightRequest, Terms
 from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors, StateTensor
@@ -59,6 +61,7 @@ class Stage:
         limits: SequenceLimits | None = None,
         delay_ns: int = 0,
         min_utilization: float = 0.0,
+        shape_class: Callable[[Arrays], Hashable] = lambda _: None,
     ) -> None:
         self.clock = clock
         self.queue: list[InflightRequest] = []
@@ -74,7 +77,7 @@ class Stage:
                 groups=groups,
                 slots=slots,
                 enqueue=self.enqueue,
-                shape_class=lambda _: None,
+                shape_class=shape_class,
                 loop=loop,
                 clock=clock,
                 delay_ns=delay_ns,
@@ -1061,6 +1064,23 @@ async def test_direct_does_not_run_requests_again_after_a_run_over_its_limit(sta
     following = stage.submit(2, 100)
     await stage.answer()
     assert (total(requests[1]), total(following)) == (2, 102)
+
+
+def test_direct_runs_a_request_alone_if_its_shape_class_says_so() -> None:
+    """Padding rows beside it would be other rows, too, and a trial of the first row would try one of these."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        keys: dict[int, Hashable] = {7: Alone(), 8: Alone()}
+        stage = Stage(
+            loop, clock, 4, strategy="direct", shape_class=lambda inputs: keys.get(int(inputs[0][0, 0]), "shared")
+        )
+        requests = [stage.submit(name, value, "S") for name, value in ((1, 1), (2, 7), (3, 8), (4, 2))]
+        for _ in range(3):
+            await stage.answer()
+        assert [total(request) for request in requests] == [1, 7, 8, 2]
+        assert stage.shape_classes == [(0, "shared"), keys[7], keys[8]]
+
+    run_virtual(main)
 
 
 def test_the_oldest_request_decides_the_shape_of_a_batch() -> None:
