@@ -156,7 +156,7 @@ class Reconciler:
             applied: Ensembles that need no reconnection, because the caller loads them after the model anyway.
             is_forced: Whether to load the model even if it could be loaded on demand.
             is_awaited: Whether requests may wait for the load.
-            is_by_client: Whether a client sent the configuration: if all loads fail, the source before stays in effect.
+            is_by_client: Whether a client sent the configuration. A failure changes no label and, if total, no source.
 
         Returns:
             The version and the reason of each failed load. If any load failed, the previous loads of these versions
@@ -174,8 +174,9 @@ class Reconciler:
             await self._reconnect(name)
             return [source.problem]
         labels = self._catalog.labels(name)
-        if not (is_by_client and self._catalog.ready(name)):
-            self._labels.apply_configured(name)  # Before the loads, during which no other version may answer.
+        is_offered = before is not None and self.waits_for_request(before)
+        apply = self._labels.apply if is_by_client else self._labels.apply_configured
+        apply(name)  # Before the loads, during which no other version may answer.
         if self._catalog.labels(name) != labels:
             await self._reconnect_dependents(name, applied, loads=False)
         if not is_forced and self.waits_for_request(source):
@@ -198,7 +199,10 @@ class Reconciler:
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
         if before is not None and is_by_client and len(self._plan(source).load) == len(source.versions):
             self._sources[name] = before
-        self._labels.apply_configured(name)
+            if is_offered and not self._catalog.ready(name):
+                self._versions.offer_on_demand(before)
+        if not (is_by_client and failures):
+            self._labels.apply_configured(name)
         self._on_versions(name)
         if not failures:
             self._retire(name, changes.retire)
@@ -276,8 +280,7 @@ class Reconciler:
         """Let the ensembles follow the labels of a model, and drain the versions that nothing needs any more."""
         await self._reconnect_dependents(name, loads=False)  # A load may hold the lock for minutes.
         async with self._changes.lock(name):
-            source = self._sources.get(name)
-            if source is None:
+            if (source := self._sources.get(name)) is None:
                 return
             if not source.problem:  # Otherwise the versions that it needs are not known.
                 self._retire_unneeded(source)
@@ -354,9 +357,7 @@ class Reconciler:
             loads: Whether ensembles that went out of service with the model are loaded, or offered on demand, again.
                 The caller then holds the model's lock. Without, they follow its labels even during a load of the model.
         """
-        for ensemble in self.dependents_of(name):
-            if ensemble in applied:
-                continue
+        for ensemble in [one for one in self.dependents_of(name) if one not in applied]:
             async with self._changes.lock(ensemble):
                 source = self._sources.get(ensemble)
                 if loads and source is not None and name in members_of(source):

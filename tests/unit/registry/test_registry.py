@@ -1195,6 +1195,25 @@ async def test_failed_load_with_a_configuration_of_a_client_changes_no_label_and
     assert "labels changed" not in caplog.text, "not even during the load"
 
 
+async def test_load_with_a_configuration_of_a_client_that_fails_for_one_version_changes_no_label(
+    tmp_path: Path, load: Load
+) -> None:
+    options = "version_policy: {all: true}\nlabels: {stable: 1}\nrollout: {candidate: 2}"
+    put(tmp_path, builders.identity, "m", 1)
+    put(tmp_path, builders.identity, "m", 2, options)
+    registry = await load()
+    (tmp_path / "m" / "2" / "model.onnx").write_bytes(b"no model")
+    with pytest.raises(ServeError, match="version 2 is at UNAVAILABLE state"):
+        await registry.load("m", config='{"version_policy": {"all": {}}}')
+    assert registry.labels("m") == {"stable": 1}
+    assert registry.find("m", "").version == "1"
+    assert registry.rollout("m") is not None
+    builders.identity(tmp_path / "m" / "2" / "model.onnx")
+    await registry.load("m", config='{"version_policy": {"all": {}}}')
+    assert registry.labels("m") == {}
+    assert registry.find("m", "").version == "2"
+
+
 @pytest.mark.parametrize("held", ["model.onnx", "labels.txt", "ensemble"])
 async def test_load_whose_file_does_not_answer_is_given_up_and_delays_no_other(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, held: str
