@@ -109,6 +109,7 @@ class InflightRequest:
         nbytes: Size of the inputs.
         shape_class_key: Key of the shape class in whose queue the request waits.
         text_units: Amount of text, see ``batching/large_requests``; 0 for a model without texts.
+        is_partly_run: Whether a model with states has run the request before it failed in another step of its ensemble.
         on_settled: Called once with this request while it is being settled. Its exceptions are logged, because the
             other requests of the batch must still be settled.
         withdraw: Called with this request when it is cancelled: removes it from its queue, terminates its run if no
@@ -127,6 +128,7 @@ class InflightRequest:
         self.nbytes = 0
         self.shape_class_key: Hashable = None
         self.text_units = 0
+        self.is_partly_run = False
         self.on_settled: Callable[[Any], object] | None = None
         self.withdraw: Callable[[Any], object] | None = None
         self._outputs: Arrays | None = None

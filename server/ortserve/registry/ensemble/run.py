@@ -69,7 +69,7 @@ class EnsembleRun:
         self._unreached = set(self._sequenced)
         """Those to which the part was not submitted yet."""
         self._reached: set[int] = set()
-        """Those to which it was submitted, except those that rejected or failed it: their models handle that."""
+        """Those to which it was submitted, except those that rejected or failed all of it: their models handle that."""
         self._begun_ns = 0
         self._is_over = False
         self._queue_ns = 0
@@ -198,10 +198,11 @@ class EnsembleRun:
                 member.submit_part(child, own_terms, self._part)
         except BaseException as error:
             self._leave_step(number)
-            self._children.pop(number, None)
+            failed = self._children.pop(number, None)
             if not isinstance(error, ServeError):
                 raise
-            self._reached.discard(number)
+            if failed is None or not failed.is_partly_run:
+                self._reached.discard(number)
             self._count_failure(member, timing, self._clock(), error.kind, rows)
             raise of_ensemble(error, self._route.name, member.name) from None
 
@@ -246,7 +247,8 @@ class EnsembleRun:
             self._count_failure(member, timing, timing.done_ns, ErrorKind.CANCELLED, child.rows)
             raise
         except ServeError as error:
-            self._reached.discard(number)
+            if not child.is_partly_run:
+                self._reached.discard(number)
             self._count_failure(member, timing, timing.done_ns, error.kind, child.rows)
             if isinstance(error, ModelRejectionError):
                 member.rejections.note(error, timing.done_ns)
@@ -318,6 +320,7 @@ class EnsembleRun:
             self._timer.cancel()
         if self._limits is not None:
             self._limits.forget(self)
+        self._request.is_partly_run = why is not None and bool(self._reached)
         self._on_end(self, why)
 
 

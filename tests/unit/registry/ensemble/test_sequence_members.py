@@ -43,6 +43,8 @@ STEPS: Mapping[str, Steps] = {
     "reverse": [("b", {"x": "x"}, {"y": "b"}), ("last", {"x": "b"}, {"y": "p"}), ("a", {"x": "p"}, {"y": "a"})],
     "beside": [("a", {"x": "x"}, {"y": "a"}), ("last", {"x": "x"}, {"y": "p"}), ("b", {"x": "p"}, {"y": "b"})],
     "nested": [("last", {"x": "x"}, {"y": "p"}), ("chain", {"x": "p"}, {"a": "a", "b": "b"})],
+    "first": [("a", {"x": "x"}, {"y": "a"}), ("last", {"x": "a"}, {"y": "b"})],
+    "behind": [("first", {"x": "x"}, {"a": "a", "b": "p"}), ("b", {"x": "p"}, {"y": "b"})],
 }
 """Ensembles of ``a`` and ``b``, which have sequences, and ``last``, which has none. Both outputs are sums of values."""
 
@@ -317,6 +319,25 @@ def test_a_sequence_ends_in_all_members_with_a_request_that_only_one_of_them_has
         with pytest.raises(ServeError, match="no"):
             failed.take_outputs()
         assert [len(stage.models[name].table) for name in "ab"] == [0, 0]
+
+    test()
+
+
+@pytest.mark.parametrize(("model", "left"), [("a", [1, 1]), ("last", [0, 0])])
+def test_a_sequence_ends_behind_a_nested_ensemble_that_fails_after_a_member_has_run(
+    model: str, left: list[int]
+) -> None:
+    @virtual(slots=(8, 8))
+    async def test(stage: Stage) -> None:
+        stage.submit("behind", 1, "S")
+        await stage.answer("a", "last", "b")
+        failed = stage.submit("behind", 1)
+        if model == "last":
+            await stage.answer("a")
+        stage.models[model].take().fail(ServeError(ErrorKind.INTERNAL, "no"))
+        with pytest.raises(ServeError, match="no"):
+            failed.take_outputs()
+        assert [len(stage.models[name].table) for name in "ab"] == left
 
     test()
 
