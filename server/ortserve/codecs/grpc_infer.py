@@ -22,7 +22,7 @@ from ortserve.codecs.binary_tensor import (
     decode_binary_tensor,
     read_span,
 )
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_TEXTS, MIN_TEXT_BYTES
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_FLAG_BYTES, INLINE_TEXTS, MIN_TEXT_BYTES
 from ortserve.codecs.grpc_contents import decode_contents
 from ortserve.codecs.grpc_wire import (
     USUAL_HEAD_BYTES,
@@ -95,7 +95,7 @@ class GrpcRequest:
         self.model_name = ""
 
     def decoding_place(self) -> DecodingPlace:
-        """Choose the place to decode: a thread for many parts, and for many elements that do not become views."""
+        """Choose the place to decode: a thread for many parts, BOOL values, and elements that do not become views."""
         data = self._data
         if len(data) <= INLINE_BYTES:
             parts = self._parts = split_small_request(data)
@@ -105,7 +105,9 @@ class GrpcRequest:
             may_be_many = raw and len(data) > MIN_TEXT_BYTES * INLINE_TEXTS and b"BYTES" in head_bytes
             return DecodingPlace.INLINE if not may_be_many or _has_few_texts(head_bytes) else DecodingPlace.THREAD
         head = usual_head(data)
-        return DecodingPlace.THREAD if head is None or b"BYTES" in head else DecodingPlace.INLINE
+        if head is None or b"BYTES" in head or (b"BOOL" in head and len(data) > INLINE_FLAG_BYTES):
+            return DecodingPlace.THREAD
+        return DecodingPlace.INLINE
 
     @property
     def json_bytes(self) -> int:
@@ -114,7 +116,8 @@ class GrpcRequest:
     @property
     def growth_bytes(self) -> int:
         """Memory that decoding may take: integers have 1 byte or more on the wire, and up to 8 bytes in memory."""
-        return 8 * len(self._data)
+        head = usual_head(self._data)
+        return 8 * len(self._data) if head is None or b"BYTES" in head else 0
 
     def read(self) -> InferRequest:
         """Decode the request. Tensors from raw contents are read-only views on the message.

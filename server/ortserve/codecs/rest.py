@@ -17,6 +17,7 @@ from ortserve.codecs.bounds import (
     INLINE_BINARY_BYTES,
     INLINE_BYTES,
     INLINE_ELEMENTS,
+    INLINE_FLAG_BYTES,
     INLINE_TEXTS,
     JSON_GROWTH,
     MAX_ID_LENGTH,
@@ -69,13 +70,13 @@ class RestRequest:
         self.is_short = len(body) <= MIN_TEXT_BYTES * INLINE_TEXTS
 
     def decoding_place(self) -> DecodingPlace:
-        """Choose the place to decode: another process for large JSON, a thread for many or large binary texts."""
+        """Choose the place to decode: another process for large JSON, a thread for many texts and BOOL values."""
         json_bytes = self.json_bytes
         if json_bytes > INLINE_BYTES:
             return DecodingPlace.PROCESS
-        head = bytes(self._body[:json_bytes])
-        if b"BYTES" not in head and b"\\" not in head:  # JSON may escape letters of the datatype
-            return DecodingPlace.INLINE
+        if not self._may_have_texts():
+            is_quick = len(self._body) <= INLINE_FLAG_BYTES or b"BOOL" not in bytes(self._body[:json_bytes])
+            return DecodingPlace.INLINE if is_quick else DecodingPlace.THREAD
         # The length of each text contains two zeros. Counting them takes 0.05 ms, and needs no valid document.
         is_quick = (
             len(self._body) - json_bytes <= INLINE_BYTES
@@ -85,12 +86,19 @@ class RestRequest:
 
     @property
     def growth_bytes(self) -> int:
-        binary_bytes = len(self._body) - self.json_bytes
-        return JSON_GROWTH * self.json_bytes + CHARACTER_BYTES * binary_bytes + len(self._body)
+        json_bytes = self.json_bytes
+        if json_bytes <= INLINE_BYTES and not self._may_have_texts():
+            return 0
+        return JSON_GROWTH * json_bytes + CHARACTER_BYTES * (len(self._body) - json_bytes) + len(self._body)
 
     @property
     def json_bytes(self) -> int:
         return len(self._body) if self._json_size is None else min(self._json_size, len(self._body))
+
+    def _may_have_texts(self) -> bool:
+        """Whether a short head may declare binary texts. JSON may escape letters of their datatype."""
+        head = bytes(self._body[: self.json_bytes])
+        return b"BYTES" in head or b"\\" in head
 
     def read(self) -> InferRequest:
         """Decode the request.

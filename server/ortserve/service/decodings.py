@@ -45,7 +45,7 @@ class Decodings:
         Args:
             decode: Begins to decode on a thread.
             call: The call, for ``CodecThreads.run``.
-            growth_bytes: Memory that decoding may take.
+            growth_bytes: Memory that decoding may take; 0 if all tensors become views of the body.
             json_bytes: JSON in the body, if another process decodes it. Its size is limited otherwise, so its memory is
                 reserved whole.
 
@@ -80,6 +80,8 @@ class Decodings:
             del reserved  # the same cycle
         try:
             request = await decode()
+            if not reservation.size:
+                return request
             measure = partial(memory_bytes, request.inputs)
             has_many = (
                 sum([each.array.size for each in request.inputs if each.datatype is DataType.BYTES]) > INLINE_TEXTS

@@ -32,7 +32,7 @@ from ortserve.service.decodings import Decodings
 from ortserve.service.gate import BodyGate, json_too_large
 from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.validation import check_request, is_long_text
+from ortserve.service.validation import check_request, long_raw_growth
 from ortserve.service.waiting_calls import WaitingCalls
 from ortserve.telemetry.logs import log_fault
 from ortserve.telemetry.readings import DECODE, ENCODE, NOTHING, LoopActivity
@@ -173,7 +173,7 @@ class InferenceService:
             call.settle_by(self._waiting.run_when_loaded(call, request))
             return
         raw, rollout = request.raw_input, served.rollout
-        is_long = raw is not None and is_long_text(raw, served.signature)
+        is_long = raw is not None and long_raw_growth(raw, served.signature) is not None
         must_wait = request.regions is not None or (served.takes_sequences and call.would_overtake)
         if is_long or must_wait or (rollout is not None and rollout.is_canary):
             call.settle_by(self._waiting.run(call, request))

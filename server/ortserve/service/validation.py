@@ -8,7 +8,7 @@ from math import prod
 from typing import Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, decode_element, object_array
-from ortserve.codecs.bounds import INLINE_BYTES, MAX_TEXT_BYTES
+from ortserve.codecs.bounds import CHARACTER_BYTES, INLINE_BYTES, INLINE_FLAG_BYTES, MAX_TEXT_BYTES
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import Scheduling
@@ -222,9 +222,12 @@ def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: s
     return Tensor(spec.name, spec.datatype, decode_binary_tensor(data, spec.datatype, shape, spec.name, model))
 
 
-def is_long_text(data: bytes | memoryview, signature: ModelSignature) -> bool:
-    """Whether ``data`` is a string so long that ``read_raw_input`` must be called on a thread."""
-    return len(data) > INLINE_BYTES and any(spec.datatype is DataType.BYTES for spec in signature.inputs)
+def long_raw_growth(data: bytes | memoryview, signature: ModelSignature) -> int | None:
+    """Memory that ``read_raw_input`` takes if it must be called on a thread; otherwise None."""
+    datatypes = [spec.datatype for spec in signature.inputs]
+    if len(data) > INLINE_BYTES and DataType.BYTES in datatypes:
+        return (1 + CHARACTER_BYTES) * len(data)
+    return 0 if len(data) > INLINE_FLAG_BYTES and DataType.BOOL in datatypes else None
 
 
 def _with_free_dimension(shape: tuple[int, ...], size: int, spec: TensorSpec, model: str) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.codecs.bounds import CHARACTER_BYTES
 from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest
 from ortserve.errors import NotInMemoryError
@@ -23,7 +22,7 @@ from ortserve.service.decodings import Decoding, Decodings
 from ortserve.service.gate import BodyGate
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
+from ortserve.service.validation import check_request, long_raw_growth, read_raw_input, read_scheduling
 
 
 class WaitingCalls:
@@ -78,9 +77,11 @@ class WaitingCalls:
         if served.takes_sequences and call.place is not None and call.would_overtake:
             await call.place.wait()
             served = await self._find(call, request)
-        if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
+        raw = request.raw_input
+        growth_bytes = None if raw is None else long_raw_growth(raw, served.signature)
+        if growth_bytes is not None:
             # The call refers to it, too, so that the rollout copies the decoded request.
-            request = call.request = await self._decode_text(call, request, request.raw_input, served)
+            request = call.request = await self._decode_raw(call, request, served, growth_bytes)
             served = await self._find(call, request)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
@@ -106,12 +107,12 @@ class WaitingCalls:
         )
         return served
 
-    async def _decode_text(
-        self, call: Call, request: InferRequest, text: bytes | memoryview, served: ServedVersion
+    async def _decode_raw(
+        self, call: Call, request: InferRequest, served: ServedVersion, growth_bytes: int
     ) -> InferRequest:
-        """Decode the long text that is the only input of a raw request, on a thread."""
+        """Decode the only input of a raw request on a thread, which takes ``growth_bytes`` of memory."""
         decode = partial(self._codecs.run, partial(_with_raw_input, request, served), call)
-        decoding = self._decodings.begin(decode, call, (1 + CHARACTER_BYTES) * len(text))
+        decoding = self._decodings.begin(decode, call, growth_bytes)
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(decoding.release)

@@ -11,7 +11,7 @@ import pytest
 
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, INLINE_TEXTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, INLINE_FLAG_BYTES, INLINE_TEXTS
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.json_text import encode_json_data
@@ -102,6 +102,29 @@ def test_many_texts_are_decoded_off_the_loop_also_behind_an_escaped_datatype(let
     numbers = RestRequest(head.replace(datatype.encode(), b"FP32") + bytes(20_000), len(head), "m", "")
     assert numbers.decoding_place() is DecodingPlace.INLINE
     assert encoded.read().inputs[0].datatype is DataType.BYTES
+
+
+def rest_numbers(datatype: str, count: int) -> RestRequest:
+    entry = {"name": "x", "datatype": datatype, "shape": [count], "parameters": {"binary_data_size": count}}
+    head = json.dumps({"inputs": [entry]}).encode()
+    return RestRequest(head + bytes(count), len(head), "m", "")
+
+
+def grpc_numbers(datatype: str, count: int) -> GrpcRequest:
+    message = ModelInferRequest(model_name="m", raw_input_contents=[bytes(count)])
+    message.inputs.add(name="x", datatype=datatype, shape=[count])
+    return GrpcRequest(message.SerializeToString())
+
+
+@pytest.mark.parametrize("encode", [rest_numbers, grpc_numbers])
+def test_large_bool_tensors_are_checked_off_the_loop_and_take_no_memory(
+    encode: Callable[[str, int], RestRequest | GrpcRequest],
+) -> None:
+    """All their bytes are read, 5 ms for 64 MiB, and then they are views."""
+    request = encode("BOOL", INLINE_FLAG_BYTES + 1)
+    assert (request.decoding_place(), request.growth_bytes) == (DecodingPlace.THREAD, 0)
+    assert encode("BOOL", INLINE_FLAG_BYTES - 1000).decoding_place() is DecodingPlace.INLINE
+    assert encode("INT8", INLINE_FLAG_BYTES + 1).decoding_place() is DecodingPlace.INLINE
 
 
 @pytest.mark.parametrize("encoder", [RestEncoder(), GrpcEncoder()], ids=["rest", "grpc"])

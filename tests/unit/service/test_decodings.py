@@ -28,6 +28,10 @@ class CountingReservation:
         self._reservation = Reservation(gate, size)
         self.release, self.set_unchecked = self._reservation.release, self._reservation.set_unchecked
 
+    @property
+    def size(self) -> int:
+        return self._reservation.size
+
     def grow(self, size: int) -> None:
         CountingReservation.tries += 1
         self._reservation.grow(size)

@@ -308,6 +308,15 @@ async def test_request_decoded_on_a_thread_is_answered_and_counted_like_any_othe
     assert Reservation(stage.service.gate, 1000).size == 1000  # no bytes are held any more
 
 
+async def test_views_that_are_decoded_on_a_thread_take_no_memory(stage: Stage) -> None:
+    given = Given(request, DecodingPlace.THREAD)
+    serving = asyncio.ensure_future(stage.service.serve(stage.service.receive("http"), given, AS_IS))
+    while not serving.done():
+        assert stage.service.gate.held_bytes == 0
+        await asyncio.sleep(0)
+    assert serving.result().outputs[0].array.tolist() == [[2, 2, 2, 2]]
+
+
 async def test_errors_of_a_request_decoded_on_a_thread_are_counted_with_their_labels(stage: Stage) -> None:
     def fail() -> InferRequest:
         raise ServeError(ErrorKind.INVALID_INPUT, "no JSON")
@@ -486,7 +495,7 @@ async def test_texts_that_are_decoded_together_stay_within_the_limit(stage: Stag
 async def test_texts_are_reserved_with_the_size_of_their_characters(stage: Stage, count: int) -> None:
     """One emoji makes each character of its text take four bytes."""
     texts = np.array([["😀" + "x" * 1000]] * count, object)
-    given = Given(lambda: request("text", texts, datatype=DataType.BYTES), DecodingPlace.THREAD)
+    given = Given(lambda: request("text", texts, datatype=DataType.BYTES), DecodingPlace.THREAD, growth_bytes=1)
     serving = asyncio.ensure_future(stage.service.serve(stage.service.receive("http"), given, AS_IS))
     most = 0
     while not serving.done():

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_FLAG_BYTES
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.validation import check_request, read_raw_input
+from ortserve.service.validation import check_request, long_raw_growth, read_raw_input
 
 
 def signature(datatype: DataType, *shape: int, unbatched: bool = False) -> ModelSignature:
@@ -94,3 +95,12 @@ def test_checked_request_has_the_deduced_tensor() -> None:
     arrays, rows = check_request(request, signature(DataType.INT32, -1, 2), "m")
     assert [array.shape for array in arrays] == [(1, 2)]
     assert rows == 1
+
+
+def test_long_texts_and_large_bool_inputs_are_decoded_on_a_thread() -> None:
+    texts, flags = signature(DataType.BYTES, -1, 1), signature(DataType.BOOL, -1, -1)
+    assert long_raw_growth(bytes(INLINE_BYTES), texts) is None
+    assert long_raw_growth(bytes(INLINE_BYTES + 1), texts) == 5 * (INLINE_BYTES + 1)
+    assert long_raw_growth(bytes(INLINE_FLAG_BYTES), flags) is None
+    assert long_raw_growth(bytes(INLINE_FLAG_BYTES + 1), flags) == 0
+    assert long_raw_growth(bytes(INLINE_FLAG_BYTES + 1), signature(DataType.FP32, -1, -1)) is None
