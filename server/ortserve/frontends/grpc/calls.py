@@ -75,21 +75,25 @@ def answering(request_type: type[Request], answer: Callable[[Request], Message])
     return awaiting_bytes(answer_at_once)
 
 
-def awaiting(request_type: type[Request], answer: Callable[[Request], Awaitable[Message]]) -> Handler:
+def awaiting(request_type: type[Request], answer: Callable[[Request], Awaitable[Message | bytes]]) -> Handler:
     """Create a unary handler from a coroutine function; otherwise as ``answering``."""
 
-    async def parse_and_answer(data: bytes | memoryview) -> Message:
+    async def parse_and_answer(data: bytes | memoryview) -> Message | bytes:
         return await answer(parse_message(request_type, data))
 
     return awaiting_bytes(parse_and_answer)
 
 
-def awaiting_bytes(answer: Callable[[bytes | memoryview], Awaitable[Message]]) -> Handler:
-    """Create a unary handler from a coroutine function that parses the request itself; otherwise as ``awaiting``."""
+def awaiting_bytes(answer: Callable[[bytes | memoryview], Awaitable[Message | bytes]]) -> Handler:
+    """Create a unary handler from a coroutine function that parses the request itself; otherwise as ``awaiting``.
+
+    It may return a serialized message.
+    """
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:
-            return (await answer(data)).SerializeToString()
+            answered = await answer(data)
+            return answered if isinstance(answered, bytes) else answered.SerializeToString()
         except Exception as error:  # noqa: BLE001 - every failure becomes a status
             status = status_of(visible_error(error))
         del data

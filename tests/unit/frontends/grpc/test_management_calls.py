@@ -1,7 +1,8 @@
 """Calls that manage the server, without a server."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,8 @@ from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.frontends.grpc.management_calls import ManagementCalls
 from ortserve.service.gate import BodyAdmission, BodyGate
-from ortserve.service.management import Management
+from ortserve.service.management import Management, ModelStatistics
+from ortserve.telemetry.statistics import Duration, InferStatistics, VersionStatistics
 
 
 class Loads:
@@ -43,6 +45,24 @@ def load_call(loads: Loads, gate: BodyGate) -> Any:
     management = cast("Management", SimpleNamespace(repository=loads, statistics=None, logs=None, traces=None))
     calls = ManagementCalls(management, BodyAdmission("grpc", gate, lambda *_: None, max_body_bytes=gate.max_bytes))
     return calls.handlers()["RepositoryModelLoad"].unary_unary
+
+
+class Statistics:
+    async def statistics(self, _name: str, _version: str) -> AsyncIterator[ModelStatistics]:
+        for number in range(3):
+            inference = InferStatistics(*[Duration(number, 5) for _ in fields(InferStatistics)])
+            yield ModelStatistics(7, VersionStatistics(f"m{number}", "1", 4, 3, 0, inference, {}, ()))
+
+
+async def test_statistics_of_several_models_are_one_message() -> None:
+    management = cast("Management", SimpleNamespace(repository=None, statistics=Statistics(), logs=None, traces=None))
+    calls = ManagementCalls(management, cast("BodyAdmission", None))
+    handler: Any = calls.handlers()["ModelStatistics"].unary_unary
+    answer = await handler(pb.ModelStatisticsRequest().SerializeToString(), None)
+    found = pb.ModelStatisticsResponse.FromString(answer).model_stats
+    assert [(one.name, one.last_inference, one.inference_stats.queue.count) for one in found] == [
+        (f"m{number}", 7, number) for number in range(3)
+    ]
 
 
 @pytest.mark.parametrize("container", [bytes, memoryview])
