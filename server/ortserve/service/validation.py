@@ -138,7 +138,7 @@ _ID_BITS: Final = 64
 
 
 def read_sequence_part(parameters: Mapping[str, Parameter], protocol: str) -> SequencePart:
-    """Read the sequence parameters of a request. Only models with sequences use them.
+    """Read the sequence parameters of a request. Models without sequences ignore their values, but not wrong types.
 
     Args:
         parameters: Parameters of the request.

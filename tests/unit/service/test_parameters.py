@@ -28,10 +28,6 @@ def test_scheduling_parameter_that_is_not_an_unsigned_integer_is_rejected(name: 
     assert error.message == f"parameter '{name}': expected an unsigned integer, got {odd!r}"
 
 
-def test_models_without_sequences_ignore_their_parameters() -> None:
-    assert read_scheduling({"sequence_id": -7, "sequence_start": "maybe", "sequence_end": 1}) == Scheduling()
-
-
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_part_of_a_sequence_is_read(protocol: str) -> None:
     part = read_sequence_part({"sequence_id": 7, "sequence_start": True, "sequence_end": False}, protocol)
