@@ -286,6 +286,8 @@ def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
         raise invalid_input(f"dims of '{tensor.name}': expected sizes of at least 1, or -1, got {list(tensor.dims)}")
     if tensor.dims:
         options["dims"] = list(tensor.dims)
+        if isinstance(tensor, pb.ModelInput) and tensor.format != pb.ModelInput.FORMAT_NONE and len(tensor.dims) != 3:
+            raise invalid_input(f"model input NHWC/NCHW require 3 dims: '{tensor.name}' has {list(tensor.dims)}")
     if tensor.HasField("reshape"):
         options["reshape"] = list(tensor.reshape.shape)
     return options

@@ -186,6 +186,11 @@ def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, ya
             ErrorKind.INVALID_INPUT,
             "max_rows: expected integer, 1 to 65536, in rows, got 100000",
         ),
+        (
+            'input [{ name: "x" dims: [ 4 ] format: FORMAT_NHWC }]',
+            ErrorKind.INVALID_INPUT,
+            "model input NHWC/NCHW require 3 dims: 'x' has [4]",
+        ),
         ('input [{ name: "x" dims: 0 }]', ErrorKind.INVALID_INPUT, "dims of 'x': expected sizes of at least 1, or -1"),
         ('input [{ name: "x" }, { name: "x" }]', ErrorKind.INVALID_INPUT, "input: expected a distinct name for each"),
         (
