@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, TypeAlias
 
-from ortserve.model_file.graph import Declared, Model
+from ortserve.model_file.graph import Declared, Model, names_read
 from ortserve.rows.number import MAX_TERMS, SIZE_BITS, N, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
@@ -214,10 +214,11 @@ def why_not_analysed(model: Model) -> str:
     return f"the model is not analysed: {model.too_large}" if model.too_large else ""
 
 
-def prove_model(model: Model) -> RowVerdict:
+def prove_model(model: Model, *, has_equal_rows: bool = False) -> RowVerdict:
     """Try to prove that the rows of a model are independent, along the first axes for which the proof succeeds.
 
-    Never raises an error.
+    Axes along which a request may have several numbers of rows do not count, unless ``has_equal_rows`` says that no
+    request has. Never raises an error.
     """
     if because := why_not_analysed(model):
         return _unknown(because)
@@ -234,7 +235,9 @@ def prove_model(model: Model) -> RowVerdict:
         except TooMuchWorkError as failure:
             return first or _unknown(f"the model is not analysed: {failure}")
         if verdict.outcome is Outcome.PROVEN:
-            return verdict
+            if has_equal_rows or not (because := _why_unequal(model, axes)):
+                return verdict
+            verdict = _unknown(because)
         first = first or verdict
     assert first is not None
     return first
@@ -257,6 +260,45 @@ def prove_axes(model: Model, axes: Axes, budget: WorkBudget | None = None) -> Ro
             return verdict
         return without if without.outcome is Outcome.PROVEN else verdict
     return verdict
+
+
+def _why_unequal(model: Model, axes: Axes) -> str:
+    """Why the inputs of a request may differ in their number of rows; empty if nothing says so.
+
+    They may if they form groups such that no tensor depends on two, and no name of their rows occurs in all groups.
+    """
+    carriers = [declared for declared in real_inputs(model) if axes.get(declared.name) is not None]
+    names = [_row_name(declared, axes) for declared in carriers]
+    if len(set(names) - {""}) < 2:
+        return ""
+    depends = {declared.name: 1 << index for index, declared in enumerate(carriers)}  # sets of inputs, as bits
+    groups = list(depends.values())
+    for node in model.graph.nodes:
+        needed = 0
+        for name in names_read(node):
+            needed |= depends.get(name, 0)
+        depends.update(dict.fromkeys(node.outputs, needed))
+        joined = [group for group in groups if group & needed]
+        if len(joined) > 1:
+            groups = [*(group for group in groups if not group & needed), sum(joined)]
+    by_group = [{name: index for index, name in enumerate(names) if name and group >> index & 1} for group in groups]
+    named = [inputs_by_name for inputs_by_name in by_group if inputs_by_name]
+    if len(named) < 2 or set.intersection(*map(set, named)):
+        return ""
+    (one, first), (other, second) = (next(iter(inputs_by_name.items())) for inputs_by_name in named[:2])
+    return (
+        f"no node needs both inputs '{carriers[first].name}' and '{carriers[second].name}', so their dimensions "
+        f"'{one}' and '{other}' may differ"
+    )
+
+
+def _row_name(declared: Declared, axes: Axes) -> str:
+    """The name of the axis with the rows; empty if it has none, or one that an exporter made of the input's name."""
+    axis, dims = axes.get(declared.name), declared.dims or ()
+    name = dims[axis] if axis is not None and axis < len(dims) else None
+    if not isinstance(name, str) or not _NAME.match(name):
+        return ""
+    return "" if name.startswith(("unk__", f"{declared.name}_dynamic_axes_")) else name
 
 
 def claims(model: Model, axes: Axes, *, believe_names: bool = False) -> dict[str, Value]:

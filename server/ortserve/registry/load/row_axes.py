@@ -147,7 +147,7 @@ def _decide(model: Model, options: ModelOptions) -> RowAxes:
             return _proven(verdict)
         is_mixed = verdict.outcome is Outcome.MIXED
         return RowAxes(Grounds.CONFIGURED, axes, outputs, doubt=_doubt(verdict), is_mixed=is_mixed)
-    verdict = prove_model(model)
+    verdict = prove_model(model, has_equal_rows=options.batched is True)
     if verdict.outcome is Outcome.PROVEN:
         return _proven(verdict)
     is_mixed, doubt = verdict.outcome is Outcome.MIXED, _doubt(verdict)

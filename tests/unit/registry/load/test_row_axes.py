@@ -84,6 +84,30 @@ def test_undecided_graph_is_tried_if_names_allow_it(tmp_path: Path, names: tuple
     assert applied(path, batched=True).is_batched, "as it is configured, with any names"
 
 
+@pytest.mark.parametrize(
+    ("q", "d", "nodes", "axes"),
+    [
+        ("float[nq,4]", "float[nd,4]", "y = Relu(q) z = Relu(d)", None),
+        ("float[nq,4]", "float[nd,4]", "y = Mul(q, r) z = Mul(d, r)", None),
+        ("float[n,4]", "float[n,4]", "y = Relu(q) z = Relu(d)", {"q": 0, "d": 0}),
+        ("float[nq,4]", "float[nd,4]", "y = Relu(q) z = Add(q, d)", {"q": 0, "d": 0}),
+        ("float[n,4]", "float[s,n,4]", "y = Relu(q) z = Relu(d)", {"q": 0, "d": 1}),
+        ("float[q_dynamic_axes_1,4]", "float[d_dynamic_axes_1,4]", "y = Relu(q) z = Relu(d)", {"q": 0, "d": 0}),
+    ],
+)
+def test_inputs_that_never_meet_have_equal_rows_only_if_their_names_say_so(
+    tmp_path: Path, q: str, d: str, nodes: str, axes: dict[str, int] | None
+) -> None:
+    path = parsed(tmp_path / "m.onnx", f"g ({q} q, {d} d, float[4] r) => ({q} y, {d} z) {{ {nodes} }}")
+    found = find(path)
+    if axes is not None:
+        assert (found.grounds, {name: found.inputs[name] for name in axes}) == (Grounds.PROVEN, axes)
+        return
+    assert "no node needs both inputs 'q' and 'd', so their dimensions 'nq' and 'nd' may differ" in found.doubt
+    assert not applied(path).is_batched, "a request may have 1 query and 5 documents"
+    assert applied(path, batched=True).is_batched
+
+
 def test_configured_axes_are_proven_or_believed(tmp_path: Path) -> None:
     path = parsed(tmp_path / "m.onnx", "g (float[t,n,4] x, float[n,4] h) => (float[t,n,4] y) { y = Add(x, h) }")
     axes = {"x": {"batch_axis": 1}, "h": {"batch_axis": 0}}
