@@ -109,6 +109,8 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     model = read_model(path) if model is None else model
     if pointer := find_pointer(path, model):
         raise invalid_input(pointer)
+    if options.settings.optimized_model_file is not None:
+        _check_optimized_model_file(Path(options.settings.optimized_model_file), path, model)
     _check_dimensions(model, options.settings)
     check_functions(model)
     check_written_outputs(model)
@@ -219,8 +221,6 @@ def _check_settings(options: SessionOptions) -> None:
     if "," in (names := option_text(settings.entries.get(_DISABLED_OPTIMIZERS, ""))):
         expected = "expected semicolons between names"
         raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: {expected}, got '{names}'")
-    if settings.optimized_model_file is not None:
-        _check_optimized_model_file(Path(settings.optimized_model_file))
     # A session on the CPU has no other providers. ONNX Runtime itself checks the arenas of GPU providers.
     attached = options.provider.behind if options.provider.name != CPU else ()
     if GPU_PROVIDERS & {options.provider.name, *(provider.name for provider in attached)}:
@@ -251,12 +251,24 @@ def _check_affinities(affinities: str) -> None:
         os.sched_setaffinity(0, before)
 
 
-def _check_optimized_model_file(file: Path) -> None:
-    if not file.parent.is_dir() or file.is_dir():
-        problem = "which is a folder" if file.parent.is_dir() else "whose folder does not exist"
-        raise invalid_input(
-            f"session.optimized_model_file: expected a file in an existing folder, got …/{file.name}, {problem}"
-        )
+def _check_optimized_model_file(file: Path, path: Path, model: Model) -> None:
+    expected = "a file in an existing folder"
+    if not file.parent.is_dir():
+        problem = "whose folder does not exist"
+    elif file.is_dir():
+        problem = "which is a folder"
+    elif any(_is_same(file, own) for own in (path, *(path.parent / name for name in model.external_files))):
+        expected, problem = "another file than the model's own", "which would be overwritten"
+    else:
+        return
+    raise invalid_input(f"session.optimized_model_file: expected {expected}, got …/{file.name}, {problem}")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return False
 
 
 def _axes(model: Model) -> Iterator[tuple[int, int | str | None, str]]:

@@ -418,6 +418,22 @@ def test_unwritable_optimized_model_is_rejected_with_the_expectation(tmp_path: P
     assert caught.value.message == (f"session.optimized_model_file: expected a file in an existing folder, got {came}")
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "weights.bin", "link.onnx"])
+def test_optimized_model_does_not_overwrite_the_model_or_its_weights(tmp_path: Path, name: str) -> None:
+    path, weights = write_external(tmp_path / "model.onnx"), tmp_path / "weights.bin"
+    weights.write_bytes(np.full(4, 3, np.float32).tobytes())
+    (tmp_path / "link.onnx").symlink_to(path)
+    before = path.read_bytes(), weights.read_bytes()
+    settings = SessionSettings(optimized_model_file=str(tmp_path / name))
+    with pytest.raises(ServeError) as caught:
+        open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+    assert caught.value.message == (
+        "session.optimized_model_file: expected another file than the model's own, "
+        f"got …/{name}, which would be overwritten"
+    )
+    assert (path.read_bytes(), weights.read_bytes()) == before
+
+
 def test_external_weights_are_read_from_the_model_folder(tmp_path: Path) -> None:
     path = write_external(tmp_path / "model.onnx")
     (tmp_path / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
