@@ -215,8 +215,8 @@ def test_calls_that_are_cancelled_while_their_answers_are_sent_are_not_logged(
 
 
 def test_onnx_runtime_writes_no_lines_among_those_of_the_log(tmp_path: Path) -> None:
-    """It reports a thread that it cannot place in a line of its own, with colours."""
-    entries = "{session.intra_op_thread_affinities: '100000'}"
+    """It reports a processor that does not exist in a line of its own, with colours."""
+    entries = "{session.intra_op_thread_affinities: '1,100000'}"
     folder = add_model(tmp_path, "numbers", builders.mlp)
     (folder / "model.yaml").write_text(f"intra_op_threads: 2\nsession: {{entries: {entries}}}\n")
     with serving(tmp_path, *SHORT_WARMUP, "--log-format", "json") as server:

@@ -48,6 +48,7 @@ _EXTENSION_OPERATOR: Final = re.compile(r"(?:ai\.onnx\.contrib|com\.microsoft\.e
 """ONNX Runtime's message about an operator of onnxruntime-extensions, whose library is not loaded."""
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
+_AFFINITIES_TEXT: Final = re.compile(r"[0-9]+([,-][0-9]+)*(;[0-9]+([,-][0-9]+)*)*;?").fullmatch
 _DISABLED_OPTIMIZERS: Final = "optimization.disable_specified_optimizers"
 """Names separated by semicolons. ONNX Runtime 1.31.1 and 1.32.0 silently ignore a list with commas."""
 
@@ -204,9 +205,9 @@ def _missing_locale(reason: str) -> str:
 
 def affinities_key(settings: SessionSettings) -> str:
     """The configuration key that sets the processors of threads; empty if none does."""
-    if settings.thread_affinities is not None:
-        return "session.thread_affinities"
-    return f"session.entries: {_AFFINITIES}" if _AFFINITIES in settings.entries else ""
+    if _AFFINITIES in settings.entries:  # takes precedence
+        return f"session.entries: {_AFFINITIES}"
+    return "" if settings.thread_affinities is None else "session.thread_affinities"
 
 
 def _check_settings(options: SessionOptions) -> None:
@@ -214,10 +215,10 @@ def _check_settings(options: SessionOptions) -> None:
     settings = options.settings
     if settings.shared_arena and not settings.memory_arena:
         raise invalid_input("session.shared_arena: expected memory_arena: true with it, got memory_arena: false")
-    if options.has_global_threads and (key := affinities_key(settings)):
-        raise invalid_input(f"{key}: expected unset, because the server uses global_threads")
-    if settings.thread_affinities is not None:
-        _check_affinities(settings.thread_affinities)
+    if key := affinities_key(settings):
+        if options.has_global_threads:
+            raise invalid_input(f"{key}: expected unset, because the server uses global_threads")
+        _check_affinities(key, option_text(settings.entries.get(_AFFINITIES, settings.thread_affinities or "")))
     if "," in (names := option_text(settings.entries.get(_DISABLED_OPTIMIZERS, ""))):
         expected = "expected semicolons between names"
         raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: {expected}, got '{names}'")
@@ -233,11 +234,16 @@ def _check_settings(options: SessionOptions) -> None:
             )
 
 
-def _check_affinities(affinities: str) -> None:
-    """Try each group on the calling thread: ONNX Runtime only logs that a thread cannot be placed."""
+def _check_affinities(key: str, affinities: str) -> None:
+    """Try each group on the calling thread: ONNX Runtime only logs that a thread cannot be placed.
+
+    A malformed text, which an entry may have, fails in ONNX Runtime, with a message about it.
+    """
+    if not _AFFINITIES_TEXT(affinities):
+        return
     before = os.sched_getaffinity(0)
     try:
-        for group in affinities.split(";"):
+        for group in filter(None, affinities.split(";")):
             processors: set[int] = set()
             for part in group.split(","):
                 first, *_, last = part.split("-") if "-" in part else (part, part)
@@ -246,7 +252,7 @@ def _check_affinities(affinities: str) -> None:
                 os.sched_setaffinity(0, processors)
             except OSError:
                 expected = "expected processors that the server may use, counted from 1"
-                raise invalid_input(f"session.thread_affinities: {expected}, got '{group}'") from None
+                raise invalid_input(f"{key}: {expected}, got '{group}'") from None
     finally:
         os.sched_setaffinity(0, before)
 

@@ -378,14 +378,25 @@ def test_affinities_of_more_threads_than_there_are_fail_the_load(tmp_path: Path)
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
 
 
+@pytest.mark.parametrize("is_entry", [False, True])
 @pytest.mark.parametrize("group", ["100000", "100000-200000000", "0"])
-def test_affinities_to_no_processor_of_the_machine_fail_the_load(tmp_path: Path, group: str) -> None:
+def test_affinities_to_no_processor_of_the_machine_fail_the_load(tmp_path: Path, group: str, is_entry: bool) -> None:
     before = os.sched_getaffinity(0)
-    options = SessionOptions(ProviderChoice(CPU), 3, SessionSettings(thread_affinities=f"1-100000;{group}"))
-    expected = f"session.thread_affinities: expected processors that the server may use, counted from 1, got '{group}'"
+    text, entry = f"1-100000;{group}", "session.intra_op_thread_affinities"
+    settings = SessionSettings(entries={entry: text}) if is_entry else SessionSettings(thread_affinities=text)
+    options = SessionOptions(ProviderChoice(CPU), 3, settings)
+    key = f"session.entries: {entry}" if is_entry else "session.thread_affinities"
+    expected = f"{key}: expected processors that the server may use, counted from 1, got '{group}'"
     with pytest.raises(ServeError, match=expected):
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("text", ["x", "-1", ""])
+def test_malformed_affinities_of_an_entry_fail_in_onnx_runtime(tmp_path: Path, text: str) -> None:
+    settings = SessionSettings(entries={"session.intra_op_thread_affinities": text})
+    with pytest.raises(ServeError, match="ONNX Runtime cannot load the model: "):
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", SessionOptions(ProviderChoice(CPU), 2, settings))
 
 
 def test_optimized_model_is_saved_and_servable(tmp_path: Path) -> None:
