@@ -859,6 +859,23 @@ async def test_model_of_a_folder_is_evicted_and_loaded_again_after_a_load_by_a_c
     assert await ask(registry, "m") == "1"
 
 
+@pytest.mark.parametrize("file", ["file:2/model.onnx", ""])
+async def test_model_that_is_not_in_memory_is_loaded_by_a_request_after_a_load_by_a_client_has_failed(
+    tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    put(tmp_path, "m", 1)
+    put(tmp_path, "m", 2, "{load_policy: on_demand, version_policy: {all: true}, labels: {stable: 1}}")
+    registry = make()
+    await registry.load_all()
+    config = "{}" if file else '{"input": [{"name": "z", "data_type": "TYPE_FP32", "dims": [2]}]}'
+    with pytest.raises(ServeError, match="expected an ONNX model" if file else "unexpected inference input 'z'"):
+        await registry.load("m", config=config, files={file: b"no model"} if file else None)
+    assert states(registry, "m") == dict.fromkeys((1, 2), (State.GONE, ON_DEMAND))
+    assert "labels changed" not in caplog.text
+    assert await ask(registry, "m") == "1"
+    assert await ask(registry, "m", "2") == "2"
+
+
 async def test_load_begins_when_the_evicted_model_has_answered_and_is_freed(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "m", options="load_policy: on_demand")
     put(tmp_path, "slow", options="load_policy: on_demand", build=builders.slow)
