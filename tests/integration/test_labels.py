@@ -336,13 +336,14 @@ def test_first_stable_label_of_the_file_takes_no_request_from_a_version_that_ser
         configure(folder, "labels: {stable: 9}")
         server.wait_for_line("labels name versions that do not exist", "stable=9")
         assert labels_of(server) == {}
+        assert versions_that_answer(server, "") == {"2"}
         configure(folder, "labels: {stable: 1}")
         server.wait_for_line("labels changed", "stable=1")
         assert versions_that_answer(server, "") == {"1"}
         configure(folder, "labels: {stable: 8}")
         server.wait_for_line("labels name versions that do not exist", "stable=8")
         assert labels_of(server) == {"stable": "1"}
-    assert set(answered) == {"1", "2"}
+    assert set(answered) <= {"1", "2"}
 
 
 def test_no_request_fails_while_versions_are_promoted_and_rolled_back(labelled: ServerProcess) -> None:
