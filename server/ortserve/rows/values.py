@@ -24,7 +24,7 @@ from ortserve.rows.number import (
     largest,
     lowest,
 )
-from ortserve.rows.symbols import MOST_FINITE, Symbols
+from ortserve.rows.symbols import DOUBLE_LIMIT, MOST_FINITE, Symbols
 
 
 class Kind(enum.Enum):
@@ -260,14 +260,18 @@ def remainder_of(symbols: Symbols, one: Number, other: Number) -> Number:
     return symbols.opaque("remainder", one, other, lowest=0 if is_positive(other) else None)
 
 
-def power(symbols: Symbols, one: Number, other: Number) -> Number:
-    """A power. Known only for squares, and for roots of squares, such as the width of a square grid."""
+def power(symbols: Symbols, kernel: str, one: Number, other: Number) -> Number:
+    """A power. Known only for squares, and for roots of squares, such as the width of a square grid.
+
+    ``kernel`` names the code that computes it: another one may round the same power to another number. Most compute
+    integers as FP64.
+    """
     if other == 2 and is_whole(one):
-        return symbols.multiply(one, one)
+        return symbols.bounded(symbols.multiply(one, one), DOUBLE_LIMIT)
     if other == Fraction(1, 2) and isinstance(one, int) and one >= 0 and (root := isqrt(one)) ** 2 == one:
         return root
     is_finite = is_nonnegative(one) and isinstance(other, (int, Fraction)) and 0 <= other <= 1
-    return symbols.opaque(*(() if is_finite else (UNBOUNDED,)), "power", one, other, is_whole=False)
+    return symbols.opaque(*(() if is_finite else (UNBOUNDED,)), "power", kernel, one, other, is_whole=False)
 
 
 def equal(symbols: Symbols, one: Number, other: Number) -> Number:

@@ -8,7 +8,9 @@ from ortserve.model_file.graph import FLOAT, INT32, INT64, STRING, Tensor
 from ortserve.model_file.graph import constant as whole_or_fraction
 from ortserve.rows.number import N, Number, contains_rows, is_nonnegative
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
+from ortserve.rows.rules.index_bounds import LIMITS
 from ortserve.rows.rules.movement import facts_of_copies, length_of
+from ortserve.rows.symbols import DOUBLE_LIMIT
 from ortserve.rows.values import MAX_ELEMENTS, Facts, Kind, Value, element_count, rows
 
 
@@ -71,7 +73,13 @@ def range_(call: Call) -> Output:
             raise RowsMeetError("takes the limit of its range from the number of rows")
         facts = Facts(stride=inner, nonnegative=True, below=inner)
         return rows(symbols, (limit,), 0, 1, inner, dtype, facts)
-    if isinstance(start, int) and isinstance(limit, int) and isinstance(delta, int) and delta:
+    if (
+        isinstance(start, int)
+        and isinstance(limit, int)
+        and isinstance(delta, int)
+        and delta
+        and max(abs(start), abs(limit), abs(limit - start)) < LIMITS.get(dtype, DOUBLE_LIMIT)
+    ):
         count = len(range(start, limit, delta))
         known = tuple(range(start, limit, delta)) if count <= MAX_ELEMENTS else None
         return call.result((count,), dtype=dtype, elements=known)

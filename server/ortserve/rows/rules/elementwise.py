@@ -205,7 +205,8 @@ def raise_to_power(call: Call) -> Output:
     """Pow, and Sqrt as a power of a half."""
     values = call.present()
     check_no_stride(values)
-    compute = partial(power, call.symbols)
+    kernel = " ".join([call.op, *(f"{value.dtype}{len(value.elements or ()) == 1}" for value in values)])
+    compute = partial(power, call.symbols, kernel)
     return _computed(call, values, NO_FACTS, compute if call.op == "Pow" else partial(compute, other=Fraction(1, 2)))
 
 
