@@ -121,8 +121,8 @@ class TensorReader:
                     found += [each[0] for each in struct.iter_unpack(f"<{form}", data[begin:after])]
                 else:
                     found += integers(data, wire_type, begin, after)
-            if dtype == FLOAT16:  # as the integers of their bits
-                found = [struct.unpack("<e", struct.pack("<H", int(bits) & 0xFFFF))[0] for bits in found]
+            if number == _INT32_DATA:  # of which smaller types are the last bits; FP16 as the integers of its bits
+                found = [_last_bits(int(each), form) for each in found]
         if len(found) != count or not all(map(isfinite, found)):
             return None
         return tuple(
@@ -146,3 +146,12 @@ class TensorReader:
         known = self.external_files.get(location)
         if known is None or known.nbytes < nbytes:
             self.external_files[location] = ExternalFile(nbytes, name)
+
+
+def _last_bits(number: int, form: str) -> int | float:
+    """An element from an integer of 32 bits, of which ONNX Runtime drops the bits that the type does not have."""
+    number &= 0xFFFFFFFF
+    if form == "?":
+        return int(number != 0)
+    element: int | float = struct.unpack_from(f"<{form}", struct.pack("<I", number))[0]
+    return element

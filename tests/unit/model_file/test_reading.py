@@ -194,6 +194,25 @@ def test_elements_beside_an_external_file_are_not_those_of_the_tensor(path: Path
     assert total.tolist() == [[1] * 4, [2] * 4]
 
 
+@pytest.mark.parametrize(
+    ("element_type", "integers"),
+    [(TensorProto.BOOL, [2, 256, 0, -1]), (TensorProto.INT8, [200, -1]), (TensorProto.UINT8, [300, -1])],
+    ids=["bool", "int8", "uint8"],
+)
+def test_elements_from_integers_beyond_their_type_are_those_of_onnx_runtime(
+    path: Path, element_type: int, integers: list[int]
+) -> None:
+    weight = TensorProto(name="w", data_type=element_type, dims=[len(integers)], int32_data=integers)
+    nodes = [helper.make_node("Identity", ["w"], ["y"]), helper.make_node("Relu", ["x"], ["z"])]
+    given, *made = (
+        helper.make_tensor_value_info(name, kind, [None]) for name, kind in (("x", 1), ("y", element_type), ("z", 1))
+    )
+    graph = helper.make_graph(nodes, "g", [given], made, [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    content, _ = ort.InferenceSession(path).run(None, {"x": np.zeros(1, np.float32)})
+    assert read_model(path).graph.constants["w"].elements == tuple(content.tolist())
+
+
 def test_content_of_a_file_is_unmapped_when_its_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the model refers to it, so that it is not freed later, with the interpreter lock."""
     opened: list[mmap] = []
