@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.config.tensors import NO_ROWS, TensorOptions
@@ -18,6 +19,9 @@ from ortserve.rows import (
     real_inputs,
     why_not_analysed,
 )
+
+JOINED: Final = "the requests of a batch are joined, so only the model can keep them apart"
+"""The doubt about the rows of every model with ragged inputs."""
 
 
 class Grounds(enum.Enum):
@@ -115,8 +119,7 @@ def find_row_axes(model: Model, options: ModelOptions) -> RowAxes:
     """
     if options.is_ragged:
         axes: Axes = {declared.name: 0 for declared in real_inputs(model)}
-        doubt = "the requests of a batch are joined, so only the model can keep them apart"
-        return RowAxes(Grounds.CONFIGURED, axes, {}, doubt=doubt, is_mixed=True)
+        return RowAxes(Grounds.CONFIGURED, axes, {}, doubt=JOINED, is_mixed=True)
     if options.batched is False:
         return RowAxes(Grounds.CONFIGURED, is_disabled=True)
     if because := why_not_analysed(model):

@@ -7,6 +7,7 @@ from ortserve.engine.distributions import runtime_problem
 from ortserve.engine.process_limits import SPARE_FILES
 from ortserve.engine.provider_options import CPU, CUDA, GPU_PROVIDERS, TENSORRT
 from ortserve.registry.catalog import ON_DEMAND, UNLOADED
+from ortserve.registry.load.row_axes import JOINED
 from ortserve.tools.doctor.catalog import finding
 from ortserve.tools.doctor.result import (
     NOT_LOADED,
@@ -171,8 +172,9 @@ def find_in_models(models: Sequence[ModelCheck], budget: int | None, free_bytes:
         if model.skipped:
             yield finding("model_not_checked", f"{label} was not loaded: {model.skipped}", label)
         for event in model.events:
-            kind = _EVENTS.get(event.partition(":")[0], "load_warning")
-            yield finding(kind, f"{label}: {event}", label)
+            beginning, _, reason = event.partition(": ")
+            if reason != JOINED:  # ragged inputs require batched: true, and no change would end this warning
+                yield finding(_EVENTS.get(beginning, "load_warning"), f"{label}: {event}", label)
         threads = model.instances * (model.threads or 0)
         if budget is not None and threads > budget and model.execution_provider == CPU:
             seen = f"{label}: {model.instances} instances of {model.threads} threads, for {budget} processors"

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import builders
+from models import builders, ragged
 from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.core.timing import PHASES, Timing
@@ -27,6 +27,7 @@ from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.tools.doctor import loading, request_path, runtime, steadiness
+from ortserve.tools.doctor.findings import find_in_models
 from ortserve.tools.doctor.loading import LoadItem, check_models, load_one
 from ortserve.tools.doctor.result import ModelCheck, ProviderTrial
 from ortserve.tools.doctor.server import sum_metrics
@@ -304,6 +305,16 @@ def test_memory_of_a_model_is_not_that_which_an_earlier_one_freed(tmp_path: Path
     for model in check(tmp_path):
         assert model.memory_bytes is not None
         assert model.memory_bytes > 0.7 * model.files_bytes, model
+
+
+def test_ragged_model_has_no_warning_that_nothing_could_end(tmp_path: Path) -> None:
+    joined = add_model(tmp_path, "joined", ragged.double)
+    (joined / "model.yaml").write_text("batched: true\nmax_rows: 8\ninputs: {X: {ragged: true}}\n")
+
+    (model,) = check(tmp_path)
+
+    assert model.events[0].startswith("rows run together because the configuration says so: ")
+    assert list(find_in_models([model], None, 2**40)) == []
 
 
 def test_label_of_a_version_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
