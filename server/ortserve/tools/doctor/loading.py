@@ -22,6 +22,7 @@ from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.child_process import Failure, run_in_children
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.process_memory import give_back_freed, return_large_blocks
+from ortserve.engine.provider_options import CPU
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.draining import Draining
@@ -38,6 +39,7 @@ from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import unread_metrics
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import ModelCheck
+from ortserve.tools.doctor.runtime import run_tiny
 from ortserve.tools.report import bytes_text
 
 
@@ -148,9 +150,9 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
     handler, process = _Events(check.name), psutil.Process()
     logging.getLogger("ortserve").addHandler(handler)
     return_large_blocks()
+    options, runtime = trial_options(version.configuration.options), _device_runtime(libraries, global_threads)
     give_back_freed()  # the memory of the previous version
     began_ns, before_bytes = monotonic_ns(), process.memory_info().rss
-    options, runtime = trial_options(version.configuration.options), _device_runtime(libraries, global_threads)
     loaded: LoadedModel | None = None
     try:
         if options.ensemble is not None:
@@ -219,5 +221,10 @@ def _trial_of(version: VersionSource) -> VersionSource:
 
 @cache
 def _device_runtime(libraries: tuple[Path, ...], global_threads: bool) -> DeviceRuntime:
-    """The environment of ONNX Runtime. A process has only one."""
-    return DeviceRuntime(libraries, global_threads=global_threads)
+    """The environment of ONNX Runtime. A process has only one.
+
+    A tiny model has run in it, because the first session takes about 11 MiB that belong to no model.
+    """
+    runtime = DeviceRuntime(libraries, global_threads=global_threads)
+    run_tiny(CPU, has_global_threads=global_threads)
+    return runtime

@@ -79,7 +79,7 @@ def try_provider(name: str) -> ProviderTrial:
     """Run the tiny model on one execution provider, in this process."""
     problem = ""
     try:
-        _run_tiny(name)
+        run_tiny(name)
     except _FAILURES as error:
         sentence = loader_problem(name)
         problem = sentence if "cannot open shared object" in sentence else str(error)
@@ -87,13 +87,15 @@ def try_provider(name: str) -> ProviderTrial:
     return ProviderTrial(name, True, not problem, problem, libraries)
 
 
-def _run_tiny(name: str) -> None:
+def run_tiny(name: str, *, has_global_threads: bool = False) -> None:
+    """Open and run the tiny model in this process. Raises one of several errors if the execution provider cannot."""
     choice = choose_provider([name])
     file = os.memfd_create("tiny.onnx")  # in memory: doctor writes no files
     try:
         os.write(file, TINY_MODEL)
         path = Path(f"/proc/self/fd/{file}")
-        session = open_session(path, "tiny", SessionOptions(choice, 1, SessionSettings()), read_model(path))
+        options = SessionOptions(choice, 1, SessionSettings(), has_global_threads=has_global_threads)
+        session = open_session(path, "tiny", options, read_model(path))
         x = np.array([[1, 2], [3, 4]], np.float32)
         (y,) = session.run(None, {"x": x})
     finally:

@@ -276,8 +276,8 @@ def test_load_writes_no_optimized_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def check(repository: Path, free_bytes: int = 2**40) -> list[ModelCheck]:
-    return check_models(repository, ServerOptions(warmup_s=0.05), free_bytes, 60)
+def check(repository: Path, free_bytes: int = 2**40, *, global_threads: bool = False) -> list[ModelCheck]:
+    return check_models(repository, ServerOptions(warmup_s=0.05, global_threads=global_threads), free_bytes, 60)
 
 
 def test_models_are_loaded_in_one_process(tmp_path: Path) -> None:
@@ -315,6 +315,15 @@ def test_ragged_model_has_no_warning_that_nothing_could_end(tmp_path: Path) -> N
 
     assert model.events[0].startswith("rows run together because the configuration says so: ")
     assert list(find_in_models([model], None, 2**40)) == []
+
+
+@pytest.mark.parametrize("has_global_threads", [False, True])
+def test_memory_of_onnx_runtime_is_not_that_of_the_first_model(has_global_threads: bool, tmp_path: Path) -> None:
+    add_model(tmp_path, "m", builders.mlp)
+
+    (model,) = check(tmp_path, global_threads=has_global_threads)
+
+    assert 0 < (model.memory_bytes or 0) < 5 * MIB, "ONNX Runtime itself takes more"
 
 
 def test_label_of_a_version_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
