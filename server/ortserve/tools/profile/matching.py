@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ortserve.model_file.graph import Graph, Node, Tensor, names_read
+from ortserve.model_file.graph import Dims, Graph, Node, Tensor, names_read
 from ortserve.tools.profile.trace import NodeKey, Trace
 
 _NCHWC: Final = "_nchwc"
@@ -28,8 +28,10 @@ def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
     """Find the node of the optimized graph for each traced node.
 
     Nodes are matched by name. Nodes without a name are matched by their order, because ONNX Runtime saves the nodes of
-    a graph in the order in which it runs them, or in that of the file if no optimization changed the graph.
+    a graph in the order in which it runs them, or in that of the file if no optimization changed the graph. The order
+    in which more nodes have the shapes of the trace is the right one.
     """
+    outputs = {node.key: [dims for _, dims in node.outputs] for node in trace.nodes}
     found: dict[NodeKey, Placed] = {}
     by_path: dict[tuple[str, ...], list[NodeKey]] = {}
     for key in dict.fromkeys(node.key for node in trace.nodes):
@@ -48,8 +50,10 @@ def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
                 elif name.startswith(f"{op}_"):
                     left.append(key)
             orders = left, sorted(left, key=lambda key: int(key[3] or 0))
-            by_run, by_number = (_match_in_order(order, unnamed) for order in orders)
-            nodes |= by_run if len(by_run) >= len(by_number) else by_number
+            declared = {**inner.inner_dims, **{one.name: one.dims for one in inner.outputs if one.dims is not None}}
+            matches = [_match_in_order(order, unnamed) for order in orders]
+            fitting = [sum(_can_have(node, outputs[key], declared) for key, node in one.items()) for one in matches]
+            nodes |= matches[fitting.index(max(fitting))]
             for key, node in nodes.items():
                 found.setdefault(key, Placed(node, constants))
     return found
@@ -63,6 +67,17 @@ def _match_in_order(keys: Iterable[NodeKey], nodes: Sequence[Node]) -> dict[Node
         if place is not None:
             found[key], begin = nodes[place], place + 1
     return found
+
+
+def _can_have(node: Node, outputs: Sequence[tuple[int, ...]], declared: Mapping[str, Dims]) -> bool:
+    """Whether the outputs of a node can have these shapes according to the declared ones."""
+    for name, sizes in zip(node.outputs, outputs, strict=False):
+        dims = declared.get(name, sizes)
+        if len(dims) != len(sizes):
+            return False
+        if any(isinstance(dim, int) and dim != size for dim, size in zip(dims, sizes, strict=True)):
+            return False
+    return True
 
 
 def _graphs_at(graph: Graph, path: Sequence[str]) -> list[tuple[Graph, Mapping[str, Tensor]]]:

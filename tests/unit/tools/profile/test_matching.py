@@ -94,6 +94,24 @@ def test_nodes_without_names_run_in_another_order_than_that_of_a_file_that_nothi
     assert {key[2]: placed.node.outputs for key, placed in found.items()} == {"Neg": ("z",), "MatMul": ("y",)}
 
 
+def test_shapes_decide_between_orders_of_the_same_operators(tmp_path: Path) -> None:
+    """The reference is ONNX Runtime itself, which runs these nodes in another order than that of the file."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[b, 4] x, float[b, 8] w) => (float[b, 4] y, float[b, 8] z) { y = Neg(x)  z = Neg(w) }"""
+    options = ort.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "trace")
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    model = onnx.parser.parse_model(text).SerializeToString()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session.run(None, {"x": np.ones((1, 4), np.float32), "w": np.ones((1, 8), np.float32)})
+    trace = read_trace(Path(session.end_profiling()).read_bytes().splitlines())
+
+    found = match_nodes(trace, read_model(tmp_path / "optimized.onnx").graph)
+
+    assert [one.outputs[0][1] for one in trace.nodes] == [(1, 8), (1, 4)]
+    assert [found[one.key].node.outputs for one in trace.nodes] == [("z",), ("y",)]
+
+
 @pytest.mark.parametrize("kind", ["encoder", "convolutions"])
 def test_every_node_that_runs_is_found_and_every_node_of_the_file_has_a_place(kind: str, tmp_path: Path) -> None:
     """The reference is ONNX Runtime's own: the optimized graph that it writes, and the trace of a run of it."""
