@@ -100,11 +100,18 @@ def describe_batch(rows: int, samples: Sequence[Sample]) -> BatchMemory:
 
 
 def _line(points: Sequence[tuple[int, int]], rows: int) -> int | None:
-    """The value at ``rows`` of the straight line through the first and the last point; None without points."""
+    """The value at ``rows`` of the straight line through the first and the last point; None without points.
+
+    Below the first point it is at least in proportion to the rows, because amounts that grow faster than the rows lead
+    to a line below 0.
+    """
     if not points:
         return None
     (x0, y0), (x1, y1) = points[0], points[-1]
-    return y0 if x0 == x1 else max(0, round(y0 + (y1 - y0) * (rows - x0) / (x1 - x0)))
+    if x0 == x1:
+        return y0
+    least = y0 * rows / x0 if rows < x0 else 0
+    return round(max(least, y0 + (y1 - y0) * (rows - x0) / (x1 - x0)))
 
 
 def grown_arena(seen: Sequence[ArenaUse], activations: int | None) -> int | None:

@@ -61,6 +61,12 @@ def test_larger_sizes_are_predicted_by_a_straight_line() -> None:
     assert (sixteen.activations_nbytes, sixteen.activations_measured_nbytes) == (48 * MIB, None)
 
 
+def test_activations_that_grow_faster_than_the_rows_are_not_0_for_one_row() -> None:
+    one = describe_batch(1, [sample(rows, rows**2, 100) for rows in (2, 4)])
+
+    assert one.activations_nbytes == 2 * MIB
+
+
 def test_growth_of_the_process_beyond_that_of_the_arena_is_not_extrapolated() -> None:
     samples = [sample(rows, 12 * rows, 100 + 50 * rows) for rows in (2, 4)]
 
