@@ -89,7 +89,10 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
     inputs, outputs = describe_tensors(signature.inputs), describe_tensors(signature.outputs)
     alone_because = "" if is_disabled else alone_because
     overruled = "" if subject.options.is_ragged else overruled  # only the model can keep joined requests apart
-    evidence = Evidence(subject, content, inputs, optimized, simplified, placement, alone_because, overruled)
+    lacks_rows = not signature.is_batched
+    evidence = Evidence(
+        subject, content, inputs, optimized, simplified, placement, alone_because, lacks_rows, overruled
+    )
     return InspectResult(
         model=subject.name,
         path=str(subject.path),

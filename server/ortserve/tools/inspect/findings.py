@@ -51,8 +51,7 @@ casts_back (warning): Both nodes copy the tensor, and a narrower type between th
 double_precision (warning): float64 takes twice the memory of float32 and has at most half its speed, on most GPUs 1/32.
     → convert before the export: model.float() in PyTorch, to_onnx(model, X.astype(numpy.float32)) in skl2onnx
 not_batched (advice): Requests run one at a time, so concurrent ones wait for each other.
-    → export with a free first dimension for the rows, and without operators that mix rows; set batched: true in
-    model.yaml only if rows are independent
+    → {how}
 batched_against_evidence (warning): Answers may depend on the other requests of a batch.
     → remove batched: true or the batch_axis from model.yaml, or correct the model
 control_flow (warning): The duration of a run depends on values. This excludes CUDA graphs and runs on the server's
@@ -83,6 +82,7 @@ class Evidence:
         simplified: The graph before fusions and changes of layout.
         placement: Placements by the execution providers.
         alone_because: Why requests run one at a time; empty if they share batches, or if the configuration forbids it.
+        lacks_rows: Whether they do because inputs or outputs have no axis for rows, which no configuration can change.
         overruled: Evidence that rows depend on each other, although the configuration has them run together.
     """
 
@@ -93,6 +93,7 @@ class Evidence:
     simplified: Optimized
     placement: Sequence[Placement]
     alone_because: str
+    lacks_rows: bool
     overruled: str
 
     @property
@@ -170,7 +171,10 @@ def _find_costs(evidence: Evidence, wirings: Sequence[Wiring]) -> Iterator[Findi
     yield from _found("double_precision", double, "node", f"in float64, with {nbytes:,} bytes of weights")
 
     if evidence.alone_because:
-        yield _finding("not_batched", evidence.alone_because, ())
+        how = "export without operators that mix rows; set batched: true in model.yaml only if rows are independent"
+        if evidence.lacks_rows:
+            how = "export with a free first dimension for the rows in all inputs and outputs"
+        yield _finding("not_batched", evidence.alone_because, (), how=how)
     if evidence.overruled:
         yield _finding("batched_against_evidence", evidence.overruled, ())
 

@@ -45,6 +45,20 @@ def test_model_that_runs_requests_alone_is_found(name: str, why: str, tmp_path: 
     assert "not_batched" not in findings(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("scalar_sum", "export with a free first dimension for the rows in all inputs and outputs"),
+        ("fixed_batch", "export with a free first dimension for the rows in all inputs and outputs"),
+        ("row_mixer", "export without operators that mix rows; set batched: true in model.yaml only if"),
+    ],
+)
+def test_configuration_is_a_remedy_only_for_models_that_have_rows(name: str, remedy: str, tmp_path: Path) -> None:
+    model = add_model(tmp_path, "m", getattr(builders, name))
+
+    assert findings(model)["not_batched"].remedy.startswith(remedy)
+
+
 def test_configuration_that_has_dependent_rows_run_together_is_found(tmp_path: Path) -> None:
     for name, build, is_found in (("mixed", builders.row_mixer, True), ("apart", builders.mlp, False)):
         model = add_model(tmp_path, name, build)
