@@ -156,7 +156,9 @@ class Client:
             raise another_kind(self.address, f"got status {status}, a redirect to {location}")
         text = answer.body[:_MAX_TEXT].decode(errors="replace")
         is_lost = status == 501 or (400 <= status < 500 and status not in (401, 403, 429))
-        if is_lost and not text.startswith("{"):  # errors of the protocol are JSON
+        # Errors of the protocol are JSON. Its calls have the right methods, so 405 comes from another kind of server,
+        # such as the port of the metrics.
+        if status == 405 or (is_lost and not text.startswith("{")):
             raise another_kind(self.address, f"got status {status}: {text[:60]!r}")
         with suppress(ValueError, LookupError, TypeError):
             text = str(orjson.loads(answer.body)["error"])[:_MAX_TEXT]

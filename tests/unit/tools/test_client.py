@@ -117,6 +117,7 @@ def http(status: int, body: str) -> bytes:
         (http(404, '{"error": "no model m"}'), "not_found", "status 404: no model m"),
         (http(400, '{"detail": "bad"}'), "rejected_by_model", 'status 400: {"detail": "bad"}'),
         (http(404, "<html>"), "unsupported", "expected a server of the Open Inference Protocol v2, got status 404"),
+        (http(405, '{"error": "Method Not Allowed"}'), "unsupported", "Protocol v2, got status 405"),
         (http(401, ""), "unauthenticated", "status 401:  (send a key with --key-file)"),
         (http(403, '{"error": "not this key"}'), "forbidden", "not this key (send a key with --key-file)"),
         (http(503, "<html>busy"), "internal", "status 503: <html>busy"),
