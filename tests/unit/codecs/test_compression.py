@@ -105,6 +105,23 @@ def test_trailing_bytes_are_rejected_and_counted(encoding: Encoding) -> None:
     assert f"{70_000} bytes follow its end" in refusal(whole + long, encoding).message
 
 
+@given(st.lists(st.binary(max_size=LIMIT // 5), min_size=1, max_size=4), st.integers(1, 1500))
+def test_body_of_several_gzip_members_is_inflated(bodies: list[bytes], step: int) -> None:
+    """As ``cat a.gz b.gz``, ``bgzip`` and some HTTP clients make them."""
+    members = [compress(body, Encoding.GZIP) for body in bodies]
+    assert inflate(b"".join(members), Encoding.GZIP, step=step) == b"".join(bodies)
+    assert "truncated" in refusal(b"".join([*members, members[0][:-1]]), Encoding.GZIP).message
+
+
+def test_members_share_the_limit_and_have_one() -> None:
+    half = compress(bytes(LIMIT // 2), Encoding.GZIP)
+    assert len(inflate(half * 2, Encoding.GZIP)) == LIMIT
+    assert refusal(half * 2 + compress(b"x", Encoding.GZIP), Encoding.GZIP).kind is ErrorKind.TOO_LARGE
+    assert "at most 4096 members" in refusal(compress(b"", Encoding.GZIP) * 4097, Encoding.GZIP).message
+    streams = compress(b"a", Encoding.DEFLATE) * 2
+    assert "bytes follow its end" in refusal(streams, Encoding.DEFLATE).message
+
+
 def test_wrong_checksum_is_rejected() -> None:
     whole = bytearray(compress(b"body", Encoding.GZIP))
     whole[-8] ^= 1
