@@ -10,7 +10,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO, Final
 
-MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """Errors of a path that leads to nothing, for example because it is a link to itself."""
 NO_FILE: Final = "expected a file, got something else"
 """The problem of a path that leads to something else than a file, such as a pipe, which would block its reader."""
@@ -44,7 +44,10 @@ def is_other(path: Path) -> bool:
 
 def open_file(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, to read it. Raises OSError for anything else, without waiting for it."""
-    return open(path, "rb", opener=_open_regular)
+    try:
+        return open(path, "rb", opener=_open_regular)
+    except ValueError:  # a model may name a file with a NUL, which no file has
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
 
 
 def read_file(path: Path) -> bytes:
@@ -73,6 +76,8 @@ def _mode(path: Path) -> int:
     """The mode of a file or folder; 0 if nothing is there."""
     try:
         return path.stat().st_mode
+    except ValueError:  # as in ``open_file``
+        return 0
     except OSError as error:
         if error.errno in MISSING:
             return 0

@@ -273,7 +273,7 @@ def _check_optimized_model_file(file: Path, path: Path, model: Model) -> None:
 def _is_same(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
-    except OSError:  # one of them does not exist
+    except (OSError, ValueError):  # one of them does not exist
         return False
 
 

@@ -1,5 +1,6 @@
 """Finds damaged files of a model, as far as the model's record shows. Sessions and tools report the damage."""
 
+from os import fstat
 from pathlib import Path
 from typing import Final
 
@@ -67,9 +68,7 @@ def _read_error(file: Path) -> str:
 def _is_pointer(file: Path) -> bool:
     """Whether a file is a Git LFS pointer; False for an unreadable file."""
     try:
-        if file.stat().st_size >= _LARGEST_POINTER:
-            return False
         with open_file(file) as stream:
-            return stream.read(len(_POINTER)) == _POINTER
+            return fstat(stream.fileno()).st_size < _LARGEST_POINTER and stream.read(len(_POINTER)) == _POINTER
     except OSError:
         return False

@@ -22,6 +22,7 @@ from ortserve.model_file.graph import (
 )
 from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, integers, reading_message, signed, varint
 from ortserve.model_file.tensors import TensorReader
+from ortserve.paths import is_file
 
 MAX_NODES: Final = 50_000
 """Maximum number of nodes for analyses. The record still has all nodes of a larger graph."""
@@ -62,7 +63,7 @@ def model_nbytes(path: Path, model: Model) -> int:
     Missing files, such as those of a version that is being removed, count as empty: opening a session names them.
     """
     files = (path, *(path.parent / name for name in model.external_files))
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in files if is_file(file))
 
 
 def parse_model(data: memoryview) -> Model:

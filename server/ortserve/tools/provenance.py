@@ -22,6 +22,7 @@ from ortserve import __version__
 from ortserve.core.agreement import Agreement
 from ortserve.core.version_names import version_of
 from ortserve.model_file.reading import read_model
+from ortserve.paths import is_file
 from ortserve.registry.repository.provenance import PROVENANCE_FILE, provenance_beside
 from ortserve.tools.command import json_text
 from ortserve.tools.doctor.machine import Files, read_processors
@@ -209,7 +210,7 @@ def describe_model(path: Path, name: str, version: int | None) -> Origin:
 def external_files(model: Path) -> list[Path]:
     """The existing files with external data of a model, by name."""
     files = (model.parent / name for name in sorted(read_model(model).external_files))
-    return [file for file in files if file.is_file()]
+    return [file for file in files if is_file(file)]
 
 
 def command_line(arguments: Sequence[str]) -> str:

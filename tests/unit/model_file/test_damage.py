@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import onnxruntime as ort
+import pytest
 
 from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.damage import find_damage
-from ortserve.model_file.reading import read_model
+from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.registry.load.pipeline import load_model
 
 
 def test_complete_files_have_no_damage(tmp_path: Path) -> None:
@@ -37,6 +41,16 @@ def test_file_behind_a_file_or_a_loop_of_links_is_not_there(tmp_path: Path) -> N
 
     assert find_damage(path, read_model(path)).endswith("in weights.bin: there is no such file")
     assert find_damage(behind, read_model(behind)) == "expected an ONNX model, there is no such file"
+
+
+@pytest.mark.parametrize("name", ["w" * 256, "w/" * 2048, "w\0"])
+def test_load_of_a_model_whose_weights_no_file_can_hold_names_them(tmp_path: Path, name: str) -> None:
+    path = builders.external_weights(tmp_path / "model.onnx", name)
+
+    assert model_nbytes(path, read_model(path)) == path.stat().st_size
+    with pytest.raises(ServeError, match="expected weights, as of tensor 'w', in w") as caught:
+        load_model(path, "m", ModelOptions())
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
 
 
 def test_model_in_ort_format_is_named_as_such(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from ortserve.core.signature import TensorSpec
 from ortserve.model_file.graph import ELEMENT_TYPES, FLOAT, INT64, STRING, Model, Node, Tensor, all_graphs, all_nodes
+from ortserve.paths import is_file
 from ortserve.tools.inspect.result import Content, TensorInfo, Weights
 from ortserve.tools.opening import OpenModel
 
@@ -26,7 +27,7 @@ def describe_content(opened: OpenModel) -> Content:
     return Content(
         file_nbytes=path.stat().st_size,
         # A file that only unused weights refer to may be missing.
-        external_nbytes={name: file.stat().st_size for name, file in external.items() if file.is_file()},
+        external_nbytes={name: file.stat().st_size for name, file in external.items() if is_file(file)},
         producer=session.get_modelmeta().producer_name,
         opsets={domain or "ai.onnx": version for domain, version in model.opsets.items()},
         operators=count_operators(model),
