@@ -10,7 +10,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO, Final
 
-MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Errors of a path that leads to nothing, for example because it is a link to itself."""
 NO_FILE: Final = "expected a file, got something else"
 """The problem of a path that leads to something else than a file, such as a pipe, which would block its reader."""

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -60,10 +61,14 @@ def read_model(path: Path) -> Model:
 def model_nbytes(path: Path, model: Model) -> int:
     """Bytes of a model file and its external files. A session needs about this much memory or more.
 
-    Missing files, such as those of a version that is being removed, count as empty: opening a session names them.
+    Files that are missing, such as those of a version that is being removed, or cannot be read count as empty: opening
+    a session names them.
     """
-    files = (path, *(path.parent / name for name in model.external_files))
-    return sum(file.stat().st_size for file in files if is_file(file))
+    nbytes = 0
+    for file in (path, *(path.parent / name for name in model.external_files)):
+        with suppress(OSError):
+            nbytes += file.stat().st_size if is_file(file) else 0
+    return nbytes
 
 
 def parse_model(data: memoryview) -> Model:
