@@ -54,7 +54,7 @@ class ServedModel(ServedVersion):
         """Accept requests. ``cached`` answers repeated requests without a run; None to run every request."""
         super().__init__(
             loaded.interface.client,
-            loaded.labels,
+            loaded.output_labels,
             metrics,
             configuration,
             properties=properties,

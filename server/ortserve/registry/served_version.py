@@ -31,7 +31,7 @@ class ServedVersion(ABC):
     def __init__(
         self,
         signature: ModelSignature,
-        labels: Mapping[str, Sequence[str]],
+        output_labels: Mapping[str, Sequence[str]],
         metrics: ModelMetrics,
         configuration: Configuration,
         *,
@@ -43,14 +43,14 @@ class ServedVersion(ABC):
     ) -> None:
         """Begin with no holders.
 
-        ``metrics`` also name the model and the version. ``labels`` are the names of the elements of an output, by the
+        ``metrics`` also name the model and the version. ``output_labels`` are the names of an output's elements, by the
         name of the output. If ``is_cached``, a repeated request may be answered without a run. ``takes_sequences`` says
         whether the version has ``sequences`` of its own, or is an ensemble with a member that has.
         """
         self.name: Final[str] = metrics.name
         self.version: Final[str] = metrics.version
         self.signature: Final[ModelSignature] = signature
-        self.labels: Final[Mapping[str, Sequence[str]]] = labels
+        self.output_labels: Final[Mapping[str, Sequence[str]]] = output_labels
         self.metrics: Final[ModelMetrics] = metrics
         self.rejections: Final[RejectionLog] = RejectionLog(metrics.name, metrics.version)
         self.properties: Mapping[str, str] = properties

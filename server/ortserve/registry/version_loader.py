@@ -29,7 +29,7 @@ from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.trial_load import TrialLoad, try_load
 from ortserve.registry.repository.fingerprints import changed_file, watch_files
-from ortserve.registry.repository.model_files import read_labels
+from ortserve.registry.repository.model_files import read_output_labels
 from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostAccount, HostLedger
 from ortserve.registry.residency.memory_room import NoRoomError
@@ -279,13 +279,13 @@ class VersionLoader:
             ServeError: invalid_input; not_ready, if a member got no room in memory.
         """
         options = source.configuration.options
-        labels = await self._loop.run_in_executor(self._threads, read_labels, options, source.folder)
+        output_labels = await self._loop.run_in_executor(self._threads, read_output_labels, options, source.folder)
         plan = make_plan(record.model, options)
         try:
             members = find_members(record.model, plan, self._catalog)
         except NotInMemoryError as error:
             raise NoRoomError(error.message, is_lasting=False, retry_after_s=1) from None
-        served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
+        served = self._assembly.serve_ensemble(plan, members, source.configuration, output_labels, record.metrics)
         try:
             if golden := await check_ensemble(served, source.path, source.folder, self._threads, self._clock):
                 served.properties = {**served.properties, "golden": golden}

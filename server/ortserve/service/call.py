@@ -210,7 +210,7 @@ def classify_and_encode(
 def _classified(tensor: Tensor, spec: TensorSpec, classes: int, served: ServedVersion) -> Tensor:
     if spec.is_sequence:
         _check_stacked(spec.name, tensor.array, served)
-    return classify(tensor, classes, served.labels.get(spec.name, ()), is_batched=spec.batch_axis == 0)
+    return classify(tensor, classes, served.output_labels.get(spec.name, ()), is_batched=spec.batch_axis == 0)
 
 
 def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:

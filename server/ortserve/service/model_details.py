@@ -136,7 +136,7 @@ class ModelDetails:
             document |= {
                 "inputs": [_tensor(spec) for spec in served.signature.inputs],
                 "outputs": [
-                    _tensor(spec) | {"labels": list(served.labels.get(spec.name, ())[:_MAX_LABELS])}
+                    _tensor(spec) | {"labels": list(served.output_labels.get(spec.name, ())[:_MAX_LABELS])}
                     for spec in served.signature.outputs
                 ],
                 "properties": dict(served.properties),

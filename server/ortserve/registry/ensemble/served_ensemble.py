@@ -47,14 +47,14 @@ class ServedEnsemble(ServedVersion):
         clock: Clock,
         *,
         configuration: Configuration,
-        labels: Mapping[str, Sequence[str]],
+        output_labels: Mapping[str, Sequence[str]],
         cached: CachedRuns | None = None,
         turns: SequenceTurns,
     ) -> None:
         """Accept requests. ``signature`` fits the members. All loads of the ensemble share ``turns``."""
         super().__init__(
             signature,
-            labels,
+            output_labels,
             metrics,
             configuration,
             properties=_describe(members, signature),

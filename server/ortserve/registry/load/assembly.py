@@ -188,7 +188,7 @@ class Assembly:
         plan: Plan,
         members: tuple[ServedVersion, ...],
         configuration: Configuration,
-        labels: Mapping[str, Sequence[str]],
+        output_labels: Mapping[str, Sequence[str]],
         metrics: ModelMetrics,
     ) -> ServedEnsemble:
         """Assemble an ensemble.
@@ -210,7 +210,7 @@ class Assembly:
             metrics,
             self._clock,
             configuration=configuration,
-            labels=labels,
+            output_labels=output_labels,
             cached=self._cached_runs(options, metrics),
             turns=self._turns.setdefault(metrics.name, SequenceTurns()),
         )

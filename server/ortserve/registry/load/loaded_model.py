@@ -52,7 +52,7 @@ class LoadedModel:
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in total.
         padding: Padding of batches; None if they are not padded.
-        labels: Names of the elements of an output, by its name; its classes if no labels are configured.
+        output_labels: Names of the elements of an output, by its name; its classes if no labels are configured.
         on_device: Batch sizes that run on buffers of a device.
         device_ids: Device number of each instance, counted among the devices of its kind.
         unbounded_because: Why runs must not happen on the event loop; empty if they may.
@@ -71,7 +71,7 @@ class LoadedModel:
     intra_op_threads: int
     run_threads: int
     padding: Padding | None = None
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    output_labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     on_device: DeviceBatches = field(default_factory=DeviceBatches)
     device_ids: tuple[int, ...] = ()
     unbounded_because: str = ""

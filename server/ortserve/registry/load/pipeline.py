@@ -41,7 +41,7 @@ from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, 
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.load.warmup import WarmUpPlan, WarmUpResult, run_once, run_samples, warm_up, why_alone
-from ortserve.registry.repository.model_files import operator_libraries, read_labels
+from ortserve.registry.repository.model_files import operator_libraries, read_output_labels
 from ortserve.registry.repository.provenance import read_provenance
 from ortserve.telemetry.logs import log_event
 
@@ -183,7 +183,7 @@ class _Load:
         self.instances = instances
         self.classes = read_classes(model.content)
         class_names = {output: tuple(map(str, classes)) for output, classes in self.classes.items()}
-        self.labels = class_names | read_labels(options, model.folder)
+        self.output_labels = class_names | read_output_labels(options, model.folder)
         self.opener = SessionOpener(model, runtime, trials, progress)
         self.settings = ProviderSettings(model, runtime)
         self.bounds = RunBounds(progress, options.warmup_run_timeout_s, options.run_grace_s)
@@ -328,7 +328,7 @@ class _Load:
             intra_op_threads=opened.threads,
             run_threads=opened.threads + self.settings.branches - 1,
             padding=padding,
-            labels=self.labels,
+            output_labels=self.output_labels,
             on_device=on_device,
             device_ids=tuple(self.settings.place(warm.choice, number).device_id for number in range(options.instances)),
             unbounded_because=self._why_off_loop(interface),

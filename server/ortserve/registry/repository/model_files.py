@@ -121,7 +121,7 @@ def read_model_file(folder: Path | None, name: str, role: str) -> bytes:
         raise invalid_input(f"{role}: '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def read_labels(options: ModelOptions, folder: Path | None) -> dict[str, tuple[str, ...]]:
+def read_output_labels(options: ModelOptions, folder: Path | None) -> dict[str, tuple[str, ...]]:
     """Read the configured labels by the name of the output.
 
     Raises:

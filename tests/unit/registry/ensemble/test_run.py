@@ -124,7 +124,7 @@ def serve(
         ModelMetrics("e", "1"),
         clock,
         configuration=configuration,
-        labels={},
+        output_labels={},
         cached=cached,
         turns=turns or SequenceTurns(),
     )

@@ -178,7 +178,7 @@ class Stage:
             ModelMetrics(name, "1"),
             self.clock,
             configuration=configuration,
-            labels={},
+            output_labels={},
             turns=self.turns[name],
         )
 

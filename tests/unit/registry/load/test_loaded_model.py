@@ -19,7 +19,7 @@ def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None
         loaded = load_model(path, "m", options)
         loaded.close()
         assert describe_properties(loaded, 1).get("classes") == classes
-        assert loaded.labels == {"probabilities": ("3", "-1")}
+        assert loaded.output_labels == {"probabilities": ("3", "-1")}
 
 
 def test_nodes_on_other_providers_are_named(tmp_path: Path) -> None:

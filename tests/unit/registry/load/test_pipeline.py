@@ -282,7 +282,7 @@ def test_interface_labels_and_samples_are_those_configured(tmp_path: Path) -> No
     loaded.close()
     assert loaded.interface.client.inputs[0].shape == (-1, 8, 8)
     assert loaded.signature.inputs[0].shape == (-1, 64)
-    assert loaded.labels == {"y": ("a", "b")}
+    assert loaded.output_labels == {"y": ("a", "b")}
 
 
 def test_samples_of_several_rows_run_on_every_instance_of_a_model_found_to_be_unbatched(tmp_path: Path) -> None:

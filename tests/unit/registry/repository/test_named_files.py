@@ -6,7 +6,7 @@ import pytest
 
 from ortserve.config.model import ModelOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.repository.model_files import operator_libraries, read_labels
+from ortserve.registry.repository.model_files import operator_libraries, read_output_labels
 
 
 def labelled(labels: object) -> ModelOptions:
@@ -15,16 +15,16 @@ def labelled(labels: object) -> ModelOptions:
 
 def test_labels_are_the_lines_of_a_file_or_a_list(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("cat\ndog\r\nçedilla\n")
-    assert read_labels(labelled("labels.txt"), tmp_path) == {"y": ("cat", "dog", "çedilla")}
-    assert read_labels(labelled(("cat", "dog")), None) == {"y": ("cat", "dog")}
-    assert read_labels(ModelOptions(), None) == {}
+    assert read_output_labels(labelled("labels.txt"), tmp_path) == {"y": ("cat", "dog", "çedilla")}
+    assert read_output_labels(labelled(("cat", "dog")), None) == {"y": ("cat", "dog")}
+    assert read_output_labels(ModelOptions(), None) == {}
 
 
 def test_links_in_the_folder_of_a_model_are_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.txt").write_text("cat")
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "labels.txt").symlink_to(tmp_path / "elsewhere.txt")
-    assert read_labels(labelled("labels.txt"), tmp_path / "m") == {"y": ("cat",)}
+    assert read_output_labels(labelled("labels.txt"), tmp_path / "m") == {"y": ("cat",)}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_labels_that_are_unreadable_or_elsewhere_are_rejected(tmp_path: Path, na
     (tmp_path / "other" / "labels.txt").write_text("secret")
     (folder / "binary").write_bytes(b"\xff\xff")
     with pytest.raises(ServeError) as caught:
-        read_labels(labelled(name), folder)
+        read_output_labels(labelled(name), folder)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message.startswith("labels of output 'y': ")
     assert problem in caught.value.message
@@ -53,7 +53,7 @@ def test_labels_that_are_unreadable_or_elsewhere_are_rejected(tmp_path: Path, na
 
 def test_single_file_has_no_files_beside_it() -> None:
     with pytest.raises(ServeError, match=r"'labels.txt' needs a model in a folder of its own, got a single file"):
-        read_labels(labelled("labels.txt"), None)
+        read_output_labels(labelled("labels.txt"), None)
 
 
 def test_libraries_of_a_relative_path_are_in_the_models_folder(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from ortserve.registry.catalog import ON_DEMAND, State
 from ortserve.registry.ensemble.members import is_connected
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.registry import Registry
-from ortserve.registry.repository.model_files import read_labels
+from ortserve.registry.repository.model_files import read_output_labels
 from ortserve.service.models import ModelService
 from ortserve.telemetry.metrics import Metrics
 
@@ -1055,9 +1055,9 @@ async def test_ensemble_serves_while_a_label_moves_during_its_reconnection(
         loads += 1
         if loads == 2:  # of the deep one; pair has the other version
             asyncio.run_coroutine_threadsafe(move(2), loop).result()
-        return read_labels(options, folder)
+        return read_output_labels(options, folder)
 
-    monkeypatch.setattr(version_loader, "read_labels", move_before_reading)
+    monkeypatch.setattr(version_loader, "read_output_labels", move_before_reading)
     is_served: list[bool] = []
     registry.on_change = lambda: is_served.append(registry._catalog.serves("deep", ""))
     await move(1)
