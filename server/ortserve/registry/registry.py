@@ -17,7 +17,7 @@ from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.changes import Changes
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble_sources import closure_of, members_of, reject_cycles
-from ortserve.registry.initial_load import load_initially, start_order
+from ortserve.registry.initial_load import InitialLoad, start_order
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.on_demand import LoadsOnDemand
@@ -196,9 +196,8 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
         """
-        await load_initially(
-            only, self._catalog, self._reader, self._reconciler, self._room, self._start, self._has_begun.set
-        )
+        initial = InitialLoad(only, self._catalog, self._reader, self._reconciler, self._room, self._start)
+        await initial.run(self._has_begun.set)
         await self._changes.wait(self._changes.sources)  # of newer files, which superseded loads of the start
         self._catalog.is_complete = True
         self.on_change()

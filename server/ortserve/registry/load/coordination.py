@@ -41,12 +41,29 @@ _FAIR_TURN: Final = 8
 a load that continues comes before it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _WaitingLoad:
+    """A load that waits for a slot.
+
+    Attributes:
+        rank: Rank of the load.
+        continues: Whether its caller has just given back a slot.
+        place: Number of the call, ascending.
+        turn: Done when the load has a slot.
+    """
+
+    rank: LoadRank
+    continues: bool
+    place: int
+    turn: asyncio.Future[None]
+
+
 class LoadSlots:
     """Limits the number of concurrent loads. Waiting loads begin by rank. Loop thread only."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
-        self._waiting: list[tuple[LoadRank, bool, int, asyncio.Future[None]]] = []
+        self._waiting: list[_WaitingLoad] = []
         self._places = 0
         self._given = 0
 
@@ -64,7 +81,7 @@ class LoadSlots:
         else:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._places += 1
-            self._waiting.append((rank, not continues, self._places, turn))
+            self._waiting.append(_WaitingLoad(rank, continues, self._places, turn))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -83,14 +100,14 @@ class LoadSlots:
             self._free += 1
 
     def _pass_on(self) -> None:
-        self._waiting = [place for place in self._waiting if not place[-1].done()]
+        self._waiting = [load for load in self._waiting if not load.turn.done()]
         if not self._waiting:
             self._free += 1
             return
         self._given += 1
         is_fair = self._given % _FAIR_TURN == 0
-        first = min(self._waiting, key=lambda place: place[1:3] if is_fair else place[:3])
-        first[-1].set_result(None)
+        first = min(self._waiting, key=lambda load: (0 if is_fair else load.rank, not load.continues, load.place))
+        first.turn.set_result(None)
 
 
 class LoadLimiter:
