@@ -26,7 +26,7 @@ from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.residency.memory_room import MemoryRoom
-from ortserve.registry.source_reader import NOT_POLLED, SourceReader, load_failure
+from ortserve.registry.source_reader import NOT_POLLED, RequestedLoad, SourceReader, load_failure
 from ortserve.registry.state_file import StateFile
 from ortserve.registry.stores.mirrors import Mirrors
 from ortserve.registry.version_loader import VersionLoader
@@ -217,7 +217,7 @@ class Registry:
         Raises:
             ServeError: internal, with the reason. Its first words are Triton's, which clients search for.
         """
-        await asyncio.shield(self._start(self._load(name, config, files or {})))
+        await asyncio.shield(self._start(self._load(RequestedLoad(name, config, files or {}))))
 
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """Take a model out of service, at once for new requests. Returns when its admitted requests are answered.
@@ -283,22 +283,23 @@ class Registry:
         if not task.cancelled():
             task.exception()  # Retrieved here in case the caller was cancelled; asyncio would log it otherwise.
 
-    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes | memoryview]) -> None:
+    async def _load(self, load: RequestedLoad) -> None:
+        name = load.name
         lock = self._changes.lock(name)
         unload = lock.unload
         if self._versions.is_loading(name):
-            is_newer = await self._reader.is_newer(name, config, files, self._sources.get(name))
+            is_newer = await self._reader.is_newer(load, self._sources.get(name))
             if is_newer and not unload.done():
                 self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
         closure: dict[str, ModelSource] = {}
         with ExitStack() as together:
             while True:  # A second round follows if members of an ensemble had to be loaded first.
-                async with lock, self._reader.open(name, config, files) as source:
+                async with lock, self._reader.open(load) as source:
                     if unload.done():
                         raise load_failure(name, f"its load was cancelled: {_UNLOADED}")
                     if closure or not self._reconciler.missing_members(source):
                         (source,) = reject_cycles([source], self._sources | closure)
-                        is_by_client = config is not None
+                        is_by_client = load.config is not None
                         failures = await self._reconciler.apply(source, is_forced=True, is_by_client=is_by_client)
                         if self._sources[name].is_sent:
                             self._versions.end_on_demand(name)

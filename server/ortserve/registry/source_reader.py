@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -39,6 +40,21 @@ _LISTING_S: Final = 5.0
 
 _LOAD_S: Final = 30.0
 """Maximum time that a load by a client waits for a read of the model's files, up to 10,000 for each version."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedLoad:
+    """A load by a client.
+
+    Attributes:
+        name: Name of the model.
+        config: JSON of a configuration that replaces the model's own until the next load; None to use that.
+        files: The model's files by ``file:<version>/<file>``, which replace its folder; empty to use that.
+    """
+
+    name: str
+    config: str | None = None
+    files: Mapping[str, bytes | memoryview] = field(default_factory=dict)
 
 
 class SourceReader:
@@ -125,43 +141,41 @@ class SourceReader:
             ServeError: not_ready, if the folders of the repositories do not answer.
         """
         try:
-            return await self._on_disk(self._read, name, within_s=_LOAD_S)
+            return await self._on_disk(self._read_source, name, within_s=_LOAD_S)
         except ServeError as error:
             if error.kind is ErrorKind.NOT_READY:
                 raise
             return None
 
-    async def is_newer(
-        self, name: str, config: str | None, files: Mapping[str, bytes | memoryview], latest: ModelSource | None
-    ) -> bool:
+    async def is_newer(self, load: RequestedLoad, latest: ModelSource | None) -> bool:
         """Whether a load would read a valid model, with other options or files than those of ``latest``."""
         with suppress(ServeError):
-            if files:
-                return await asyncio.to_thread(self._is_valid, name, config, files)
-            if config is not None:
-                return await self._on_disk(self._is_valid, name, config, files, within_s=_LOAD_S)
-            source = await self.read(name)
+            if load.files:
+                return await asyncio.to_thread(self._is_valid, load)
+            if load.config is not None:
+                return await self._on_disk(self._is_valid, load, within_s=_LOAD_S)
+            source = await self.read(load.name)
             return source is not None and not source.problem and source != latest
         return False
 
     @asynccontextmanager
-    async def open(
-        self, name: str, config: str | None, files: Mapping[str, bytes | memoryview]
-    ) -> AsyncIterator[ModelSource]:
-        """Read the current source of a model, and fetch it from its store if necessary.
+    async def open(self, load: RequestedLoad) -> AsyncIterator[ModelSource]:
+        """Read the current source of the model to load, and fetch it from its store if necessary.
 
         The files of a client exist until the context exits.
 
         Raises:
             ServeError: internal, as ``Registry.load``.
         """
-        if self._mirrors is not None and not files:
-            await self._fetch(self._mirrors, name, with_all_versions=config is not None)
         resources = ExitStack()
-        find = partial(self._find, resources, name, config, files)
+        find = partial(self._find_source, resources, load)
         try:
-            # Files of a client need no repository, whose folders may not answer.
-            yield await (asyncio.to_thread(find) if files else _for_load(name, self._on_disk(find, within_s=_LOAD_S)))
+            if load.files:  # They need no repository, whose folders may not answer.
+                yield await asyncio.to_thread(find)
+                return
+            if self._mirrors is not None:
+                await self._fetch(self._mirrors, load.name, with_all_versions=load.config is not None)
+            yield await _for_load(load.name, self._on_disk(find, within_s=_LOAD_S))
         finally:
             await asyncio.to_thread(resources.close)
 
@@ -240,10 +254,11 @@ class SourceReader:
             reading.cancel()
 
     async def _read_folders(self) -> list[ModelSource]:
-        sources = await self._on_disk(self._read_all)
+        sources = await self._on_disk(self._read_sources)
         return sources if self._mirrors is None else self._mirrors.with_problems(sources)
 
-    def _read_all(self) -> list[ModelSource]:
+    def _read_sources(self) -> list[ModelSource]:
+        """Read all models. Blocks on the disk."""
         with self._folders_lock:
             return read_sources(self._repositories, self._defaults, self._named_versions)
 
@@ -260,32 +275,32 @@ class SourceReader:
             if source.name == name:
                 raise load_failure(name, f"{NOT_POLLED}: {source.problem}")
 
-    def _read(self, name: str) -> ModelSource | None:
+    def _read_source(self, name: str) -> ModelSource | None:
+        """Read one model, as ``read_source`` does. Blocks on the disk."""
         with self._folders_lock:
             return read_source(name, self._repositories, self._defaults, self._named_versions(name))
 
-    def _find(
-        self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes | memoryview]
-    ) -> ModelSource:
-        """Find the source of a model. ``resources`` owns a client's files. Blocks on the disk."""
+    def _find_source(self, resources: ExitStack, load: RequestedLoad) -> ModelSource:
+        """Find the source of the model to load. ``resources`` owns a client's files. Blocks on the disk."""
+        name = load.name
         try:
-            client = read_client_model(name, config, files, self._defaults)
+            client = read_client_model(name, load.config, load.files, self._defaults)
             if client is not None:
                 return resources.enter_context(client_source(client, self._repositories, self._named_versions(name)))
         except ServeError as error:
             raise load_failure(name, f"{NOT_POLLED}: {error.message}") from None
         try:
-            source = self._read(name)
+            source = self._read_source(name)
         except ServeError:
             raise _unreadable(name) from None
         if source is None:
             raise load_failure(name, f"{NOT_POLLED}: no repository has a model of this name")
         return source
 
-    def _is_valid(self, name: str, config: str | None, files: Mapping[str, bytes | memoryview]) -> bool:
-        """Whether ``_find`` finds a source. Blocks on the disk."""
+    def _is_valid(self, load: RequestedLoad) -> bool:
+        """Whether ``_find_source`` finds a source. Blocks on the disk."""
         with suppress(ServeError), ExitStack() as resources:
-            self._find(resources, name, config, files)
+            self._find_source(resources, load)
             return True
         return False
 
@@ -295,7 +310,7 @@ class SourceReader:
         pending = list(members_of(ensemble))
         while pending:
             name = pending.pop()
-            if name not in found and (source := self._read(name)) is not None:
+            if name not in found and (source := self._read_source(name)) is not None:
                 found[name] = source
                 pending += members_of(source)
         return found
