@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -58,10 +58,11 @@ class Reconciler:
         self._retries = LoadRetries()
         self._ensembles: dict[str, None] = {}
         """The models that have been ensembles since they were loaded: of thousands of models, few or none."""
-        self._served: dict[str, dict[int, VersionSource]] = {}
-        """The versions of each model that served last, for a model that is evicted before its next versions load."""
-        self._left: dict[str, dict[int, VersionSource]] = {}
-        """The versions of each model that left memory for others, until those serve or the versions serve again."""
+        self._last_serving: dict[str, dict[int, VersionSource]] = {}
+        """The versions of each model that served after its latest change. The model may be evicted since."""
+        self._drained_early: dict[str, dict[int, VersionSource]] = {}
+        """The versions of each model that were drained for others and could not be loaded again before the change that
+        follows. That change loads them if it fails, too."""
 
     def is_due(self, source: ModelSource) -> bool:
         """Whether a model has changed since its latest change began, or has failed and should be tried again."""
@@ -168,7 +169,7 @@ class Reconciler:
             self._ensembles[name] = None
         if source.problem:
             if is_forced:
-                await self._load_earlier(source, is_awaited=is_awaited)
+                await self._restore(source, self._drained_early.pop(name, {}), is_awaited=is_awaited)
             self._versions.show_problem(source)
             self._retries.forget(name)
             await self._reconnect(name)
@@ -210,7 +211,7 @@ class Reconciler:
         # Changes of its members did not reconnect an ensemble in ``applied``: its versions may use earlier loads.
         failures += await self._reconnect(name)
         if ready := self._catalog.ready(name):
-            self._served[name] = {record.version: record.source for record in ready if record.source}
+            self._last_serving[name] = {record.version: record.source for record in ready if record.source}
         if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:
             await self._reconnect_dependents(name, applied)
         return failures
@@ -242,11 +243,10 @@ class Reconciler:
         for record in serving:
             record.is_retiring = False  # Otherwise a later load of another version could drain one that serves on.
         is_unloading = any(record.cancelled_because and not record.is_superseded for record in incoming)
-        left = self._left.pop(name, {})
+        drained = self._drained_early.pop(name, {})
         if failures and not is_unloading:
-            left |= {record.version: record.source for record in serving if record.is_unloaded and record.source}
-            self._left[name] = left
-            await self._load_earlier(source, is_awaited=is_awaited)
+            drained |= {record.version: record.source for record in serving if record.is_unloaded and record.source}
+            await self._restore(source, drained, is_awaited=is_awaited)
         return failures
 
     def _known_failures(self, source: ModelSource) -> dict[int, str]:
@@ -259,20 +259,20 @@ class Reconciler:
             if record.state is State.FAILED and record.source == source.versions.get(record.version)
         }
 
-    async def _load_earlier(self, source: ModelSource, *, is_awaited: bool) -> None:
-        """Load the versions of a model that left memory before those of ``source``, which fail to load.
+    async def _restore(self, source: ModelSource, drained: Mapping[int, VersionSource], *, is_awaited: bool) -> None:
+        """Load the versions again that were ``drained`` for a change to ``source``, which has failed.
 
-        They would serve on if they had stayed in memory. A version whose files were removed is left out. One whose load
-        is superseded is loaded by the change that follows, if that fails, too.
+        If the model was evicted before, all that served then are loaded: they would serve on if they had stayed in
+        memory. A version whose files were removed is left out.
         """
         name = source.name
-        left = self._left.pop(name, {})
-        earlier = replace(source, versions=left if self._catalog.ready(name) else self._served.get(name, {}) | left)
-        due = sorted(earlier.versions.keys() - source.versions.keys())
+        versions = drained if self._catalog.ready(name) else {**self._last_serving.get(name, {}), **drained}
+        earlier = replace(source, versions=versions)
+        due = sorted(versions.keys() - source.versions.keys())
         for record in self._versions.announce(earlier, due, is_awaited=is_awaited):
             await self._versions.load(record)
             if record.is_superseded and record.state is not State.READY:
-                self._left.setdefault(name, {})[record.version] = earlier.versions[record.version]
+                self._drained_early.setdefault(name, {})[record.version] = versions[record.version]
             if record.state is State.FAILED:
                 self._versions.forget([record])
 
@@ -327,8 +327,8 @@ class Reconciler:
         source = self._sources.pop(name, None)
         self._ensembles.pop(name, None)
         self._retries.forget(name)
-        self._served.pop(name, None)
-        self._left.pop(name, None)
+        self._last_serving.pop(name, None)
+        self._drained_early.pop(name, None)
         self._versions.end_on_demand(name)
         self._versions.drain_all(name)
         self._labels.forget(name)  # Not before, because another version than ``stable`` would answer.
