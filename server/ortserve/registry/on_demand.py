@@ -24,6 +24,8 @@ _MIN_RETRY_S: Final = 1.0
 _MAX_TRIES: Final = 4
 """Maximum number of loads for the requests that wait, if newer files supersede them, or if members of an ensemble are
 evicted before the ensemble holds them, or are being reconnected."""
+_BEGIN_INTERVAL_NS: Final = 10_000_000_000
+"""Minimum time between the loads of a model that requests begin without waiting: the next one may get no room either."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,26 @@ class LoadsOnDemand:
         self._wait_ns: Final = round(wait_s * 1e9)
         self._follows_changes = follows_changes
         self._demands: dict[str, Demand] = {}
+        self._begun_ns: dict[str, int] = {}
+        """When a request that does not wait last began a load, by model (monotonic)."""
+
+    def find_or_begin(self, name: str, version: str) -> ServedVersion:
+        """Find the version that answers, as ``Catalog.find`` does, for requests that another version can answer.
+
+        They do not wait for a model that is not in memory, but begin its load, once in ``_BEGIN_INTERVAL_NS``.
+
+        Raises:
+            ServeError: An error of ``Catalog.find``.
+        """
+        try:
+            return self._catalog.find(name, version)
+        except NotInMemoryError:
+            now_ns = self._clock()
+            begun_ns = self._begun_ns.get(name)
+            if begun_ns is None or now_ns >= begun_ns + _BEGIN_INTERVAL_NS:
+                self._begun_ns[name] = now_ns
+                self.join(name)
+            raise
 
     async def wait_for(
         self, name: str, version: str, received_ns: int | None = None, timeout_ns: int | None = None

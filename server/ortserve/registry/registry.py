@@ -146,6 +146,7 @@ class Registry:
 
         # Calls that one part of the registry answers alone: attributes, so that a request makes no additional call.
         self.find: Final = self._catalog.find
+        self.find_or_begin: Final = on_demand.find_or_begin
         self.wait_for: Final = on_demand.wait_for
         self.labels: Final = self._catalog.labels
         self.state_of: Final = state.of

@@ -127,7 +127,7 @@ class WaitingCalls:
         that the caller prepared.
         """
         try:
-            outputs = await _run_on(self._registry.find(request.model_name, candidate), call, request)
+            outputs = await _run_on(self._registry.find_or_begin(request.model_name, candidate), call, request)
             await self._respond(call, request, transfer, outputs)
         except Exception as error:  # noqa: BLE001 - a failure of a candidate never reaches the caller
             failure = error.with_traceback(None)

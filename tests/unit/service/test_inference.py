@@ -40,6 +40,7 @@ from ortserve.core.request import AnswerEncoder, DecodingPlace, InferRequest, In
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ContentsError, ErrorKind, ServeError, invalid_input
+from ortserve.registry.catalog import ON_DEMAND
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.served_version import ServedVersion
@@ -741,6 +742,23 @@ async def test_request_whose_candidate_fails_waits_for_stable_that_left_memory_m
     stage.registry.set_rollout("tried", LeavesMemory())
     response = await stage.infer(replace(poisoned(), model_name="tried"))
     assert (response.model_version, response.outputs[0].array.tolist()) == ("1", [[builders.POISON] * 4])
+
+
+async def test_candidate_that_is_not_in_memory_is_loaded_while_stable_answers(stage: Stage, tmp_path: Path) -> None:
+    for version in (1, 2):
+        folder = tmp_path / "tried" / str(version)
+        folder.mkdir(parents=True)
+        builders.identity(folder / "model.onnx")
+    (tmp_path / "tried" / "model.yaml").write_text("labels: {stable: 1}\nversion_policy: {all: true}")
+    await stage.registry.load("tried")
+    candidate = next(record for record in stage.registry.records_of("tried") if record.version == 2)
+    stage.registry._draining.drain(candidate, ON_DEMAND)
+    stage.registry.set_rollout("tried", AlwaysCandidate())
+    tried = replace(request("none"), model_name="tried")
+    assert (await stage.infer(tried)).model_version == "1"
+    while stage.registry.is_changing:
+        await asyncio.sleep(0.01)
+    assert (await stage.infer(tried)).model_version == "2"
 
 
 class Shadow(AlwaysCandidate):

@@ -204,7 +204,7 @@ class RolloutService:
             self._registry.set_rollout(model, None)
         else:
             self._live[model] = LiveRollout(
-                model, options, self._registry.find, self._clock, self._threads, self._on_decision
+                model, options, self._registry.find_or_begin, self._clock, self._threads, self._on_decision
             )
             self._compared[model] = compared
             self._registry.set_rollout(model, self._live[model])

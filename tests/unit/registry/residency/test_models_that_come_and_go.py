@@ -29,7 +29,7 @@ from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
-from ortserve.registry import changes, version_loader
+from ortserve.registry import changes, on_demand, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State
 from ortserve.registry.ensemble.members import is_connected
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
@@ -348,6 +348,34 @@ async def test_request_loads_a_version_that_got_no_room_with_the_others(tmp_path
     assert "too few" in (await refused(registry, "m", "2")).message
     await registry.unload("other")
     assert await ask(registry, "m", "2") == "2"
+
+
+async def test_requests_that_do_not_wait_begin_the_load_of_a_version_that_got_no_room_now_and_then(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "m", 2)
+    put(tmp_path, "m", 1, "{version_policy: {all: true}, load_policy: on_demand}")
+    put(tmp_path, "other", options="load_policy: pinned")
+    registry = make(int(4.25 * MIB))
+    await registry.load_all()
+    assert await ask(registry, "m", "1") == "1"
+
+    async def begin() -> None:
+        with pytest.raises(NotInMemoryError):
+            registry.find_or_begin("m", "2")
+        while registry.is_changing:
+            await asyncio.sleep(0.01)
+
+    refused = registry._room._counts.refusals
+    before = refused.total()
+    for _ in range(3):
+        await begin()
+    assert refused.total() == before + 1
+    await registry.unload("other")
+    await begin()
+    monkeypatch.setattr(on_demand, "_BEGIN_INTERVAL_NS", 0)
+    await begin()
+    assert registry.find_or_begin("m", "2").version == "2"
 
 
 async def test_models_of_several_versions_leave_each_other_room_one_after_the_other(tmp_path: Path, make: Make) -> None:

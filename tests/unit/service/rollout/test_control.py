@@ -29,7 +29,7 @@ class FakeRegistry:
             record.state = State.READY
         self.has_room = False
         self.on_versions: Any = None
-        self.find: Any = None
+        self.find_or_begin: Any = None
 
     def knows(self, model: str) -> bool:
         return model == "m"
