@@ -25,7 +25,7 @@ _MAX_TRIES: Final = 4
 """Maximum number of loads for the requests that wait, if newer files supersede them, or if members of an ensemble are
 evicted before the ensemble holds them, or are being reconnected."""
 _BEGIN_INTERVAL_NS: Final = 10_000_000_000
-"""Minimum time between the loads of a model that requests begin without waiting: the next one may get no room either."""
+"""Minimum time between the loads of a model that requests begin without waiting: the next may get no room either."""
 
 
 @dataclass(slots=True)

@@ -756,8 +756,7 @@ async def test_candidate_that_is_not_in_memory_is_loaded_while_stable_answers(st
     stage.registry.set_rollout("tried", AlwaysCandidate())
     tried = replace(request("none"), model_name="tried")
     assert (await stage.infer(tried)).model_version == "1"
-    while stage.registry.is_changing:
-        await asyncio.sleep(0.01)
+    await asyncio.gather(*stage.registry._tasks)
     assert (await stage.infer(tried)).model_version == "2"
 
 

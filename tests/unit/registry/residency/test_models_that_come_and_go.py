@@ -363,8 +363,7 @@ async def test_requests_that_do_not_wait_begin_the_load_of_a_version_that_got_no
     async def begin() -> None:
         with pytest.raises(NotInMemoryError):
             registry.find_or_begin("m", "2")
-        while registry.is_changing:
-            await asyncio.sleep(0.01)
+        await asyncio.gather(*registry._tasks, return_exceptions=True)
 
     refused = registry._room._counts.refusals
     before = refused.total()
