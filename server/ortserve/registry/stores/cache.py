@@ -157,14 +157,26 @@ class StoreCache:
         for path, status in found:
             if excess <= 0:
                 break
-            if status.st_nlink == 1:
-                path.unlink(missing_ok=True)
+            if status.st_nlink == 1 and self._evict(path):
                 excess -= status.st_size
         if excess > 0:
             raise StoreError(f"store_cache_bytes: expected {excess} bytes more than {self.max_bytes} for files in use")
         arrived = sum(status.st_size for path, status in _read(self._incoming) if S_ISREG(status.st_mode))
         if (free := shutil.disk_usage(self._contents).free) < self._promised - arrived:
             raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised - arrived} bytes")
+
+    def _evict(self, content: Path) -> bool:
+        """Remove a content, unless another process has linked it meanwhile. Returns whether it is gone."""
+        moved = self.new_path()
+        try:
+            content.rename(moved)  # no process can link it from now on
+        except FileNotFoundError:  # another process has removed it
+            return True
+        if is_in_use := moved.stat().st_nlink > 1:
+            with contextlib.suppress(FileExistsError):
+                os.link(moved, content)
+        moved.unlink()
+        return not is_in_use
 
     def size_bytes(self) -> int:
         """Size of all contents together."""

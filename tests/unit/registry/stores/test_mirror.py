@@ -1,6 +1,7 @@
 """Mirrors and caches with a store in memory and virtual time: retries, eviction, damaged and offline caches."""
 
 import hashlib
+import os
 import shutil
 import threading
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ import pytest
 from fakes.store import StoreInMemory
 from http_wire import wait_until
 from ortserve.config.model import LoadOptions
-from ortserve.registry.stores import mirrors
+from ortserve.registry.stores import cache, mirrors
 from ortserve.registry.stores.cache import StoreCache
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import StoredObject, StoreError
@@ -363,6 +364,34 @@ def test_digest_that_a_store_makes_up_leads_to_no_file_outside_the_cache(tmp_pat
     for digest in ("../../victim", str(tmp_path / "victim"), "../views"):
         assert not cache.link(StoredObject("m/1/model.onnx", size, "tag", digest), cache.view / "target")
     assert (tmp_path / "victim").read_bytes() == b"secret"
+
+
+def test_content_that_another_process_links_during_an_eviction_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would take disk that no process counts, and be fetched again."""
+    mine, others = StoreCache(tmp_path / "cache", 1000), StoreCache(tmp_path / "cache", 1000)
+    known = [StoredObject("", 400, "", hashlib.sha256(byte * 400).hexdigest()) for byte in (b"a", b"b")]
+    for number, one in enumerate(known):
+        file = mine.new_path()
+        file.write_bytes((b"a", b"b")[number] * 400)
+        mine.add(file, one.sha256, mine.view / "m" / str(number))
+    shutil.rmtree(mine.view / "m")
+    read, linked = cache._read, others.view / "m" / "0"
+
+    def read_slowly(folder: Path) -> Iterable[tuple[Path, os.stat_result]]:
+        found = list(read(folder))
+        if folder.name == "contents" and not linked.exists():
+            others.link(known[0], linked)
+        return found
+
+    monkeypatch.setattr(cache, "_read", read_slowly)
+    with mine.room(500):
+        assert mine.size_bytes() == 400
+    with pytest.raises(StoreError, match="expected 400 bytes more than 1000"), mine.room(1000):
+        pass
+    assert mine.link(known[0], mine.view / "m" / "0")
+    assert list(read(mine.view / "incoming")) == []
 
 
 def test_listed_digest_of_an_incomplete_object_damages_no_content(tmp_path: Path) -> None:
