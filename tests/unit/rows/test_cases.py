@@ -76,18 +76,31 @@ def test_a_size_that_a_reshape_needs_is_assumed() -> None:
 
 @pytest.mark.parametrize(
     ("computed", "length", "other"),
-    [("p = Mul(c, c)", 46_341, 1), ("p = Mul(c, thousand)", 2_147_484, 1), ("p = Mul(c, d)", 9_000, 240_000)],
-    ids=["a square", "a multiple", "a product of two sizes"],
+    [
+        ("p = Mul(c, c)", 46_341, 1),
+        ("p = Mul(c, thousand)", 2_147_484, 1),
+        ("p = Mul(c, d)", 9_000, 240_000),
+        ("r = Resize(u, , scale) n = Shape(r) k = Cast<to=6>(n) p = Sub(k, d)", 5, 16_777_217),
+        (
+            "r = MaxPool<kernel_shape=[1], ceil_mode=1>(i) n = Shape<start=2>(r) k = Cast<to=6>(n) p = Sub(k, d)",
+            5,
+            16_777_218,
+        ),
+    ],
+    ids=["a square", "a multiple", "a product of two sizes", "a size from a scale", "a number of windows"],
 )
-def test_the_longest_axis_for_which_integers_do_not_overflow_is_assumed(computed: str, length: int, other: int) -> None:
-    sizes = "k = Shape<start=1>(x) c = Cast<to=6>(k) m = Shape(z) d = Cast<to=6>(m)"
+def test_the_longest_axis_for_which_numbers_are_exact_is_assumed(computed: str, length: int, other: int) -> None:
+    sizes = (
+        "l = Shape<start=1>(x) c = Cast<to=6>(l) m = Shape(z) d = Cast<to=6>(m) u = Cast<to=2>(z) i = Reshape(u, image)"
+    )
     body = f"{sizes} {computed} g = Less(p, zero) {BRANCH}"
-    weights = "int32[1] zero = {0}, int32[1] thousand = {1000}"
+    weights = "int32[1] zero = {0}, int32[1] thousand = {1000}, float[1] scale = {1}, int64[3] image = {1, 1, -1}"
     case = Case("axis: long", "float[N,L] x, bool[M] z", body, weights, sizes={"L": length, "M": other})
     verdict = prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes)
     assert verdict.outcome is Outcome.PROVEN
     assert verdict.longest_axis < max(length, other)
-    assert rows_meet(case.observe(inside=False)), "the rows stay apart anyway"
+    together = observe(case.model, case.rows(), case.axes, BATCHES[1:2], inside=False)
+    assert rows_meet(together), "the rows stay apart anyway"
 
 
 def test_rows_behind_a_target_size_that_may_be_0_are_not_proven_if_their_axis_may_have_entries_then() -> None:

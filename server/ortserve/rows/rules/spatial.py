@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.model_file.graph import INT32, INT64
-from ortserve.rows.number import WINDOWS, Number, contains_rows
+from ortserve.rows.number import DEPENDENT, WINDOWS, Number, contains_rows, is_positive
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -19,6 +19,7 @@ from ortserve.rows.rules.call import (
 )
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import length_of, number_of
+from ortserve.rows.symbols import FLOAT_LIMIT
 from ortserve.rows.values import Value
 
 
@@ -143,7 +144,8 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
         room = symbols.subtract(symbols.add(length, padding - 1), reach)
         moves = symbols.multiply(room, stride)
         whole = symbols.truncate(moves) if is_pool else symbols.floor(moves)
-        if rounds_up and whole != moves:  # unknown: a last window that starts in the padding does not count
+        # Unknown: a last window that starts in the padding does not count, and ONNX Runtime rounds up as FP32.
+        if rounds_up and (whole != moves or symbols.bounded(room, FLOAT_LIMIT) != room):
             lengths.append(symbols.opaque(WINDOWS, length, sizes[i], strides[i], dilations[i], before, after, lowest=0))
         else:
             lengths.append(length_of(call, symbols.add(whole, 1)))
@@ -342,15 +344,17 @@ def _with_scales(call: Call, value: Value, axes: Sequence[int], scales: Sequence
     dims = list(call.dims(value))
     symbols = call.symbols
     for axis, scale in zip(axes, scales, strict=True):
+        is_fine = isinstance(scale, Fraction) and scale.denominator not in (2, 4, 8)
+        product = DEPENDENT if is_fine else symbols.multiply(dims[axis], scale)
+        is_exact = not is_fine and symbols.bounded(product, FLOAT_LIMIT) == product
         if value.is_rows and axis == value.axis:
-            if scale != 1:
+            if scale != 1 or not is_exact:
                 raise RowsMeetError("resizes the axis of the rows")
-        elif isinstance(scale, int):
-            dims[axis] = symbols.multiply(dims[axis], scale)
-        elif isinstance(scale, Fraction) and scale.denominator in (2, 4, 8):
-            dims[axis] = symbols.floor(symbols.multiply(dims[axis], scale))
-        else:  # the product is rounded
-            dims[axis] = symbols.opaque("scaled", dims[axis], scale, lowest=0)
+        elif is_exact:
+            dims[axis] = symbols.floor(product)
+        else:  # the product is rounded, as FP32
+            least = int(isinstance(scale, (int, Fraction)) and scale >= 1 and is_positive(dims[axis]))
+            dims[axis] = symbols.opaque("scaled", dims[axis], scale, lowest=least)
     return call.result(dims, value, value.axis, value.dtype)
 
 
