@@ -1,8 +1,8 @@
 """Replaces nodes that ONNX Runtime 1.31.1 computes wrongly, or with which a request could end the process.
 
 - **Divisions of integers.** The smallest INT32 or INT64 divided by -1 is a processor fault: a request with these values
-  would end the server. Where the divisor is -1, the new nodes negate the dividend, which leaves the smallest number
-  unchanged.
+  would end the server, and so would the load of a model with such constants. Where the divisor is -1, the new nodes
+  negate the dividend, which leaves the smallest number unchanged.
 - **Gather of texts.** Only the first text of each slice that an index selects is copied; the others stay empty.
   GatherND copies all of them.
 
@@ -30,8 +30,10 @@ from ortserve.model_file.graph import (
 )
 from ortserve.rows import Value, find_sizes
 
-_MIN_OPSETS: Final = {"Div": 9, "Gather": 12, "Mod": 9}
-"""The operators, with the first operator set that has Where, or GatherND with ``batch_dims``."""
+_MIN_OPSETS: Final = {"Div": 7, "Gather": 12, "Mod": 10}
+"""The operators, with the first operator set in which divisions broadcast, or that has GatherND with ``batch_dims``."""
+_WHERE_SET: Final = 9
+"""The first operator set with Where."""
 _SMALLEST: Final = {INT32: -(1 << 31), INT64: -(1 << 63)}
 """Element types whose division can fault, and their smallest numbers. Smaller types are divided as INT32, in which
 their quotient cannot overflow."""
@@ -67,6 +69,7 @@ class _Replaced:
         self.edits: dict[tuple[int, str], bytes | Rewired] = {}
         self._find_tensors = find_tensors
         opset = model.opsets.get("", 0)
+        self._has_where = opset >= _WHERE_SET
         self._operators = {op for op, least in _MIN_OPSETS.items() if opset >= least}
         self._has_texts = _has_texts(model)
 
@@ -118,7 +121,7 @@ class _Replaced:
             nodes: Iterable[bytes] = ()
             if node.op == "Gather":
                 nodes = self._whole_slices(graph, node, types)
-            elif depends:
+            elif depends or constants.keys() >= set(node.inputs):  # ONNX Runtime divides constants at the load
                 nodes = self._division(graph, node, types, constants, requested)
             if replacement := b"".join(nodes):
                 self.edits[GRAPH_NODE, scope + node.outputs[0]] = replacement
@@ -148,7 +151,9 @@ class _Replaced:
             return known is None or known.elements is None or number in known.elements
 
         can_fault = may_contain(dividend, _SMALLEST[dtype]) and may_contain(divisor, -1)
-        return _without_fault(node, dtype) if can_fault else ()
+        if not can_fault:
+            return ()
+        return _without_fault(node, dtype) if self._has_where else _without_where(node, dtype)
 
     def _whole_slices(self, graph: Graph, node: Node, types: Mapping[str, int]) -> Iterable[bytes]:
         """The nodes in place of a Gather of texts whose slices may have more than one text."""
@@ -217,6 +222,25 @@ def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:
     yield write_node("Div", "", [dividend, safe], quotient)
     yield write_node("Neg", "", [dividend], opposite)
     yield write_node("Where", "", [is_minus_one, opposite, quotient], output)
+
+
+def _without_where(node: Node, dtype: int) -> Iterable[bytes]:
+    """The nodes in place of a Div: ``a / (b + 2 * m) * (1 - 2 * m)``, where ``m`` is 1 if ``b`` is -1, and 0 if not."""
+    dividend, divisor = node.inputs
+    output = node.outputs[0]
+    one, two, minus_one, is_minus_one, flag, twice, safe, quotient, sign = (
+        f"{output}/{name}"
+        for name in ("one", "two", "minus_one", "is_minus_one", "flag", "twice", "safe", "quotient", "sign")
+    )
+    for name, number in ((one, 1), (two, 2), (minus_one, -1)):
+        yield write_constant(name, dtype, number)
+    yield write_node("Equal", "", [divisor, minus_one], is_minus_one)
+    yield write_node("Cast", "", [is_minus_one], flag, attributes={"to": dtype})
+    yield write_node("Mul", "", [flag, two], twice)
+    yield write_node("Add", "", [divisor, twice], safe)
+    yield write_node("Div", "", [dividend, safe], quotient)
+    yield write_node("Sub", "", [one, twice], sign)
+    yield write_node("Mul", "", [quotient, sign], output)
 
 
 def _as_gather_nd(node: Node, axis: int) -> Iterator[bytes]:

@@ -84,6 +84,26 @@ def test_constant_divisor_of_minus_one_is_no_fault_either(tmp_path: Path) -> Non
     assert found.tolist() == [-(2**63), -7]
 
 
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+def test_constants_are_no_fault_at_the_load_either(tmp_path: Path, operator: str) -> None:
+    constants = "int32[2] least = {-2147483648, 7}, int32 one = {-1}"
+    path = write(tmp_path, "int32[n] a", f"d = {operator} (least, one) y = Add (a, d)", constants)
+    (found,) = opened(path).run(None, {"a": np.zeros(2, np.int32)})
+    assert found.tolist() == ([-(2**31), -7] if operator == "Div" else [0, 0])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("opset", [7, 8])
+def test_divisions_before_where_are_no_fault_either(tmp_path: Path, opset: int, dtype: type[np.integer[Any]]) -> None:
+    name, least = np.dtype(dtype).name, np.iinfo(dtype).min
+    path = write(tmp_path, f"{name}[n] a, {name}[n] b", "y = Div (a, b)", opset=opset)
+    a, b = np.array([least, 7, -7, 7, least, least + 1], dtype), np.array([-1, -1, 2, -3, 1, -1], dtype)
+    (found,) = opened(path).run(None, {"a": a, "b": b})
+    assert found.tolist() == [least, -7, -3, -2, least, -(least + 1)]
+    with pytest.raises(ORT_ERRORS):
+        opened(path).run(None, {"a": a, "b": np.zeros_like(b)})
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_smallest_number_as_a_constant_dividend_is_no_fault_either(
     tmp_path: Path, dtype: type[np.integer[Any]]
@@ -104,7 +124,7 @@ def test_smallest_number_as_a_constant_dividend_is_no_fault_either(
         ("int64[n] a", "y = Div (c, a)", "int64 c = {7}", 21),
         ("int64[n] a, float[n] x", "s = Shape (x) d = Div (s, two) y = Add (a, d)", "int64 two = {2}", 21),
         ("int32[n] a, float s", "c = DequantizeLinear (a, s) y = Div (c, c)", "", 21),
-        ("int64[n] a, int64[n] b", "y = Div (a, b)", "", 8),
+        ("int64[n] a, int64[n] b", "y = Div (a, b)", "", 6),
     ],
     ids=[
         "floats",
@@ -114,7 +134,7 @@ def test_smallest_number_as_a_constant_dividend_is_no_fault_either(
         "a constant dividend",
         "sizes",
         "of a known operator only",
-        "before Where",
+        "before broadcasting",
     ],
 )
 def test_other_divisions_stay_as_they_are(tmp_path: Path, inputs: str, nodes: str, constants: str, opset: int) -> None:
