@@ -20,6 +20,8 @@ import gpu_models
 from models import builders
 from ortserve.cli.main import run_tool
 from ortserve.tools.profile import measure
+from ortserve.tools.profile.arguments import build_parser
+from ortserve.tools.subject import find_model
 from pages import DOCS, commands
 from servers import LOOK_S
 
@@ -142,6 +144,17 @@ def test_operators_and_profiler_make_up_the_time(kind: str, tmp_path: Path, caps
         assert [node["inside"] for node in products] == [["repeat", "choose"]] * 2
         assert [node["calls"] for node in products] == [6, 6]
         assert all(node["gflops"] > 0 for node in products)
+
+
+def test_optimized_graph_is_saved_without_its_weights(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "m.onnx", inputs=512, hidden=1024)
+    given = build_parser().read([str(path), "--runs", "5"])
+
+    (runs,) = measure.measure([measure.Variant(find_model(str(path)), label="m")], tmp_path, given, lambda *_: None)
+
+    assert runs.optimized is not None
+    assert {tensor.dims for tensor in runs.optimized.constants.values()} >= {(512, 1024)}
+    assert (tmp_path / "0.onnx").stat().st_size < 100_000 < path.stat().st_size
 
 
 def test_operators_and_profiler_make_up_the_time_of_many_cheap_nodes(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from ortserve.model_file.reading import read_model
 from ortserve.registry.load.row_axes import RowAxes, find_row_axes
 from ortserve.registry.repository.model_files import operator_libraries
 from ortserve.tools.subject import Subject
+
+_WEIGHTS: Final = "session.optimized_model_external_initializers_file_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,21 @@ def open_model(
         raise ServeError(error.kind, f"{subject.path}: {error.message}") from None
     rows = find_row_axes(graph, options)
     return OpenModel(subject, graph, rows, session, rows.apply(signature), choice, count, opening_s)
+
+
+def saving_graph(graph: Model, entries: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Settings for ``open_model`` that save the optimized graph, without weights of more than 1 KiB.
+
+    Args:
+        graph: The content of the model.
+        entries: The entries of the session configuration.
+        file: The new file. A link beside it discards the weights.
+    """
+    if graph.external_files:  # they stay where they are; the optimized graph refers to them
+        return {"optimized_model_file": str(file.absolute())}
+    weights = file.with_suffix(".weights")
+    weights.symlink_to("/dev/null")
+    return {"optimized_model_file": str(file.absolute()), "entries": {**entries, _WEIGHTS: weights.name}}
 
 
 def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:

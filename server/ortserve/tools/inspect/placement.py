@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
 
 import onnx
 import onnxruntime as ort
@@ -19,10 +18,8 @@ from ortserve.model_file.graph import UNREADABLE, Model, all_nodes
 from ortserve.model_file.reading import read_model
 from ortserve.tools.inspect import content
 from ortserve.tools.inspect.result import Placement
-from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.opening import OpenModel, open_model, saving_graph
 from ortserve.tools.subject import Subject
-
-_WEIGHTS: Final = "session.optimized_model_external_initializers_file_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +81,7 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
     """
     with scratch_folder() as folder:
         file = folder / "optimized.onnx"
-        entries = dict(subject.options.session.entries)
-        if not read_model(subject.path).external_files:  # external files stay where they are; the graph refers to them
-            # ONNX Runtime writes weights of more than 1 KiB to this file, which discards them.
-            (folder / "weights").symlink_to("/dev/null")
-            entries[_WEIGHTS] = "weights"
-        settings: dict[str, Any] = {"optimized_model_file": str(file), "entries": entries}
+        settings = saving_graph(read_model(subject.path), subject.options.session.entries, file)
         if level is not None:
             settings["graph_optimization"] = level
         try:

@@ -3,18 +3,18 @@
 import random
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.model_file.reading import read_model
 from ortserve.tools.console import Step
 from ortserve.tools.inputs import choose_inputs
-from ortserve.tools.opening import OpenModel, naming_failures
+from ortserve.tools.opening import OpenModel, naming_failures, saving_graph
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.trace import read_trace
 from ortserve.tools.speed import Timed
@@ -24,8 +24,6 @@ WARM_UP: Final = 3
 MAX_EVENTS: Final = 200_000
 """Limit of the events of a profile. The profiler keeps 2.4 KB per event, and drops events after the millionth."""
 _MIN_RUNS: Final = 5
-_LARGE_WEIGHTS: Final = 1 << 30
-"""The optimized graph of a single-file model with more bytes is not saved, because it contains the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,32 +71,29 @@ class _Arm:
         self._variant, self._trace = variant, trace
         self.path: Final = variant.subject.path
         # The session without profiling must not write its configured optimized model, which a server may read.
-        plain = self._plain = self._open(None, None)
+        plain = self._plain = self._open(None, {"optimized_model_file": None})
         self._inputs, self._has_samples = choose_inputs(plain, inputs), inputs is not None
         self._rows = rows if plain.signature.is_batched else 1
         graph, settings = plain.graph, {name: str(value) for name, value in variant.settings.items()}
         about = (variant.label, plain.choice.name, plain.threads, settings, self._inputs.origin, self._rows)
         self.runs = Runs(*about, source=graph.graph)
-        self._graph_file: Path | None = trace.with_suffix(".onnx")
-        if not graph.external_files and model_nbytes(self.path, graph) > _LARGE_WEIGHTS:
-            self._graph_file = None
-            self.runs.notes.append("the optimized graph is unknown, because the model is over 1 GiB")
+        self._graph_file = trace.with_suffix(".onnx")
         if rows > 1 and not plain.signature.is_batched:
             because = plain.signature.unbatched_because
             self.runs.notes.append(f"runs have one row, because the model is not batched: {because}")
-        self._profiled = self._open(trace, self._graph_file)
+        entries = variant.settings.get("entries", variant.subject.options.session.entries)
+        self._profiled = self._open(trace, saving_graph(graph, entries, self._graph_file))
         self._overhead = CallOverhead(plain.threads, trace.with_name(f"{trace.name}-overhead"))
         self._runners = [(plain.runner(), self.runs.plain), (self._profiled.runner(), self.runs.profiled)]
 
-    def _open(self, profile_prefix: Path | None, graph_file: Path | None) -> OpenModel:
-        settings = {**self._variant.settings, "optimized_model_file": graph_file and str(graph_file.absolute())}
-        return replace(self._variant, settings=settings).open(profile_prefix)
+    def _open(self, profile_prefix: Path | None, settings: Mapping[str, Any]) -> OpenModel:
+        return replace(self._variant, settings={**self._variant.settings, **settings}).open(profile_prefix)
 
     def max_runs(self, asked: int) -> int:
         """The number of runs that the profiler can record, at most ``asked``."""
         events = profiler_events(count_operators(self._plain.session))
         if events is None:
-            first = self._open(self._trace.with_name(f"{self._trace.name}-first"), None)
+            first = self._open(self._trace.with_name(f"{self._trace.name}-first"), {"optimized_model_file": None})
             first.runner().run(first.for_model(self._inputs.take(self._rows, 0)))
             with Path(first.session.end_profiling()).open("rb") as lines:
                 events = sum(1 for _ in lines)
@@ -140,7 +135,6 @@ class _Arm:
                 f"the profiler recorded only {complete} of {len(runs.plain)} runs; with fewer --runs, all are recorded"
             )
             del runs.plain[complete:], runs.profiled[complete:]
-        if self._graph_file is not None and self._graph_file.is_file():
-            optimized = read_model(self._graph_file)
-            runs.optimized = optimized.graph if optimized.is_readable else None
+        optimized = read_model(self._graph_file)
+        runs.optimized = optimized.graph if optimized.is_readable else None
         return runs
