@@ -7,12 +7,13 @@ from typing import Final
 
 import onnxruntime as ort
 
+from ortserve.core.signature import ModelSignature
 from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import check_names, full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
-from ortserve.registry.load.row_axes import Grounds
+from ortserve.registry.load.row_axes import Grounds, RowAxes
 from ortserve.tools.command import Outcome, status_of
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
@@ -21,7 +22,7 @@ from ortserve.tools.inspect.findings import Evidence, find_all
 from ortserve.tools.inspect.memory import measure_memory
 from ortserve.tools.inspect.placement import describe_placement, open_optimized, place, providers_here
 from ortserve.tools.inspect.replay import judge_replay, predict_replay, with_captures
-from ortserve.tools.inspect.result import InspectResult, Memory
+from ortserve.tools.inspect.result import InspectResult, Memory, Rows
 from ortserve.tools.inspect.rows import load_and_try
 from ortserve.tools.report import Block, Findings, Report, Table, facts_of, table_of
 from ortserve.tools.subject import Subject, find_model
@@ -59,11 +60,7 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         read_inputs(arguments.inputs, signature)
     content = describe_content(opened)
     placed = {CPU: (describe_placement(opened, optimized), optimized)}
-    reason = signature.unbatched_because or opened.rows.known_dependence
-    alone_because = f"not batched because {reason}" if reason else ""
-    is_disabled = opened.rows.is_disabled
-    overruled = opened.rows.doubt if opened.rows.grounds is Grounds.CONFIGURED and opened.rows.is_mixed else ""
-    unbounded = why_unbounded(opened.graph, signature)
+    axes, unbounded = opened.rows, why_unbounded(opened.graph, signature)
     del opened  # frees the memory of its weights
     _, simplified = open_optimized(subject, "cpu", level="basic")
     for name in providers_here(subject):
@@ -72,12 +69,11 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
             placed[name] = place(subject, name)
     on_cuda, cuda_graph = placed.get(CUDA, (None, simplified))
     has_cuda = on_cuda is not None and not on_cuda.problem
-    rows, memory, loaded = None, None, None
+    rows, seen, memory, loaded = None, "", None, None
     if not arguments.no_run:
         rows, seen, loaded = load_and_try(subject, step, captures=has_cuda)
-        overruled = "; ".join(filter(None, (overruled, seen)))
-        alone_because = rows.because if rows.verdict == "alone" else alone_because
         memory = _memory(arguments, subject, optimized.model, step)
+    alone_because = _why_alone(signature, axes, rows)
     alone = f"requests run one at a time, and only batches have buffers: {alone_because}" if alone_because else ""
     shapes_vary = alone or unbounded
     if on_cuda is not None and has_cuda:
@@ -87,11 +83,18 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         replay = predict_replay(simplified.model, settings, shapes_vary)
     placement = [one for one, _ in placed.values()]
     inputs, outputs = describe_tensors(signature.inputs), describe_tensors(signature.outputs)
-    alone_because = "" if is_disabled else alone_because
-    overruled = "" if subject.options.is_ragged else overruled  # only the model can keep joined requests apart
-    lacks_rows = not signature.is_batched
+    doubt = axes.doubt if axes.grounds is Grounds.CONFIGURED and axes.is_mixed else ""
     evidence = Evidence(
-        subject, content, inputs, optimized, simplified, placement, alone_because, lacks_rows, overruled
+        subject,
+        content,
+        inputs,
+        optimized,
+        simplified,
+        placement,
+        alone_because="" if axes.is_disabled else alone_because,
+        lacks_rows=not signature.is_batched,
+        # Only the model itself can keep joined requests apart.
+        overruled="" if subject.options.is_ragged else "; ".join(filter(None, (doubt, seen))),
     )
     return InspectResult(
         model=subject.name,
@@ -119,6 +122,14 @@ def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
     others = [wish for wish in subject.options.execution_providers if full_name(wish) not in first]
     options = subject.options.model_copy(update={"execution_providers": (*first.values(), *others)})
     return replace(subject, options=options)
+
+
+def _why_alone(signature: ModelSignature, axes: RowAxes, rows: Rows | None) -> str:
+    """Why requests run one at a time, as far as possible in the words of a load; empty if they share batches."""
+    if rows is not None and rows.verdict == "alone":
+        return rows.because
+    reason = signature.unbatched_because or axes.known_dependence
+    return f"not batched because {reason}" if reason else ""
 
 
 def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step: Step) -> Memory:
