@@ -42,6 +42,8 @@ missed (problem): The exit status is not 0.
     → See the tables.
 overloaded (warning): More and more requests waited, so the latencies grow with the duration of the measurement.
     → Take percentiles at a lower rate; --find-capacity finds the highest rate that is sustained.
+not_compared (warning): It was not compared.
+    → Measure again.
 outputs_not_compared (warning): Wrong answers are not detected.
     → Give random operators a seed, or compare with a model without them: --compare-outputs MODEL. For a model with
     sequences, compare the answers to whole sequences in a test of your own. If a request before the load failed,
@@ -252,7 +254,7 @@ def present_comparison(comparison: BenchComparison) -> Report:
         "measure both targets in one run with --rounds."
     )
     texts = [*comparison.problems, *(f"only in one of the results: {name}" for name in comparison.only_in_one)]
-    findings = [Finding("not_compared", "warning", text, "It was not compared.", "Measure again.") for text in texts]
+    findings = [_CATALOG.finding("not_compared", text) for text in texts]
     facts = Facts("Results", {"first": comparison.first, "second": comparison.second})
     blocks: list[Block] = [facts, Table("Changes", columns, rows, note)]
     return Report("ortserve bench: comparison", [*blocks, *([Findings(findings)] if findings else [])])

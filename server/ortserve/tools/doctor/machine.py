@@ -68,11 +68,6 @@ class Files:
         """As ``find``, for a list in the form ``0-3,8``; empty without a match."""
         return parse_list(self.find(path, pattern) or "")
 
-    def cgroups(self, controller: str) -> list[tuple["Files", bool]]:
-        """The folders of this process's cgroups and their ancestors, and whether their files are of version 2."""
-        folders = cgroup_folders(controller, self.root / "sys/fs/cgroup", self.root / "proc/self/cgroup")
-        return [(Files(folder), is_v2) for folder, is_v2 in folders]
-
     def quotas(self) -> list[Quota]:
         """All CPU quotas of this process."""
         return cpu_quotas(self.root / "sys/fs/cgroup", self.root / "proc/self/cgroup")
@@ -127,7 +122,8 @@ def read_memory(files: Files) -> Memory:
     """Read the memory of this machine, its limits, and the allocator of this process."""
     limits: list[tuple[int, int]] = []
     kills: list[int] = []
-    for group, is_v2 in files.cgroups("memory"):
+    for folder, is_v2 in cgroup_folders("memory", files.root / "sys/fs/cgroup", files.root / "proc/self/cgroup"):
+        group = Files(folder)
         used = group.number("memory.current" if is_v2 else "memory.usage_in_bytes") or 0
         names = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
         limits += [(limit, used) for name in names if 0 < (limit := group.number(name) or 0) < _NO_LIMIT]
