@@ -138,8 +138,7 @@ class SharedMemory:
 
         Requests that use the region continue.
         """
-        found = [self._regions.get(name)] if name else list(self._regions.values())
-        released = [region for region in found if region is not None and isinstance(region.status, kind)]
+        released = [region for region in self._named(name) if isinstance(region.status, kind)]
         for region in released:
             del self._regions[region.status.name]
         self._release(released)
@@ -150,14 +149,17 @@ class SharedMemory:
         Raises:
             ServeError: not_found.
         """
-        found: list[_Status] = [
-            region.status
-            for region in self._regions.values()
-            if isinstance(region.status, kind) and name in ("", region.status.name)
-        ]
+        found: list[_Status] = [region.status for region in self._named(name) if isinstance(region.status, kind)]
         if name and not found:
             raise ServeError(ErrorKind.NOT_FOUND, f"Unable to find {kind.memory} shared memory region: '{name}'")
         return found
+
+    def _named(self, name: str) -> Iterable[_Region]:
+        """The region of a name, if there is one, or all for ``""``. There may be hundreds of thousands."""
+        if not name:
+            return self._regions.values()
+        region = self._regions.get(name)
+        return () if region is None else (region,)
 
     def lease(self, spans: Iterable[RegionSpan]) -> "Leases":
         """Keep the regions of all ``spans`` open until the leases are released.
