@@ -93,6 +93,7 @@ class EmbeddingsRequest(WholeJson):
 class TextsRequest:
     """The request of some texts of a call, each a row, to a model with one input. An ``EncodedRequest``."""
 
+    body_bytes: Final = 0
     json_bytes: Final = 0
     growth_bytes: Final = 0
 

@@ -104,6 +104,10 @@ class WholeJson:
         return len(self._body)
 
     @property
+    def body_bytes(self) -> int:
+        return len(self._body)
+
+    @property
     def growth_bytes(self) -> int:
         return (JSON_GROWTH + 1) * len(self._body)  # a thread may use the body after its call has ended
 

@@ -110,6 +110,10 @@ class GrpcRequest:
         return DecodingPlace.INLINE
 
     @property
+    def body_bytes(self) -> int:
+        return len(self._data)
+
+    @property
     def json_bytes(self) -> int:
         return 0
 

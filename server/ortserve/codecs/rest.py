@@ -85,6 +85,10 @@ class RestRequest:
         return DecodingPlace.INLINE if is_quick else DecodingPlace.THREAD
 
     @property
+    def body_bytes(self) -> int:
+        return len(self._body)
+
+    @property
     def growth_bytes(self) -> int:
         json_bytes = self.json_bytes
         if json_bytes <= INLINE_BYTES and not self._may_have_texts():

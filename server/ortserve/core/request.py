@@ -134,6 +134,11 @@ class EncodedRequest(Protocol):
         ...
 
     @property
+    def body_bytes(self) -> int:
+        """Size of the body."""
+        ...
+
+    @property
     def json_bytes(self) -> int:
         """Size of the JSON that ``read`` parses."""
         ...

@@ -35,6 +35,7 @@ class Decodings:
         growth_bytes: int,
         *,
         json_bytes: int = 0,
+        body_bytes: int = 0,
     ) -> "Decoding":
         """Decode the request of a call once its memory is reserved.
 
@@ -48,12 +49,15 @@ class Decodings:
             growth_bytes: Memory that decoding may take; 0 if all tensors become views of the body.
             json_bytes: JSON in the body, if another process decodes it. Its size is limited otherwise, so its memory is
                 reserved whole.
+            body_bytes: Size of the body. If all tensors become views of it, it is reserved when the call ends, which
+                releases its own reservation, before the thread has finished.
 
         Returns:
             The decoding, which fails as ``decode`` does, or with the error overloaded. The caller must release it.
         """
         nbytes = min(growth_bytes, max(self._most_text_bytes, (JSON_GROWTH + 1) * json_bytes))
-        decoding = Decoding(self, self._gate, nbytes, self._ended + self._running + len(self._waiting))
+        last = self._ended + self._running + len(self._waiting)
+        decoding = Decoding(self, self._gate, nbytes, last, 0 if growth_bytes else body_bytes)
         if not self._reserve(decoding):
             self._waiting[decoding] = None
         work = self._decode(decode, call, decoding.reserved, decoding.reservation)
@@ -125,16 +129,18 @@ class Decoding:
         reservation: Memory reserved for decoding, and then for the tensors.
         nbytes: Memory that decoding may take.
         last: Number of decodings after whose end the request is rejected if its memory is still missing.
+        late_bytes: Memory reserved if the call ends before the thread that uses it.
         reserved: Has a result once the memory is reserved, or the error.
         task: Decodes the request.
     """
 
     task: asyncio.Task[InferRequest]
 
-    def __init__(self, decodings: Decodings, gate: BodyGate, nbytes: int, last: int) -> None:
+    def __init__(self, decodings: Decodings, gate: BodyGate, nbytes: int, last: int, late_bytes: int) -> None:
         self.reservation = Reservation(gate, 0)
         self.nbytes = nbytes
         self.last = last
+        self.late_bytes = late_bytes
         self.reserved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._decodings = decodings
 
@@ -165,4 +171,6 @@ class Decoding:
             return
         if not self.reserved.done():
             self._decodings.drop(self)
+        elif self.late_bytes:
+            self.reservation.set_unchecked(self.late_bytes)
         self.task.add_done_callback(self.release)

@@ -196,7 +196,9 @@ class InferenceService:
             decode = partial(self._codecs.read_json, cast("JsonRequest", body), call)
         else:
             decode = partial(self._codecs.run, body.read, call)
-        decoding = self.decodings.begin(decode, call, body.growth_bytes, json_bytes=json_bytes)
+        decoding = self.decodings.begin(
+            decode, call, body.growth_bytes, json_bytes=json_bytes, body_bytes=body.body_bytes
+        )
         call.settle_by(self._waiting.run_after_decoding(call, decoding)).add_done_callback(decoding.release)
 
     def _on_settled(self, call: Call) -> None:

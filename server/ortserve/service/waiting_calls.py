@@ -112,7 +112,7 @@ class WaitingCalls:
     ) -> InferRequest:
         """Decode the only input of a raw request on a thread, which takes ``growth_bytes`` of memory."""
         decode = partial(self._codecs.run, partial(_with_raw_input, request, served), call)
-        decoding = self._decodings.begin(decode, call, growth_bytes)
+        decoding = self._decodings.begin(decode, call, growth_bytes, body_bytes=len(request.raw_input or b""))
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(decoding.release)

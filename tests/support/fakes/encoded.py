@@ -19,6 +19,7 @@ class Given:
     json_bytes: int = 0
     growth_bytes: int = 0
     is_short: bool = False
+    body_bytes: int = 0
     model_name: str = ""
 
     def decoding_place(self) -> DecodingPlace:

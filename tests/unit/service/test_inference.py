@@ -382,19 +382,24 @@ async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage
         await stage.service.serve(stage.service.receive("http"), Given(request, DecodingPlace.THREAD, 29, 900), AS_IS)
 
 
-async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(stage: Stage) -> None:
-    release = threading.Event()
+@pytest.mark.parametrize(("growth_bytes", "body_bytes"), [(900, 1), (0, 900)], ids=["texts", "views"])
+async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(
+    stage: Stage, growth_bytes: int, body_bytes: int
+) -> None:
+    begun, release = threading.Event(), threading.Event()
 
     def read() -> InferRequest:
+        begun.set()
         release.wait(60)
         return request()
 
     call, outcomes = stage.service.receive("http"), list[object]()
-    given = Given(read, DecodingPlace.THREAD, growth_bytes=900)
+    given = Given(read, DecodingPlace.THREAD, growth_bytes=growth_bytes, body_bytes=body_bytes)
     stage.service.start(call, given, AS_IS, outcomes.append, outcomes.append)
-    await asyncio.sleep(0)
+    await asyncio.to_thread(begun.wait, 60)
     call.cancel()
-    await asyncio.sleep(0)
+    for _ in range(4):
+        await asyncio.sleep(0)
     with Reservation(stage.service.gate, 0) as reservation:
         try:
             with pytest.raises(ServeError, match="max_inflight_bytes"):
