@@ -164,9 +164,14 @@ def _open(
             named = option_text(options.settings.entries.get(_DISABLED_OPTIMIZERS, ""))
             native.add_session_config_entry(_DISABLED_OPTIMIZERS, ";".join((named, *harmful)).lstrip(";"))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
-        edited = edited_model(path, edits, 0 if "" in model.opsets else _OPSET) if edits else None
-        if edited is not None and _WEIGHTS_FOLDER not in options.settings.entries:
-            native.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
+        edited: bytes | None = None
+        if edits:
+            folder, files = _weights_folder(path, model)
+            if _WEIGHTS_FOLDER in options.settings.entries:
+                files = {}
+            else:
+                native.add_session_config_entry(_WEIGHTS_FOLDER, str(folder))
+            edited = edited_model(path, edits, 0 if "" in model.opsets else _OPSET, files)
         attached = attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu)
         with options.interruptible(partial(native.set_load_cancellation_flag, True)):
             session = make_session(
@@ -189,6 +194,22 @@ def _open(
         error.__traceback__ = None  # its frames keep parts of the session alive, as below
         raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
     return session
+
+
+def _weights_folder(path: Path, model: Model) -> tuple[Path, dict[str, str]]:
+    """The folder from which an edited model reads external weights, and their names there if those differ.
+
+    ONNX Runtime reads no weights outside of a model's folder, also behind links. If the model file is a link, as in the
+    cache of Hugging Face, it accepts those in the folder of the target, too. An edited model is passed as bytes, so
+    ONNX Runtime does not know the target.
+    """
+    folder = path.parent.absolute()
+    own, beside = Path(os.path.realpath(folder)), Path(os.path.realpath(path)).parent
+    targets = {name: Path(os.path.realpath(folder / name)) for name in model.external_files if "\0" not in name}
+    are_own = all(target.is_relative_to(own) for target in targets.values())
+    if are_own or not all(target.is_relative_to(beside) for target in targets.values()):
+        return folder, {}
+    return beside, {name: str(target.relative_to(beside)) for name, target in targets.items()}
 
 
 def _missing_locale(reason: str) -> str:

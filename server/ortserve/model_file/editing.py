@@ -3,6 +3,7 @@
 The files of edited models do not change. Fields that are not replaced are copied without decoding them.
 """
 
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,10 @@ _SCOPE: Final = "\0"
 _FORMATS: Final = {FLOAT: "f", INT32: "i", INT64: "q"}
 _OPSET_DOMAIN: Final = 1
 _OPSET_VERSION: Final = 2
+_ENTRY_KEY: Final = 1
+_ENTRY_VALUE: Final = 2
+_PATH_OF_FILES: Final = (_MODEL_GRAPH, 5, 13)
+"""The fields that lead to the external data of a graph's initializers. ONNX Runtime follows no links for others."""
 
 AttributeValue: TypeAlias = int | float | str | bytes | Sequence[int] | Sequence[float]
 """A value of an attribute: an INT64, FP32 or text, a serialized tensor, or a list of one type of numbers."""
@@ -96,16 +101,18 @@ def first_output(node: Node) -> str:
     return next(filter(None, node.outputs), "")
 
 
-def edited_model(path: Path, edits: Edits, opset: int = 0) -> bytes:
+def edited_model(path: Path, edits: Edits, opset: int = 0, files: Mapping[str, str] = MappingProxyType({})) -> bytes:
     """The serialized model with these edits. Blocks on the file.
 
     Args:
         path: The file of the model.
         edits: The replacements.
         opset: The version of ONNX's own operators to import; 0 if the model imports them already.
+        files: New names of external files, by the names that the model has for them.
     """
     with reading_message(path) as data:
-        return _edit(data, edits, _write_opset(opset) if opset else b"")
+        edited = _edit(data, edits, _write_opset(opset) if opset else b"")
+    return bytes(_rename_files(memoryview(edited), files)) if files else edited
 
 
 def write_model(graph: bytes, opset: int, ir_version: int) -> bytes:
@@ -181,6 +188,28 @@ def _edit(model: memoryview, edits: Edits, opset: bytes) -> bytes:
             parts.append(model[kept:end])
         kept = end
     return b"".join((*parts, opset))
+
+
+def _rename_files(
+    message: memoryview, files: Mapping[str, str], path: Sequence[int] = _PATH_OF_FILES
+) -> bytes | memoryview:
+    """The message with other names of external files; the message itself if it has none of these names."""
+    if not path:
+        texts = {number: _text(message, span) for number, _, span in fields(message, 0, len(message))}
+        new = files.get(texts.get(_ENTRY_VALUE, "")) if texts.get(_ENTRY_KEY) == "location" else None
+        if new is None:
+            return message
+        return write_message(_ENTRY_KEY, b"location") + write_message(_ENTRY_VALUE, os.fsencode(new))
+    parts: list[bytes | memoryview] = []
+    kept = before = 0
+    for number, _, (start, end) in fields(message, 0, len(message)):
+        if number == path[0]:
+            renamed = _rename_files(old := message[start:end], files, path[1:])
+            if renamed is not old:
+                parts += [message[kept:before], write_tag(number), write_varint(len(renamed)), renamed]
+                kept = end
+        before = end
+    return b"".join((*parts, message[kept:])) if parts else message
 
 
 def _edit_graph(model: memoryview, start: int, end: int, edits: Edits, scope: str = "") -> Iterator[bytes | memoryview]:

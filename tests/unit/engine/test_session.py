@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, parser
+from onnx import TensorProto, helper, numpy_helper, parser
 
 import ortserve
 from models import builders
@@ -450,6 +450,50 @@ def test_external_weights_are_read_from_the_model_folder(tmp_path: Path) -> None
     (tmp_path / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
     (result,) = open_session(path, "m", OPTIONS).run(None, {"x": np.ones((2, 4), np.float32)})
     np.testing.assert_array_equal(result, np.full((2, 4), 4))
+
+
+@pytest.mark.parametrize(
+    ("target", "link", "is_open"),
+    [
+        ("blobs/a", "blobs/b", True),
+        ("blobs/a", "blobs/deep/b", True),
+        ("blobs/a", "b", False),
+        (None, "blobs/b", False),
+    ],
+)
+def test_edited_model_behind_a_link_reads_the_weights_that_onnx_runtime_accepts(
+    tmp_path: Path, target: str | None, link: str, is_open: bool
+) -> None:
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (int32[n,2] x, int32[n,2] z) => (int32[n,2] y) <int32[2] w = {3, 4}, int32[2] v = {10, 20}> {
+            d = Div(x, z)
+            a = Add(d, w)
+            y = Mul(a, v)
+        }"""
+    )
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))  # as bytes
+    (tmp_path / "blobs" / "deep").mkdir(parents=True)
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    path = folder / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
+    for name, place in (("weights", link), ("model.onnx", target)):
+        if place is not None:
+            (folder / name).rename(tmp_path / place)
+            (folder / name).symlink_to(tmp_path / place)
+    if not is_open:
+        with pytest.raises(Exception, match="External data path escapes model directory"):
+            ort.InferenceSession(str(path))
+        with pytest.raises(ServeError, match="External data path escapes model directory"):
+            open_session(path, "m", OPTIONS)
+        return
+    x = np.array([[6, 8]], np.int32)
+    for session in (ort.InferenceSession(str(path)), open_session(path, "m", OPTIONS)):
+        assert session.run(None, {"x": x, "z": x})[0].tolist() == [[40, 100]]
+    with pytest.raises(Exception, match="Integer division by zero"):
+        session.run(None, {"x": x, "z": x * 0})
 
 
 def test_free_dimension_gets_its_configured_size(tmp_path: Path) -> None:
