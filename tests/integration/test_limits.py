@@ -27,6 +27,7 @@ from servers import (
     read_metrics,
     rest_url,
     serving,
+    starting,
     wait_for_queue,
 )
 
@@ -234,3 +235,17 @@ def test_soft_limit_of_open_files_is_raised_and_a_low_hard_limit_is_logged(flags
         for _ in range(400):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=LONG_S))
         assert httpx.get(f"http://{server.metrics}/v2/health/ready", timeout=LONG_S).status_code == 200
+
+
+@pytest.mark.parametrize("files", [8, 12, 13, 14, 15])
+def test_start_that_the_limit_of_open_files_prevents_is_one_error_and_status_1(files: int) -> None:
+    """The event loop cannot be created, or runs and misses a descriptor for a listener."""
+    limit = ("bash", "-c", 'ulimit -n "$0" && exec "$@"', str(files))
+    with starting("--example", through=limit) as server:
+        assert server.wait() == 1
+    errors = [line for line in server.lines if "ERROR" in line and " asyncio " not in line]
+    assert len(errors) == 1
+    assert "the server cannot start" in errors[0]
+    assert "Too many open files" in errors[0]
+    assert "Traceback" not in server.output
+    assert "never awaited" not in server.output

@@ -17,7 +17,7 @@ from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.process_limits import SPARE_FILES, limit_malloc_arenas, raise_open_files
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, put_loop_first, set_slice
 from ortserve.errors import ServeError
-from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event, never_wait_for_standard_error
+from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event, log_fault, never_wait_for_standard_error
 from ortserve.telemetry.standard_error import StandardError
 
 logger: Final = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ _LAST_LINES_S: Final = 1.0
 def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoReturn:
     """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal kills it at once.
 
-    The status is 1 if the server cannot start, or if the drain timed out: requests were cut off or runs abandoned.
+    The status is 1 if the server cannot start, or if the drain failed or timed out: requests were cut off or runs
+    abandoned.
     ``origins`` says where each option that is set was set, for the console.
     """
     limit_malloc_arenas()
@@ -49,12 +50,17 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoR
         log_event(logger, logging.WARNING, message, open_files=files, connections=connections)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     put_loop_first()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            runner.run(_serve(options, switches, origins))
-        except ServeError as error:
-            log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
-            _exit(1)
+    # Named, so that they outlive an error of theirs: the end of an open loop or an idle coroutine is logged, too.
+    runner, serving = asyncio.Runner(loop_factory=uvloop.new_event_loop), _serve(options, switches, origins)
+    try:
+        runner.run(serving)
+    except ServeError as error:
+        log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
+    except (OSError, RuntimeError, MemoryError) as error:  # the system's limits: descriptors, threads, memory
+        log_event(logger, logging.ERROR, "the server cannot start", reason=str(error) or type(error).__name__)
+    except Exception as fault:  # noqa: BLE001 - the process ends
+        log_fault(logger, "the server cannot start", fault)
+    _exit(1)
 
 
 async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None) -> NoReturn:
@@ -73,10 +79,19 @@ async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping
         await stopping
         loading.cancel()
         watching.cancel()
-        is_whole = await server.drain()
+        is_whole = await _drain(server)
     finally:
         await server.stop()
     _exit(0 if is_whole else 1)
+
+
+async def _drain(server: Server) -> bool:
+    """Drain the server. Returns False if requests were cut off, runs are still active or a part failed."""
+    try:
+        return await server.drain()
+    except Exception as fault:  # noqa: BLE001 - the server stops all the same
+        log_fault(logger, "the drain failed", fault)
+        return False
 
 
 def _exit(status: int) -> NoReturn:

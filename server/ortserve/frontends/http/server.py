@@ -66,6 +66,7 @@ class HttpServer:
 
         Raises:
             ServeError: conflict if the server cannot listen on the address; the message names the option.
+            OSError: The system permits no further file.
         """
         options = self._context.options
         listener = open_listener("http_port", options.host, options.http_port, reuse_port=options.reuse_port)
@@ -82,7 +83,11 @@ class HttpServer:
         )
         self._server = _Server(config, make_protocol, self._context, self._tls)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
-        await self._server.is_up.wait()
+        starting = asyncio.create_task(self._server.is_up.wait(), name="http start")
+        await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            starting.cancel()
+            self._serving.result()  # raises the error of the start
         return int(listener.getsockname()[1])
 
     def _make_protocol(self, *, server_state: ServerState, **_: object) -> HttpProtocol:
