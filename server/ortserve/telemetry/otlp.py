@@ -30,7 +30,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from ortserve import __version__
 from ortserve.clock import Clock
+from ortserve.core.thread_pool import start_thread
 from ortserve.core.timing import PHASES, EndedStep
+from ortserve.errors import ServeError
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.otlp_exporter import make_exporter
 from ortserve.telemetry.tracing import EndedRequest, Operation
@@ -301,8 +303,12 @@ class OtlpTracing:
     def close(self, timeout_s: float) -> None:
         # The processor itself would wait for half a minute before it stops the exporter.
         closing = threading.Thread(target=self._processor.shutdown, name="trace flush", daemon=True)
-        closing.start()
-        closing.join(timeout_s)
+        try:
+            start_thread(closing)
+        except ServeError as error:
+            log_event(logger, logging.WARNING, "the last traces are not sent", reason=error.message)
+        else:
+            closing.join(timeout_s)
         self._exporter.shutdown()
 
 

@@ -17,6 +17,7 @@ from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.otlp import OtlpTracing
 from ortserve.telemetry.tracing import EndedRequest, http_operation
+from scarcity import no_threads
 
 OPERATION: Final = http_operation("/infer", "http", {None: 200, ErrorKind.DEADLINE: 504, ErrorKind.INTERNAL: 500})
 TRACE_ID: Final = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -281,3 +282,13 @@ def test_exports_share_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_export_whose_answer_is_incomplete_has_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
     export_to(Incomplete, 2, monkeypatch)
     assert Incomplete.connections == 2, "an export was repeated"
+
+
+def test_close_without_a_free_thread_stops_the_export_at_once(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracing = tracing_to(collector.endpoint)
+    with no_threads():
+        tracing.close(60)
+    (record,) = caplog.records
+    assert record.getMessage() == "the last traces are not sent"
