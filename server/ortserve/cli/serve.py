@@ -5,8 +5,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
@@ -32,7 +32,7 @@ from ortserve.paths import is_model_file, open_file
 from ortserve.telemetry.logs import json_line
 
 _REPORT_S: Final = 5.0
-"""Time after which a repository that does not answer, such as NFS without its server, is reported."""
+"""Time after which a file system that does not answer, such as NFS without its server, is reported."""
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     find_problem = partial(_repository_problem, log_format=options.log_format)
     if problems := list(filter(None, map(find_problem, options.repositories))):
         return refuse(*problems)
+    _wait_for_files(options)
     if problem := runtime_problem(installed_runtimes()):
         return refuse(problem)
     from ortserve.app.run import run  # imported here, because it imports the engine
@@ -69,24 +70,44 @@ def _repository_problem(repository: Repository, *, log_format: str) -> str:
     """Why a folder of models or a model file cannot be read; empty if it can, and for a repository in a store."""
     if not isinstance(repository, Path):
         return ""
-    report = threading.Timer(_REPORT_S, _report_silence, (log_format, repository))
-    report.daemon = True
-    with suppress(RuntimeError):  # the system permits no further thread
-        report.start()
     try:
         # The dot needs the right to search the folder, too.
-        with open_file(repository) if is_model_file(repository) else os.scandir(f"{repository}/."):
+        with (
+            _silence_reported(log_format, f"repositories: '{repository}'"),
+            open_file(repository) if is_model_file(repository) else os.scandir(f"{repository}/."),
+        ):
             return ""
     except OSError as error:
         expected = "a folder of models or an .onnx file"
         return f"repositories: expected {expected}, got '{repository}': {error.strerror}"
+
+
+def _wait_for_files(options: ServerOptions) -> None:
+    """Access the files of the other options, which the server opens without a time limit of its own.
+
+    Reports contain no paths: a key may have been given instead of the path of its file.
+    """
+    for name in sorted(ServerOptions.model_fields.keys() - {"repositories"}):
+        value = getattr(options, name)
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path):
+                # The server itself reports what it cannot open.
+                with _silence_reported(options.log_format, f"{name}: the path"), suppress(OSError, ValueError):
+                    path.stat()
+
+
+@contextmanager
+def _silence_reported(log_format: str, accessed: str) -> Iterator[None]:
+    """Report once if the context does not end within ``_REPORT_S``."""
+    text = f"{accessed} has not answered for {_REPORT_S:g} s; waiting"
+    report = threading.Timer(_REPORT_S, _write, (log_format, "WARNING", "the server waits", text))
+    report.daemon = True
+    with suppress(RuntimeError):  # the system permits no further thread
+        report.start()
+    try:
+        yield
     finally:
         report.cancel()
-
-
-def _report_silence(log_format: str, repository: Path) -> None:
-    text = f"repositories: '{repository}' has not answered for {_REPORT_S:g} s; waiting"
-    _write(log_format, "WARNING", "the server waits", text)
 
 
 def build_parser() -> argparse.ArgumentParser:

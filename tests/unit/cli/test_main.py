@@ -90,6 +90,34 @@ def test_start_reports_a_repository_that_hangs_and_waits_for_it(
     assert served == []
 
 
+@pytest.mark.parametrize("option", ["infer_keys_file", "tls_cert_file", "trace_file", "record_dir"])
+def test_start_reports_a_file_that_hangs_without_its_path_and_waits_for_it(
+    option: str,
+    served: list[ServerOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(serve, "_REPORT_S", 0.05)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    flags = ["--example", flag_name(option), str(folder / "one")]
+    if option == "tls_cert_file":
+        flags += ["--tls-key-file", str(tmp_path / "key.pem")]
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            with hung(folder):
+                starting = threads.submit(serve.main, flags)
+                text = ""
+                while not text and not starting.done():
+                    text = capsys.readouterr().err
+                    time.sleep(LOOK_S)
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        starting.result()  # the server itself reports files that it cannot open
+    assert text == f"ortserve serve: {option}: the path has not answered for 0.05 s; waiting\n"
+
+
 def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text(f"repositories: ['{tmp_path}']\n")
 
