@@ -78,7 +78,7 @@ class ServerOptions(
     state_dir: OptionalPath = None
     """Folder of the file that stores changes made by calls, such as labels, across restarts. Unset: ``.ortserve`` in
     the first repository, created by the first such call."""
-    repository_poll_s: float = Field(default=15.0, gt=0, le=86400)
+    repository_poll_s: float = Field(default=15.0, ge=0.01, le=86400)
     """Interval of scans in mode ``poll``. A scan may find a folder that is still being copied: its load fails, the
     previous version keeps serving, and the next scan retries. Rename complete folders into place to avoid this. Names
     that begin with a dot are ignored."""

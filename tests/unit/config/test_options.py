@@ -222,6 +222,7 @@ def test_all_origins_stand_alone(file: Path) -> None:
         ("http_port: true", "http_port: expected integer, 0 to 65535, got True"),
         ("http_port: '8000'", "http_port: expected integer, 0 to 65535, got '8000'"),
         ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, in seconds, got nan"),
+        ("repository_poll_s: 0.001", "repository_poll_s: expected number, 0.01 to 86400, in seconds, got 0.001"),
         ("repositories: models", "repositories: expected list of paths and URLs, got 'models'"),
         ("http_port: 1\nhttp_port: 2", "expected each key once, got 'http_port' again in line 2"),
         ("- http_port", "expected a mapping of keys to values, got a list"),
