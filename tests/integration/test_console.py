@@ -14,6 +14,8 @@ from typing import Literal
 
 import httpx
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 pytest.importorskip("playwright", reason="needs playwright")
@@ -28,7 +30,7 @@ from models import builders
 from ortserve.core.dtypes import DataType
 from ortserve.example import repository_path
 from proxies import free_ports
-from servers import LONG_S, ServerProcess, add_model, json_input, rest_url, serving, starting
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, starting
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -230,6 +232,26 @@ def test_form_takes_all_datatypes_and_its_code_gives_the_same_answer(
             program.write_text(page.get_by_role("region", name="Python").inner_text())
             done = subprocess.run([sys.executable, program], capture_output=True, check=False, timeout=LONG_S)
             assert (done.returncode, done.stdout[:4]) == (0, b"y [["), (datatype, done)
+
+
+def test_answers_that_are_no_numbers_and_names_with_signs_of_a_shell_are_shown(browser: Browser, tmp_path: Path) -> None:
+    name = "it's a log (1)"
+    folder = tmp_path / name / "1"
+    folder.mkdir(parents=True)
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[n, 4] x) => (float[n, 4] y) { y = Log(x) }'
+    onnx.save(onnx.parser.parse_model(text), folder / "model.onnx")
+    with serving(tmp_path, *SHORT_WARMUP) as server, open_page(browser, f"{server.url}/") as page:
+        page.get_by_role("link", name=name, exact=True).click()
+        page.get_by_label("Values").fill("1 0 -1 2")
+        page.get_by_role("button", name="Run").click()
+        values = page.get_by_role("region", name="Values of y", exact=True)
+        expect(values).to_have_text(re.compile(r"^0 -Infinity NaN 0\.6931\d*$"))
+        largest = page.get_by_role("region", name="Largest values of y").locator("tbody tr")
+        expect(largest).to_have_text(["30.693", "00", "1-∞", "2NaN"])
+        page.get_by_text("This request as code").click()
+        command = page.get_by_role("region", name="curl").inner_text()
+        answer = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=LONG_S)
+        assert b'"data":[0.0,-Infinity,NaN,0.6931' in answer.stdout
 
 
 def test_form_names_wrong_values(browser: Browser, server: ServerProcess) -> None:

@@ -26,11 +26,20 @@ function addressOf(location) {
   return location.host + location.pathname.replace(/\/[^/]*$/, "");
 }
 
+function quoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+/** Return a text for a shell, quoted if it needs that. */
+function shellText(text) {
+  return /^[\w.:/%~-]+$/.test(text) ? text : quoted(text);
+}
+
 /** Return the request as a curl command, which reads a long body from a file. */
 export function curlCommand(location, path, body, needsKey) {
-  const lines = [`curl -s ${location.protocol}//${addressOf(location)}${path}`];
+  const lines = [`curl -s ${shellText(`${location.protocol}//${addressOf(location)}${path}`)}`];
   if (needsKey) lines.push(`-H "Authorization: Bearer $KEY"`);
-  lines.push(body.length > LONGEST_COMMAND ? "--data-binary @request.json" : `-d '${body.replaceAll("'", "'\\''")}'`);
+  lines.push(body.length > LONGEST_COMMAND ? "--data-binary @request.json" : `-d ${quoted(body)}`);
   return lines.join(" \\\n  ");
 }
 

@@ -94,9 +94,13 @@ export function requestText(inputs, parameters) {
   return `{${more}"inputs":[${entries}]}`;
 }
 
-/** Parse an answer. Integers beyond 2^53 become texts with all digits, if the browser supports this. */
+/**
+ * Parse an answer. Integers beyond 2^53 become texts with all digits, if the browser supports this. The bare tokens NaN,
+ * Infinity and -Infinity, which JSON does not know, become texts.
+ */
 export function parseAnswer(text) {
-  return JSON.parse(text, (key, value, context) =>
+  const json = text.replace(/"[^"\\]*(?:\\.[^"\\]*)*"|-?(?:NaN|Infinity)/g, (part) => (part[0] === '"' ? part : `"${part}"`));
+  return JSON.parse(json, (key, value, context) =>
     typeof value === "number" && Number.isInteger(value) && !Number.isSafeInteger(value) && context?.source
       ? context.source
       : value,

@@ -211,7 +211,7 @@ function drawOutput({ name, datatype, shape, data }, labels) {
   const width = countOf(shape.slice(1));
   const rows = shape.length > 1 && isScores && width > 1 && width <= 100_000 ? Math.min(shape[0], MOST_ROWS) : 0;
   const bars = Array.from({ length: rows }, (_, row) =>
-    drawBars(rows > 1 ? `${name}, row ${row + 1}` : name, data.slice(row * width, (row + 1) * width), labels),
+    drawBars(rows > 1 ? `${name}, row ${row + 1}` : name, data.slice(row * width, (row + 1) * width).map(Number), labels),
   );
   const values = data.slice(0, MOST_SHOWN).map((value) => {
     const label = !isScores && shape.length <= 1 && typeof value === "number" ? labels[value] : undefined;
@@ -227,14 +227,18 @@ function drawOutput({ name, datatype, shape, data }, labels) {
   );
 }
 
-/** Draw the largest values of a row as bars. */
+/** Draw the largest values of a row as bars. NaN comes last; an infinite bar is as long as the longest. */
 function drawBars(title, values, labels) {
-  const order = values.map((_, index) => index).sort((one, other) => values[other] - values[one]);
+  const isLess = (one, other) => one < other || (Number.isNaN(one) && !Number.isNaN(other));
+  const order = values
+    .map((_, index) => index)
+    .sort((one, other) => isLess(values[one], values[other]) - isLess(values[other], values[one]));
   const shown = order.slice(0, MOST_BARS);
-  const most = Math.max(...shown.map((index) => Math.abs(values[index])), Number.MIN_VALUE);
+  const finite = shown.map((index) => Math.abs(values[index])).filter(Number.isFinite);
+  const most = Math.max(...finite, Number.MIN_VALUE);
   const rows = shown.map((index) => {
     const bar = el("span", { class: "bar a1", "aria-hidden": "true" });
-    bar.style.width = `${(100 * Math.max(0, values[index])) / most}%`;
+    bar.style.width = `${Math.min(100, (100 * Math.max(0, values[index] || 0)) / most)}%`;
     const label = labels[index] === undefined ? String(index) : `${index}: ${labels[index]}`;
     return [label, number(values[index]), el("span", { class: "track" }, bar)];
   });
