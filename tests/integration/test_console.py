@@ -234,7 +234,7 @@ def test_form_takes_all_datatypes_and_its_code_gives_the_same_answer(
             assert (done.returncode, done.stdout[:4]) == (0, b"y [["), (datatype, done)
 
 
-def test_answers_that_are_no_numbers_and_names_with_signs_of_a_shell_are_shown(browser: Browser, tmp_path: Path) -> None:
+def test_answers_that_are_no_numbers_and_names_with_quotes_are_shown(browser: Browser, tmp_path: Path) -> None:
     name = "it's a log (1)"
     folder = tmp_path / name / "1"
     folder.mkdir(parents=True)
@@ -610,3 +610,9 @@ def picture_size(file: Path) -> tuple[int, int]:
     """Width and height of a PNG file."""
     width, height = struct.unpack(">II", file.read_bytes()[16:24])
     return width, height
+
+
+def test_malformed_address_shows_a_view_all_the_same(browser: Browser, server: ServerProcess) -> None:
+    with open_page(browser, f"{server.url}/#/%E0%") as page:
+        expect(page.get_by_role("heading", name="Models", exact=True)).to_be_visible()
+        expect(rows_of(page)).not_to_have_count(0)

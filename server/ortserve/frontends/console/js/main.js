@@ -12,9 +12,18 @@ const live = new Live();
 const main = document.getElementById("view");
 let shown = null;
 
+/** Decode a part of the address. A part that a user has typed may be malformed, and stays as it is. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 /** Show the view that the address names: #/models, #/models/<name>/<version> or #/server. */
 function route() {
-  const parts = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const parts = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
   const [view, name, version] = parts;
   const watched = view === "models" && name ? { model: name, version: version ?? "" } : null;
   shown?.close?.();
