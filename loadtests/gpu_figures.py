@@ -72,7 +72,7 @@ from ortserve.device.devices import DeviceProvider  # noqa: E402
 from ortserve.engine.provider_options import CPU, CUDA  # noqa: E402
 from ortserve.device.devices import DeviceRuntime  # noqa: E402
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest  # noqa: E402
-from ortserve.registry.load.coordination import Progress  # noqa: E402
+from ortserve.registry.load.progress import Progress  # noqa: E402
 from ortserve.registry.load.inputs import InputGenerator  # noqa: E402
 from ortserve.registry.load.loaded_model import LoadedModel  # noqa: E402
 from ortserve.registry.load.pipeline import load_model  # noqa: E402

@@ -45,9 +45,9 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
+from ortserve.registry.load.progress import Progress
 
 both_ways = pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
 

@@ -20,8 +20,8 @@ from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
 from ortserve.model_file.reading import read_model
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.row_trial import why_rows_depend
 from ortserve.registry.load.warmup import WarmUpPlan, warm_up
 

@@ -19,7 +19,7 @@ from encodings_of_requests import grpc_raw, rest_json
 from held_files import held_file
 from http_wire import wait_until
 from models import builders, interfaces
-from ortserve.registry.load.coordination import MAX_LOADS
+from ortserve.registry.load.load_limits import MAX_LOADS
 from servers import (
     LONG_S,
     SHORT_WARMUP,

@@ -7,7 +7,7 @@ from typing import Final
 
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
-from ortserve.registry.load.coordination import WAITING, Progress
+from ortserve.registry.load.progress import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostAccount
 from ortserve.registry.rollout import Rollout

@@ -19,9 +19,9 @@ from ortserve.core.inflight import InflightRequest, Scheduling
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.batch_sizes import RunBounds, SizeLatency, WorkerRuns, as_batch
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.served_model import ServedModel
 from ortserve.registry.served_version import ServedVersion
 from ortserve.telemetry.logs import log_event

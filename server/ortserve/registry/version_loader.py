@@ -23,10 +23,11 @@ from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.capture_trial import CaptureTrials
-from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, LoadSlots, Progress
 from ortserve.registry.load.golden_check import check_ensemble
+from ortserve.registry.load.load_limits import MAX_LOADS, LoadLimiter, LoadSlots
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.trial_load import TrialLoad, try_load
 from ortserve.registry.repository.fingerprints import changed_file, watch_files
 from ortserve.registry.repository.model_files import read_output_labels

@@ -14,7 +14,8 @@ from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.catalog import ON_DEMAND, UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError
-from ortserve.registry.load.coordination import LoadCancelledError, LoadRank
+from ortserve.registry.load.load_limits import LoadRank
+from ortserve.registry.load.progress import LoadCancelledError
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.memory_room import MemoryRoom, NoRoomError
 from ortserve.registry.version_loader import FilesChangedError, VersionLoader

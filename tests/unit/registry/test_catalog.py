@@ -3,7 +3,7 @@
 import pytest
 
 from ortserve.registry.catalog import State, VersionRecord
-from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.progress import Progress
 
 
 def in_state(state: State) -> VersionRecord:

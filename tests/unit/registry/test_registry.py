@@ -34,8 +34,8 @@ from ortserve.errors import ErrorKind, NotInMemoryError, ServeError, invalid_inp
 from ortserve.registry import changes, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
-from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.load.progress import WAITING
 from ortserve.registry.registry import Registry
 from ortserve.registry.served_model import ServedModel
 from ortserve.registry.version_loader import VersionLoader

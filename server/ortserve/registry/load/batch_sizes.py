@@ -10,8 +10,8 @@ from typing import Final
 
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.errors import DeviceLostError, RunTimeoutError
-from ortserve.registry.load.coordination import LoadCancelledError, Progress
 from ortserve.registry.load.inputs import InputGenerator
+from ortserve.registry.load.progress import LoadCancelledError, Progress
 
 MAX_SWEPT_ROWS: Final = 64
 """The largest size that is measured unless the configuration asks for more."""

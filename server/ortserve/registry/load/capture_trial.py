@@ -32,8 +32,8 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.model_file.reading import read_model
 from ortserve.registry.load.analysed_model import AnalysedModel
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.row_axes import find_row_axes
 
 TIMEOUT_S: Final = 300.0

@@ -10,8 +10,8 @@ from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
 from ortserve.engine.instance import Instance
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.batch_sizes import SizeLatency, SizeTimer, WorkerRuns
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.session_opener import OpenedSession
 from ortserve.registry.load.warmup import WarmUpResult
 

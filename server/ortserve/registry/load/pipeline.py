@@ -30,14 +30,15 @@ from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model, find_files
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
 from ortserve.registry.load.capture_trial import CaptureTrials
-from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
 from ortserve.registry.load.device_batches import DeviceBatches, keep_states, prepare_batches, time_on_buffers
 from ortserve.registry.load.empty_axes import find_empty_axes
 from ortserve.registry.load.golden_check import check_loaded
 from ortserve.registry.load.inputs import InputGenerator, Sample, make_samples
 from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
+from ortserve.registry.load.load_limits import LoadLimiter, LoadPermit
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
-from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
+from ortserve.registry.load.progress import LoadCancelledError, Progress
+from ortserve.registry.load.provider_settings import ProviderSettings, cpu_accepts_any, find_rejected_rows
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.load.warmup import WarmUpPlan, WarmUpResult, run_once, run_samples, warm_up, why_alone

@@ -35,7 +35,7 @@ from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
 from ortserve.registry.load.capture_trial import CaptureTrials, ReplayObstacles
-from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.row_trial import MIN_ROWS
 
 

@@ -11,8 +11,8 @@ from ortserve.config.session import provider_parts
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.child_process import Failure, run_in_child
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.progress import Progress
 
 _LIMIT_S: Final = 3600.0
 """Time limit of the whole load. Its runs have their own limit, ``warmup_run_timeout_s``."""

@@ -18,7 +18,7 @@ from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.plan import member_names
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
-from ortserve.registry.load.coordination import MAX_LOADS
+from ortserve.registry.load.load_limits import MAX_LOADS
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.eviction import (
     HOST,

@@ -16,7 +16,6 @@ from ortserve.core.tensor import is_absent
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.batch_sizes import RunBounds
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.golden_check import InstanceRuns, as_batched, as_sent
 from ortserve.registry.load.golden_samples import (
     GOLDEN_FILE,
@@ -31,6 +30,7 @@ from ortserve.registry.load.golden_samples import (
 )
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.recording import UnrecordableError, encode_texts, write_arrays
 from ortserve.tools.control import Control

@@ -5,9 +5,9 @@ from typing import Any, Final
 from ortserve.clock import monotonic_ns
 from ortserve.engine.provider_options import CPU
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS, RunBounds, WorkerRuns
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 from ortserve.tools.console import Step

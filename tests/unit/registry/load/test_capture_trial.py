@@ -21,7 +21,7 @@ from ortserve.device.protocol import BoundRun
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
 from ortserve.registry.load.capture_trial import CaptureTrial, CaptureTrials, TrialRequest
-from ortserve.registry.load.coordination import LoadCancelledError, Progress
+from ortserve.registry.load.progress import LoadCancelledError, Progress
 
 pytestmark = pytest.mark.usefixtures("importable", "preloaded_commands")
 

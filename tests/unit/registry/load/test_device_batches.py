@@ -28,10 +28,10 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.model_file.graph import Model
 from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials, ReplayObstacles, TrialRequest
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.device_batches import DeviceBatches, doubling
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.progress import Progress
 
 
 class Trials(CaptureTrials):

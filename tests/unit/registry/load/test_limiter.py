@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from ortserve.registry.load.coordination import LoadLimiter, LoadPermit
+from ortserve.registry.load.load_limits import LoadLimiter, LoadPermit
 
 WAIT_S = 30
 

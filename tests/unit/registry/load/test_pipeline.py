@@ -38,10 +38,9 @@ from ortserve.engine.runtime import Offer
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 from ortserve.model_file.graph import Model
-from ortserve.registry.load import analysed_model
-from ortserve.registry.load import providers as providers_module
+from ortserve.registry.load import analysed_model, provider_settings
 from ortserve.registry.load.batch_policy import batch_policy
-from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, Progress
+from ortserve.registry.load.load_limits import LoadLimiter
 from ortserve.registry.load.loaded_model import (
     LoadedModel,
     describe_properties,
@@ -50,6 +49,7 @@ from ortserve.registry.load.loaded_model import (
     threads_without_effect,
 )
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.progress import LoadCancelledError, Progress
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.rows import Sizes, find_sizes
 from rows.cases import fill_weights
@@ -81,8 +81,8 @@ def test_model_is_reopened_only_if_its_size_suggested_the_wrong_number_of_thread
     opened: list[int],
     threads: int,
 ) -> None:
-    monkeypatch.setattr(providers_module, "core_budget", lambda: 2)
-    monkeypatch.setattr(providers_module, "_SMALL_MODEL_NBYTES", few_nbytes)
+    monkeypatch.setattr(provider_settings, "core_budget", lambda: 2)
+    monkeypatch.setattr(provider_settings, "_SMALL_MODEL_NBYTES", few_nbytes)
     seen: list[int] = []
 
     def open_noted(opener: SessionOpener, choice: ProviderChoice, threads: int) -> OpenedSession:
@@ -106,7 +106,7 @@ def test_short_runs_get_one_thread_unless_configured(tmp_path: Path) -> None:
 def test_load_reads_the_number_of_cores_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quota may change meanwhile, and each read takes 0.4 ms."""
     reads = iter([2])
-    monkeypatch.setattr(providers_module, "core_budget", lambda: next(reads))
+    monkeypatch.setattr(provider_settings, "core_budget", lambda: next(reads))
     load(builders.mlp(tmp_path / "model.onnx"))
     assert not list(reads)
 
@@ -458,7 +458,7 @@ class Providers:
         self._most_rows = most_rows
         self._sessions: list[weakref.ref[Any]] = []
         monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", self._open)
-        monkeypatch.setattr("ortserve.registry.load.providers.open_session", self._try)
+        monkeypatch.setattr("ortserve.registry.load.provider_settings.open_session", self._try)
 
     def _open(self, path: Path, name: str, options: SessionOptions, model: Model | None = None) -> Any:
         asked = options.provider.name
@@ -590,7 +590,7 @@ def test_model_that_the_cpu_cannot_open_is_served_as_picky(tmp_path: Path, monke
     def open_none(*args: Any) -> Any:
         raise ServeError(ErrorKind.INVALID_INPUT, "No Op registered for Own")
 
-    monkeypatch.setattr("ortserve.registry.load.providers.open_session", open_none)
+    monkeypatch.setattr("ortserve.registry.load.provider_settings.open_session", open_none)
     loaded = load_on(builders.mlp(tmp_path / "model.onnx"), [OTHER, "cpu"])
     assert (loaded.execution_provider, loaded.warm_up.rejection) == (
         OTHER,
@@ -648,7 +648,7 @@ def test_rows_that_a_provider_rejects_are_tried_on_the_cpu_with_only_the_setting
         kept.write_bytes(b"of the provider")
         return session
 
-    monkeypatch.setattr("ortserve.registry.load.providers.open_session", try_without_libraries)
+    monkeypatch.setattr("ortserve.registry.load.provider_settings.open_session", try_without_libraries)
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_without_libraries)
     monkeypatch.setattr("ortserve.registry.load.analysed_model.operator_libraries", lambda options, folder: libraries)
     monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0
@@ -753,7 +753,7 @@ def test_pinned_threads_are_kept_for_short_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
 ) -> None:
     """A single thread has no affinity to set, and ONNX Runtime would not report it."""
-    monkeypatch.setattr("ortserve.registry.load.providers.core_budget", lambda: 2)
+    monkeypatch.setattr("ortserve.registry.load.provider_settings.core_budget", lambda: 2)
     path = builders.mlp(tmp_path / "model.onnx")
     options = ModelOptions.model_validate({"warmup_s": 0.1, "session": session})
     assert load(path, options).intra_op_threads == 2

@@ -4,7 +4,7 @@ import signal
 import subprocess
 
 from fakes.clock import FakeClock
-from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.progress import Progress
 
 
 def test_time_counts_from_the_current_step() -> None:

@@ -11,8 +11,8 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator, Sample
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 
 Compute = Callable[[np.ndarray], np.ndarray]

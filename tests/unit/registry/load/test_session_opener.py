@@ -22,7 +22,7 @@ from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
-from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.session_opener import SessionOpener
 
 

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from ortserve.registry.load.coordination import LoadCancelledError, LoadRank, LoadSlots, Progress
+from ortserve.registry.load.load_limits import LoadRank, LoadSlots
+from ortserve.registry.load.progress import LoadCancelledError, Progress
 
 
 async def test_loads_begin_by_rank_and_then_in_their_order() -> None:

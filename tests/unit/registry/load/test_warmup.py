@@ -25,10 +25,10 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS, RunBounds, SizeLatency, WorkerRuns
-from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.device_batches import time_on_buffers
 from ortserve.registry.load.inputs import LARGER_FREE_DIMS, InputGenerator, Sample
-from ortserve.registry.load.providers import find_rejected_rows, run_until_accepted
+from ortserve.registry.load.progress import Progress
+from ortserve.registry.load.provider_settings import find_rejected_rows, run_until_accepted
 from ortserve.registry.load.warmup import WarmUpPlan, WarmUpResult, run_samples, warm_up
 
 MS = 1_000_000
