@@ -39,12 +39,12 @@ class Reconciler:
         sources: dict[str, ModelSource],
         changes: Changes,
         clock: Clock,
-        on_versions: Callable[[str], None],
+        on_model_change: Callable[[str], None],
     ) -> None:
         """Change nothing yet.
 
         ``sources`` has the source of the latest load of each model, as in ``Registry``. Only this class writes to it.
-        ``on_versions`` is called with a model whose versions, configuration, labels or rollout may have changed.
+        ``on_model_change`` is called with a model whose versions, configuration, labels or rollout may have changed.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
@@ -54,7 +54,7 @@ class Reconciler:
         self._sources = sources
         self._changes = changes
         self._clock = clock
-        self._on_versions = on_versions
+        self._on_model_change = on_model_change
         self._retries = LoadRetries()
         self._ensembles: dict[str, None] = {}
         """The models that have been ensembles since they were loaded: of thousands of models, few or none."""
@@ -183,7 +183,7 @@ class Reconciler:
         if not is_forced and self.waits_for_request(source):
             self._versions.offer_on_demand(source)
             self._retries.forget(name)
-            self._on_versions(name)
+            self._on_model_change(name)
             return []
         self._versions.forget(
             record
@@ -204,7 +204,7 @@ class Reconciler:
                 self._versions.offer_on_demand(before)
         if not (is_by_client and failures):
             self._labels.apply_configured(name)
-        self._on_versions(name)
+        self._on_model_change(name)
         if not failures:
             self._retire(name, changes.retire)
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
@@ -230,7 +230,7 @@ class Reconciler:
             log_without_effect(name, source.without_effect)
         failed = self._known_failures(source) if is_awaited else {}
         incoming = self._versions.announce(source, sorted({*versions} - failed.keys()), is_awaited=is_awaited)
-        self._on_versions(name)  # A rollout that the source lacks must not last until the loads have ended.
+        self._on_model_change(name)  # A rollout that the source lacks must not last until the loads have ended.
         failures = [_failure(version, reason) for version, reason in failed.items()] + [
             _failure(record.version, reason) for record in incoming if (reason := await self._versions.load(record))
         ]
@@ -320,7 +320,7 @@ class Reconciler:
                 self._retries.note_failure(record.model, self._clock())
             else:
                 await self._reconnect_dependents(record.model)
-            self._on_versions(record.model)
+            self._on_model_change(record.model)
 
     async def remove(self, name: str) -> ModelSource | None:
         """Take a model out of service and forget its source. Returns the source. The caller holds the model's lock."""
@@ -332,7 +332,7 @@ class Reconciler:
         self._versions.end_on_demand(name)
         self._versions.drain_all(name)
         self._labels.forget(name)  # Not before, because another version than ``stable`` would answer.
-        self._on_versions(name)
+        self._on_model_change(name)
         await self.drop_dependents(name)  # Ensembles loaded in the meantime hold the model.
         await self._draining.wait(name)
         return source

@@ -106,7 +106,7 @@ class Registry:
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not. A failed load by a client leaves it as it was."""
         state = state or StateFile(None)
-        state.on_change = self._on_state
+        state.on_change = self._on_state_stored
         self._labels = Labels(self._catalog, self._sources, state)
         self._reader = SourceReader(repositories, defaults, mirrors, self._labels.named_versions)
         self._reconciler = Reconciler(
@@ -117,7 +117,7 @@ class Registry:
             self._sources,
             self._changes,
             clock,
-            on_versions=lambda name: self.on_versions(name),
+            on_model_change=lambda name: self.on_model_change(name),
         )
         on_demand = LoadsOnDemand(
             self._catalog,
@@ -141,7 +141,7 @@ class Registry:
         """Models that a poll unloads when the loads that it began have ended."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after the state of a version has changed, and when initial loading is over."""
-        self.on_versions: Callable[[str], None] = lambda name: None
+        self.on_model_change: Callable[[str], None] = lambda name: None
         """Called with a model whose versions, configuration, labels or rollout may have changed."""
 
         # Calls that one part of the registry answers alone: attributes, so that a request makes no additional call.
@@ -381,10 +381,10 @@ class Registry:
         finally:
             self._leaving -= gone
 
-    def _on_state(self, name: str) -> None:
-        """Put a change of a model by a call into effect, which is on the disk."""
+    def _on_state_stored(self, name: str) -> None:
+        """Put the labels and the rollout of a model into effect after a call has changed them and they are stored."""
         self._labels.apply(name)
-        self.on_versions(name)
+        self.on_model_change(name)
         self._start(self._reconciler.settle_labels(name))
 
     def _must_stay(self, name: str) -> bool:

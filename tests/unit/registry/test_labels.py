@@ -123,7 +123,7 @@ async def test_version_of_a_change_that_is_written_late_serves_until_the_change_
     (folder / "model.yaml").write_text("version_policy: {specific: [2]}")
     await registry.load("m")
     changed = asyncio.Event()
-    registry.on_versions = lambda name: changed.set()
+    registry.on_model_change = lambda name: changed.set()
     may_sync.set()
     await asyncio.wait_for(changed.wait(), 60)
     assert registry.find("m", "kept").version == "1"

@@ -699,7 +699,7 @@ async def test_ensemble_that_ends_because_a_member_changed_fails_its_load_and_is
             loads.append(asyncio.ensure_future(registry.load("chain")))
 
     if is_called:
-        registry.on_versions = load_chain
+        registry.on_model_change = load_chain
     await registry.poll()
     if is_called:
         await asyncio.wait(loads)

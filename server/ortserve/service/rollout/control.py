@@ -78,7 +78,7 @@ class RolloutService:
         self._reported: dict[str, str] = {}
         self._threads = ThreadPool(1, "compare")
         self._ending: set[asyncio.Task[None]] = set()
-        registry.on_versions = self._refresh
+        registry.on_model_change = self._refresh
 
     def read(self, model: str) -> RolloutStatus:
         """The rollout of a model. Raises ServeError: not_found."""

@@ -28,7 +28,7 @@ class FakeRegistry:
         for record in self.records:
             record.state = State.READY
         self.has_room = False
-        self.on_versions: Any = None
+        self.on_model_change: Any = None
         self.find_or_begin: Any = None
 
     def knows(self, model: str) -> bool:
@@ -63,7 +63,7 @@ class FakeRegistry:
     async def change_state(self, model: str, state: ModelState) -> None:
         await asyncio.sleep(0)
         self.state = state
-        self.on_versions(model)
+        self.on_model_change(model)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ async def test_promotion_by_rules_waits_until_the_candidate_serves_and_is_logged
     registry: FakeRegistry, rollouts: RolloutService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "_RETRY_S", 0)
-    registry.on_versions("m")
+    registry.on_model_change("m")
     registry.records[1].state = State.FAILED
     rollouts._on_decision(rollouts._live["m"], Decision("promoted", "it kept the rules"))
     await let_turns_pass()
@@ -177,7 +177,7 @@ async def test_call_starts_a_rollout_again_whose_end_by_rules_is_not_stored_yet(
     registry: FakeRegistry, rollouts: RolloutService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "_RETRY_S", 0)
-    registry.on_versions("m")
+    registry.on_model_change("m")
     registry.records[1].state = State.FAILED
     decided = rollouts._live["m"]
     decided.is_over = True
@@ -222,7 +222,7 @@ async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_
 async def test_rollouts_of_all_models_are_read_while_they_run_and_after_their_end(
     registry: FakeRegistry, rollouts: RolloutService
 ) -> None:
-    registry.on_versions("m")
+    registry.on_model_change("m")
     running = rollouts.read_all()
     assert list(running) == ["m"]
     assert running["m"] == rollouts.read("m")
@@ -240,10 +240,10 @@ async def test_problem_of_a_rollout_is_shown_while_it_lasts_and_logged_each_time
     working = registry.state
     for _ in range(2):
         registry.state = replace(working, labels={})
-        registry.on_versions("m")
-        registry.on_versions("m")
+        registry.on_model_change("m")
+        registry.on_model_change("m")
         assert "label" in rollouts.read_all()["m"].problem
         registry.state = working
-        registry.on_versions("m")
+        registry.on_model_change("m")
         assert rollouts.read_all()["m"].problem == ""
     assert sum("rollout has no effect" in line for line in caplog.messages) == 2
