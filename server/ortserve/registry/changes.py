@@ -33,7 +33,7 @@ class ModelLock(asyncio.Lock):
     def __init__(self) -> None:
         super().__init__()
         self.unload: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the next unload of the model begins: what holds or awaits the lock is then not wanted any more."""
+        """Done when the next unload of the model begins. Changes that hold or await the lock should then end."""
 
     def note_unload(self) -> None:
         """End ``unload``, and begin the next one."""
@@ -83,9 +83,9 @@ class Changes:
         return change is not None and change.task is task
 
     async def wait(self, names: Collection[str]) -> None:
-        """Wait until no change of these models waits or is under way, nor one that has followed it meanwhile.
+        """Wait for the changes of these models, and for those that begin during the wait.
 
-        A model of which ``MAX_AWAITED`` changes have ended is awaited no longer.
+        The wait for a model ends after ``MAX_AWAITED`` changes.
         """
         ended: Counter[str] = Counter()
         while changing := [name for name in names if name in self._coming and ended[name] < MAX_AWAITED]:

@@ -180,7 +180,10 @@ class LoadsOnDemand:
         return demand
 
     async def _load(self, name: str) -> None:
-        """Load a model, with the members of an ensemble. A load for another model may evict a member before it is held.
+        """Load a model, and first the members of an ensemble.
+
+        The load is tried again if newer files supersede it, or if a load for another model evicts a member before the
+        ensemble holds it.
 
         Raises:
             ServeError: not_ready, if there is no room in memory or the load failed.

@@ -124,11 +124,11 @@ class Reconciler:
         applied = {source.name for source in sources}
 
         async def apply(source: ModelSource) -> None:
-            # Also those of unchanged members, which follow their change, and the newer ones that supersede these.
+            # Changes of all members, at any depth: also of those whose source is unchanged, and newer changes.
             _, *members = closure_of([source.name], known)
             await self._changes.wait(members)
             async with self._changes.lock(source.name):
-                # Otherwise a newer change follows, or the model was unloaded.
+                # If it is not the newest any more, a newer change follows, or the model was unloaded.
                 if self._changes.is_newest(source.name, asyncio.current_task()):
                     await self.apply(source, applied, is_forced=source.name in forced)
 
@@ -372,9 +372,9 @@ class Reconciler:
     async def _reconnect(self, name: str) -> list[str]:
         """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.
 
-        A version that these do not fit goes out of service with the reason, until a retry or a change of a member. A
-        version that a later load should have replaced, and did not, serves on. So does one whose members are not all
-        reconnected yet. Returns as ``apply``.
+        A version that does not fit these loads goes out of service with the reason, until a retry or a change of a
+        member. A version serves on if a later load failed to replace it, or if some members are not reconnected yet.
+        Returns as ``apply``.
         """
         failures = []
         for record in self._catalog.ready(name):

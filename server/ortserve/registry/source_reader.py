@@ -218,9 +218,9 @@ class SourceReader:
             await self._mirrors.close()
 
     async def _on_disk(self, read: Callable[..., Read], *arguments: object, within_s: float | None = None) -> Read:
-        """Read files on a thread that nothing else needs. Logs reads that take long, one line for all.
+        """Read files on a thread of the reader. If reads take long, they are logged together, in one line.
 
-        A read that does not end keeps its thread, so that with a time limit no further one begins meanwhile.
+        A read that does not end keeps its thread. No read with a time limit begins while an earlier one is that late.
 
         Args:
             read: The function that reads.

@@ -20,14 +20,15 @@ _MAX_RUNS: Final = 5
 """Maximum number of runs of one size, after its first run."""
 _FIRST_RUNS: Final = 3
 _MAX_DOUBTFUL_RUNS: Final = 20
-"""Maximum number of runs while it is in doubt whether a run is shorter than a threshold that decides more than the
-batch size."""
+"""Maximum number of runs if the times so far do not show whether a run takes less than ``short_ns``, by which a load
+chooses the number of threads."""
 _INTERRUPTED: Final = 50
-"""The first runs leave that in doubt up to this multiple of the threshold: other work may interrupt each of them."""
+"""The first runs do not show it if the shortest is below this multiple of ``short_ns``: other work may have interrupted
+each of them."""
 _DOUBTFUL: Final = 4
-"""Later runs leave it in doubt up to this multiple: beside other work they find cold caches."""
+"""The same multiple for later runs: beside other work they find cold caches."""
 _VARIED: Final = 1.2
-"""Beside other work, the longest run is over this multiple of the shortest one. Otherwise nothing is in doubt."""
+"""If the longest run is at most this multiple of the shortest one, no other work interfered, and the times show it."""
 _ENOUGH_NS: Final = 20_000_000
 """Total time of runs after which a size needs no more runs: a few long runs are as exact as five short ones."""
 _MAX_HOP_NS: Final = 1_000_000

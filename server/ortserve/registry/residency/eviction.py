@@ -129,9 +129,10 @@ def plan_evictions(excess: Mapping[str, int], residents: Sequence[Resident], now
 def choose_holders(
     excess: Mapping[str, int], holders: Sequence[_Holder], held: Callable[[_Holder], Mapping[str, int]]
 ) -> list[_Holder]:
-    """Choose the first of ``holders`` that hold enough of each memory, without those not needed beside the others.
+    """Choose holders in their order until they hold the excess of each memory, then leave out the unnecessary ones.
 
-    If all do not hold enough together, those are chosen that hold a part. ``held`` returns bytes by memory.
+    A holder is unnecessary if the others hold enough. If all together do not hold enough, all that hold a part are
+    chosen. ``held`` returns bytes by memory.
     """
     lacking = dict(excess)
 

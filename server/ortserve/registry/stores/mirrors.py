@@ -61,9 +61,9 @@ class Mirrors:
         """The mirrors whose stores are being listed for a poll."""
         self._arrived = asyncio.Event()
         self._syncs: dict[asyncio.Future[str], Collection[str] | None] = {}
-        """The names of each sync under way, by what ends its wait: the reason to give it up."""
+        """The syncs under way: the names of each, by a future whose result, a reason, makes the sync give up."""
         self._refused: list[tuple[str | None, str]] = []
-        """Models whose files are not fetched now, None for all models, and the reason."""
+        """Refusals in effect: the model whose files are not fetched, None for all models, and the reason."""
 
     def set_named_versions(self, named_versions: Callable[[str], Collection[int]]) -> None:
         """Set the function that names versions of a model to fetch in addition, if they exist. Called on any thread."""
@@ -132,7 +132,7 @@ class Mirrors:
             sync.cancel()
 
     def refuse(self, because: str, name: str | None = None) -> None:
-        """Give up each ``sync`` of a model alone, and refuse further ones; None for every ``sync``.
+        """Give up the syncs of this model alone, and refuse further ones. If ``name`` is None, give up all syncs.
 
         A store that stalls would otherwise delay the unload of the model, or the end of the server, by its time limit.
         """
@@ -250,7 +250,10 @@ class Mirrors:
 
 
 def _concerns(name: str | None, names: Collection[str] | None) -> bool:
-    """Whether a refusal of a model ends a sync of ``names``: only if it is of this model alone. None stands for all."""
+    """Whether a refusal of ``name`` applies to a sync of ``names``. None stands for all models.
+
+    A sync of several models goes on although one of them is refused.
+    """
     return name is None or (names is not None and set(names) == {name})
 
 
