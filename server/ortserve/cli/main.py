@@ -87,7 +87,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
             return write_output("help", _USAGE)
     problem = "expected a command, got none"
     if command:
-        from ortserve.config.expectation import did_you_mean
+        from ortserve.config.declaration import did_you_mean
 
         problem = f"unknown command {command!r}{did_you_mean(command, ('serve', 'health', 'version', *_TOOLS))}"
     sys.stderr.write(f"ortserve: {problem}\n\n{_USAGE}")

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ortserve.config.expectation import describe_default, describe_option, describe_unit, with_suggestions
+from ortserve.config.declaration import describe_default, describe_option, describe_unit, with_suggestions
 from ortserve.config.options import (
     OPTION_GROUPS,
     OptionsError,

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.config.expectation import did_you_mean
+from ortserve.config.declaration import did_you_mean
 from ortserve.errors import invalid_input
 
 MAX_JSON_LENGTH: Final = 2 * 1024 * 1024

@@ -4,8 +4,8 @@
 """
 
 __all__ = [
+    "declaration",
     "ensemble",
-    "expectation",
     "golden",
     "model",
     "option_groups",

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from ortserve.config.expectation import DECLARATION
+from ortserve.config.declaration import DECLARATION
 from ortserve.core.version_names import MAX_VERSION
 
 MAX_STEPS: Final = 256

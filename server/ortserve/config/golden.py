@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from ortserve.config.expectation import DECLARATION, InvalidValuesError, validate
+from ortserve.config.declaration import DECLARATION, InvalidValuesError, validate
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
 from ortserve.paths import exists

@@ -11,8 +11,8 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, StringConstraints
 
+from ortserve.config.declaration import DECLARATION, InvalidValuesError, validate
 from ortserve.config.ensemble import EnsembleOptions
-from ortserve.config.expectation import DECLARATION, InvalidValuesError, validate
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings

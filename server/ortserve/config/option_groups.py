@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from ortserve.config.expectation import DECLARATION
+from ortserve.config.declaration import DECLARATION
 
 _DAY_S: Final = 86_400
 

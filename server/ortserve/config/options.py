@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from ortserve.config.expectation import InvalidValuesError, describe_problems, did_you_mean, validate
+from ortserve.config.declaration import InvalidValuesError, describe_problems, did_you_mean, validate
 from ortserve.config.model import LoadOptions
 from ortserve.config.option_groups import (
     AccessOptions,

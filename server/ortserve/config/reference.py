@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic.fields import FieldInfo
 
-from ortserve.config.expectation import describe_default, describe_option, describe_values, nested_fields
+from ortserve.config.declaration import describe_default, describe_option, describe_values, nested_fields
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import OPTION_GROUPS, ServerOptions, flag_name, variable_name
 

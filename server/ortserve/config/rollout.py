@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from ortserve.config.expectation import DECLARATION, InvalidValuesError, validate
+from ortserve.config.declaration import DECLARATION, InvalidValuesError, validate
 from ortserve.core.version_names import MAX_VERSION, STABLE
 from ortserve.errors import invalid_input
 

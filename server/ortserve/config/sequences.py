@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from ortserve.config.expectation import DECLARATION
+from ortserve.config.declaration import DECLARATION
 from ortserve.config.tensors import Dim, FileName
 from ortserve.core.dtypes import DataType
 

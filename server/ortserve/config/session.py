@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, WithJsonSchema
 
-from ortserve.config.expectation import DECLARATION, did_you_mean
+from ortserve.config.declaration import DECLARATION, did_you_mean
 
 FILE_ENTRIES: Final = frozenset(
     {

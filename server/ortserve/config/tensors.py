@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from ortserve.config.expectation import DECLARATION
+from ortserve.config.declaration import DECLARATION
 from ortserve.core.dtypes import DataType
 
 Dim = Annotated[int, Field(ge=-1, le=2**63 - 1)]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from ortserve.config.expectation import did_you_mean
+from ortserve.config.declaration import did_you_mean
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import ServeError, invalid_input
 

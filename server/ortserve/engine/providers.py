@@ -9,7 +9,7 @@ from typing import Final
 
 import onnxruntime as ort
 
-from ortserve.config.expectation import did_you_mean
+from ortserve.config.declaration import did_you_mean
 from ortserve.config.session import ProviderWish, provider_parts
 from ortserve.engine.provider_options import (
     CPU,

@@ -330,7 +330,7 @@ class Versions:
         return self._catalog.of(record.model).get(record.version) is record
 
     def _show(self, record: VersionRecord) -> VersionRecord | None:
-        self._metrics.show(record.metrics)
+        self._metrics.expose(record.metrics)
         before = self._catalog.put(record)
         self._on_change()
         return before

@@ -100,10 +100,10 @@ class Metrics(Collector):
         series = self._models.get((name, version))
         if series is None:
             series = ModelMetrics(name, version)
-            self.show(series)
+            self.expose(series)
         return series
 
-    def show(self, series: ModelMetrics) -> None:
+    def expose(self, series: ModelMetrics) -> None:
         """Expose a version's series instead of those of its previous load, whose later observations are lost."""
         self._models[series.name, series.version] = series
         self._rejected.setdefault(series.name, Counter())

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import orjson
 from pydantic import TypeAdapter
 
-from ortserve.config.expectation import with_suggestions
+from ortserve.config.declaration import with_suggestions
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.console import OutputClosedError, print_report, printable
 from ortserve.tools.page import render_page

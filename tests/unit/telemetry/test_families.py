@@ -56,7 +56,7 @@ def test_tags_are_labels_of_all_series_of_a_model_and_change_with_its_load() -> 
         series = ModelMetrics(name, "1")
         series.tags = tags
         series.observe_success("http", timing, 1)
-        metrics.show(series)
+        metrics.expose(series)
         metrics.rejected(name, "overloaded")
         metrics.loaded(name, is_ok=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ortserve.config.expectation import describe_problems
+from ortserve.config.declaration import describe_problems
 from ortserve.config.session import SessionSettings
 from ortserve.engine.scratch import scratch_folder
 from ortserve.errors import invalid_input

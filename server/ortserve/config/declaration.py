@@ -1,6 +1,6 @@
-"""Describes declarations in words (values of a field, unit, default), and validates values against them.
+"""What all declarations of options share: their configuration, their description in words, and the check of values.
 
-``--help``, error messages and the reference page all use these functions, so they cannot disagree.
+``--help``, error messages and the reference page use the same descriptions, so they cannot disagree.
 """
 
 import difflib

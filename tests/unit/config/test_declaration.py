@@ -2,7 +2,7 @@
 
 import pytest
 
-from ortserve.config.expectation import InvalidValuesError, validate
+from ortserve.config.declaration import InvalidValuesError, validate
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.yaml_file import MAX_LEVELS
 
