@@ -208,7 +208,7 @@ def test_documented_commands_print_what_the_page_shows(
 def comparable(text: str) -> str:
     """Without what depends on the machine: line breaks, measured figures, and the batch size that warm-up finds."""
     text = re.sub(r"\brelative \S+ of\b", "relative … of", " ".join(text.split()))
-    text = re.sub(r"\b\d+\.\d+ [KM]iB|\b\d+ [KM]iB|\b\d+\.\d+\b|─+", "…", text)
+    text = re.sub(r"\b[\d,]+\.\d+ [KM]iB|\b[\d,]+ [KM]iB|\b[\d,]+\.\d+\b|─+", "…", text)
     return re.sub(r"\bbatches of up to \d+\b", "batches of up to …", text)
 
 
