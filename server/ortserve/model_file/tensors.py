@@ -121,7 +121,7 @@ class TensorReader:
                     found += [each[0] for each in struct.iter_unpack(f"<{form}", data[begin:after])]
                 else:
                     found += integers(data, wire_type, begin, after)
-            if number == _INT32_DATA:  # of which smaller types are the last bits; FP16 as the integers of its bits
+            if number in (_INT32_DATA, _UINT64_DATA):  # smaller types are the last bits; FP16 is stored as its bits
                 found = [_last_bits(int(each), form) for each in found]
         if len(found) != count or not all(map(isfinite, found)):
             return None
@@ -149,9 +149,8 @@ class TensorReader:
 
 
 def _last_bits(number: int, form: str) -> int | float:
-    """An element from an integer of 32 bits, of which ONNX Runtime drops the bits that the type does not have."""
-    number &= 0xFFFFFFFF
+    """An element from an integer of 32 or 64 bits, of which ONNX Runtime drops the bits that the type does not have."""
     if form == "?":
-        return int(number != 0)
-    element: int | float = struct.unpack_from(f"<{form}", struct.pack("<I", number))[0]
+        return int(number & 0xFFFFFFFF != 0)
+    element: int | float = struct.unpack_from(f"<{form}", struct.pack("<Q", number & 0xFFFFFFFFFFFFFFFF))[0]
     return element

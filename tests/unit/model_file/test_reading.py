@@ -196,13 +196,21 @@ def test_elements_beside_an_external_file_are_not_those_of_the_tensor(path: Path
 
 @pytest.mark.parametrize(
     ("element_type", "integers"),
-    [(TensorProto.BOOL, [2, 256, 0, -1]), (TensorProto.INT8, [200, -1]), (TensorProto.UINT8, [300, -1])],
-    ids=["bool", "int8", "uint8"],
+    [
+        (TensorProto.BOOL, [2, 256, 0, -1]),
+        (TensorProto.INT8, [200, -1]),
+        (TensorProto.UINT8, [300, -1]),
+        (TensorProto.UINT32, [(1 << 32) + 1, (1 << 32) - 1]),
+        (TensorProto.UINT64, [(1 << 64) - 1, 1]),
+    ],
+    ids=["bool", "int8", "uint8", "uint32", "uint64"],
 )
 def test_elements_from_integers_beyond_their_type_are_those_of_onnx_runtime(
     path: Path, element_type: int, integers: list[int]
 ) -> None:
-    weight = TensorProto(name="w", data_type=element_type, dims=[len(integers)], int32_data=integers)
+    weight = TensorProto(name="w", data_type=element_type, dims=[len(integers)])
+    is_unsigned = element_type in (TensorProto.UINT32, TensorProto.UINT64)
+    (weight.uint64_data if is_unsigned else weight.int32_data).extend(integers)
     nodes = [helper.make_node("Identity", ["w"], ["y"]), helper.make_node("Relu", ["x"], ["z"])]
     given, *made = (
         helper.make_tensor_value_info(name, kind, [None]) for name, kind in (("x", 1), ("y", element_type), ("z", 1))
