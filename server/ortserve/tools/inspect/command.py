@@ -92,7 +92,7 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         simplified,
         placement,
         alone_because="" if axes.is_disabled else alone_because,
-        lacks_rows=not signature.is_batched,
+        lacks_rows=_lacks_rows(signature),
         # Only the model itself can keep joined requests apart.
         overruled="" if subject.options.is_ragged else "; ".join(filter(None, (doubt, seen))),
     )
@@ -130,6 +130,12 @@ def _why_alone(signature: ModelSignature, axes: RowAxes, rows: Rows | None) -> s
         return rows.because
     reason = signature.unbatched_because or axes.known_dependence
     return f"not batched because {reason}" if reason else ""
+
+
+def _lacks_rows(signature: ModelSignature) -> bool:
+    """Whether requests run one at a time because the first dimension of an input or output is missing or fixed."""
+    tensors = [replace(spec, batch_axis=0) for spec in (*signature.inputs, *signature.outputs)]
+    return not signature.is_batched and (not signature.inputs or any(spec.why_no_rows("") for spec in tensors))
 
 
 def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step: Step) -> Memory:

@@ -59,6 +59,18 @@ def test_configuration_is_a_remedy_only_for_models_that_have_rows(name: str, rem
     assert findings(model)["not_batched"].remedy.startswith(remedy)
 
 
+def test_configuration_is_a_remedy_for_rows_of_several_names(tmp_path: Path) -> None:
+    types = "float[queries,4] {}, float[documents,4] {}".format
+    graph = f"g ({types('q', 'd')}) => ({types('y', 'z')}) {{ y = Relu(q) z = Relu(d) }}"
+    model = tmp_path / "m"
+    (model / "1").mkdir(parents=True)
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 17]> {graph}'), model / "1" / "model.onnx")
+
+    assert "set batched: true in model.yaml only if" in findings(model)["not_batched"].remedy
+    (model / "model.yaml").write_text("batched: true\n")
+    assert "not_batched" not in findings(model)
+
+
 def test_configuration_that_has_dependent_rows_run_together_is_found(tmp_path: Path) -> None:
     for name, build, is_found in (("mixed", builders.row_mixer, True), ("apart", builders.mlp, False)):
         model = add_model(tmp_path, name, build)
