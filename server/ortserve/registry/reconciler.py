@@ -185,11 +185,14 @@ class Reconciler:
             self._retries.forget(name)
             self._on_model_change(name)
             return []
-        self._versions.forget(
+        ended = [
             record
             for record in self._catalog.of(name).values()
             if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
-        )
+        ]
+        # Requests for versions on demand wait for the end of a load by a client: if it fails, they are loaded.
+        offered = [record for record in ended if record.is_on_demand and is_by_client and is_offered]
+        self._versions.forget(record for record in ended if record not in offered)
         if self.waits_for_request(source):
             await self._draining.wait(name)  # The new load continues the metric series of the evicted version.
         serving = self._catalog.ready(name)
@@ -202,6 +205,8 @@ class Reconciler:
             self._sources[name] = before
             if is_offered and not self._catalog.ready(name):
                 self._versions.offer_on_demand(before)
+        else:
+            self._versions.forget(one for one in offered if self._catalog.of(name).get(one.version) is one)
         if not (is_by_client and failures):
             self._labels.apply_configured(name)
         self._on_model_change(name)

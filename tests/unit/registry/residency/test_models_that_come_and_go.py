@@ -869,6 +869,24 @@ async def test_model_on_demand_is_loaded_on_request_after_a_load_by_a_client_has
     assert await ask(registry, "m") == "1"
 
 
+@pytest.mark.parametrize("labels", ["", "\nlabels: {stable: 1}"])
+@pytest.mark.parametrize("is_valid", [True, False])
+async def test_request_for_a_model_on_demand_waits_for_a_load_by_a_client(
+    tmp_path: Path, make: Make, labels: str, is_valid: bool
+) -> None:
+    put(tmp_path, "m", options=f"load_policy: on_demand{labels}")
+    registry = make()
+    await registry.load_all()
+    content = members.affine(tmp_path.parent / "sent.onnx").read_bytes() if is_valid else b"no model"
+    loading = asyncio.ensure_future(registry.load("m", config="{}", files={"file:2/model.onnx": content}))
+    while 2 not in states(registry, "m"):  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+    assert await ask(registry, "m") == ("2" if is_valid else "1")
+    (error,) = await asyncio.gather(loading, return_exceptions=True)
+    assert is_valid is not isinstance(error, ServeError)
+    assert states(registry, "m") == ({2: (State.READY, "")} if is_valid else {1: (State.READY, "")})
+
+
 @pytest.mark.parametrize("file", ["file:1/model.onnx", "file:2/model.onnx", ""])
 async def test_model_of_a_folder_is_evicted_and_loaded_again_after_a_load_by_a_client_has_failed(
     tmp_path: Path, make: Make, file: str
