@@ -49,6 +49,8 @@ _EXTENSION_OPERATOR: Final = re.compile(r"(?:ai\.onnx\.contrib|com\.microsoft\.e
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
 _AFFINITIES_TEXT: Final = re.compile(r"[0-9]+([,-][0-9]+)*(;[0-9]+([,-][0-9]+)*)*;?").fullmatch
+_OPTIMIZED_WEIGHTS: Final = "session.optimized_model_external_initializers_file_name"
+"""The name of a file beside the optimized model, to which ONNX Runtime writes the weights."""
 _DISABLED_OPTIMIZERS: Final = "optimization.disable_specified_optimizers"
 """Names separated by semicolons. ONNX Runtime 1.31.1 and 1.32.0 silently ignore a list with commas."""
 
@@ -111,7 +113,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     if pointer := find_pointer(path, model):
         raise invalid_input(pointer)
     if options.settings.optimized_model_file is not None:
-        _check_optimized_model_file(Path(options.settings.optimized_model_file), path, model)
+        _check_optimized_model_file(Path(options.settings.optimized_model_file), options.settings, path, model)
     _check_dimensions(model, options.settings)
     check_functions(model)
     check_written_outputs(model)
@@ -278,17 +280,19 @@ def _check_affinities(key: str, affinities: str) -> None:
         os.sched_setaffinity(0, before)
 
 
-def _check_optimized_model_file(file: Path, path: Path, model: Model) -> None:
-    expected = "a file in an existing folder"
-    if not file.parent.is_dir():
-        problem = "whose folder does not exist"
-    elif file.is_dir():
-        problem = "which is a folder"
-    elif any(_is_same(file, own) for own in (path, *(path.parent / name for name in model.external_files))):
-        expected, problem = "another file than the model's own", "which would be overwritten"
-    else:
-        return
-    raise invalid_input(f"session.optimized_model_file: expected {expected}, got …/{file.name}, {problem}")
+def _check_optimized_model_file(file: Path, settings: SessionSettings, path: Path, model: Model) -> None:
+    key = "session.optimized_model_file"
+    if not file.parent.is_dir() or file.is_dir():
+        problem = "which is a folder" if file.parent.is_dir() else "whose folder does not exist"
+        raise invalid_input(f"{key}: expected a file in an existing folder, got …/{file.name}, {problem}")
+    written = {key: file}
+    if (weights := settings.entries.get(_OPTIMIZED_WEIGHTS)) is not None:
+        written[f"session.entries: {_OPTIMIZED_WEIGHTS}"] = file.parent / option_text(weights)
+    own = [path, *(path.parent / name for name in model.external_files)]
+    for key, target in written.items():
+        if any(_is_same(target, one) for one in own):
+            expected = "expected another file than the model's own"
+            raise invalid_input(f"{key}: {expected}, got …/{target.name}, which would be overwritten")
 
 
 def _is_same(one: Path, other: Path) -> bool:

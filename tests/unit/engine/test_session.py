@@ -445,6 +445,21 @@ def test_optimized_model_does_not_overwrite_the_model_or_its_weights(tmp_path: P
     assert (path.read_bytes(), weights.read_bytes()) == before
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "weights.bin"])
+def test_weights_of_an_optimized_model_do_not_overwrite_the_model_or_its_weights(tmp_path: Path, name: str) -> None:
+    path, weights = write_external(tmp_path / "model.onnx"), tmp_path / "weights.bin"
+    weights.write_bytes(np.full(4, 3, np.float32).tobytes())
+    before = path.read_bytes(), weights.read_bytes()
+    key = "session.optimized_model_external_initializers_file_name"
+    settings = SessionSettings(optimized_model_file=str(tmp_path / "optimized.onnx"), entries={key: name})
+    with pytest.raises(ServeError) as caught:
+        open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+    assert caught.value.message == (
+        f"session.entries: {key}: expected another file than the model's own, got …/{name}, which would be overwritten"
+    )
+    assert (path.read_bytes(), weights.read_bytes()) == before
+
+
 def test_external_weights_are_read_from_the_model_folder(tmp_path: Path) -> None:
     path = write_external(tmp_path / "model.onnx")
     (tmp_path / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
