@@ -104,7 +104,7 @@ class Registry:
         )
         self._changes = Changes()
         self._sources: dict[str, ModelSource] = {}
-        """The source of the latest load of each model, failed or not. A failed load by a client leaves it as it was."""
+        """The source of the latest load of each model, failed or not, except client loads that failed altogether."""
         state = state or StateFile(None)
         state.on_change = self._on_state_stored
         self._labels = Labels(self._catalog, self._sources, state)
