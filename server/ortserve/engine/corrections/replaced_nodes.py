@@ -58,7 +58,7 @@ def replacement_edits(model: Model, find_tensors: FindTensors | None = None) -> 
     ``find_tensors`` is called for element types and numbers of axes that nodes do not show.
     """
     replaced = _Replaced(model, find_tensors or cache(lambda: find_sizes(model).tensors))
-    replaced.visit(model.graph, "", {}, {}, {})
+    replaced.visit(model.graph, "", {}, {}, {}, {})
     return replaced.edits
 
 
@@ -80,8 +80,10 @@ class _Replaced:
         types: MutableMapping[str, int],
         constants: MutableMapping[str, Tensor],
         requested: MutableMapping[str, bool],
+        sized: MutableMapping[str, bool],
         *,
         has_requested_inputs: bool = True,
+        has_sized_inputs: bool = False,
     ) -> None:
         """Find the nodes to replace in a graph and in those of its nodes.
 
@@ -92,13 +94,17 @@ class _Replaced:
                 nodes of ONNX.
             constants: The constants outside the graph.
             requested: Whether tensors outside the graph depend on the values of a request.
-            has_requested_inputs: Whether the inputs of the graph do.
+            sized: Whether tensors outside the graph depend on sizes.
+            has_requested_inputs: Whether the inputs of the graph depend on the values of a request.
+            has_sized_inputs: Whether they depend on sizes.
         """
         types = ChainMap({name: tensor.dtype for name, tensor in graph.constants.items()}, types)
         types.update((declared.name, declared.dtype if declared.is_tensor else 0) for declared in graph.inputs)
         constants = ChainMap({**graph.constants}, constants)
         requested = ChainMap(dict.fromkeys(graph.constants, False), requested)
         requested.update((declared.name, has_requested_inputs) for declared in graph.inputs)
+        sized = ChainMap(dict.fromkeys(graph.constants, False), sized)
+        sized.update((declared.name, has_sized_inputs) for declared in graph.inputs)
         for node in graph.nodes:
             types.update(_types_of(node, types))
             value = node.attributes.get("value")
@@ -106,6 +112,8 @@ class _Replaced:
                 constants.update(dict.fromkeys(node.outputs, value))
             depends = node.op not in _SIZES and any(requested.get(name) for name in names_read(node))
             requested.update(dict.fromkeys(node.outputs, depends))
+            is_sized = node.op in _SIZES or any(sized.get(name) for name in names_read(node))
+            sized.update(dict.fromkeys(node.outputs, is_sized))
             for name, inner in node.attributes.items():
                 if isinstance(inner, Graph):
                     self.visit(
@@ -114,14 +122,17 @@ class _Replaced:
                         types,
                         constants,
                         requested,
+                        sized,
                         has_requested_inputs=depends,
+                        has_sized_inputs=is_sized,
                     )
             if node.op not in self._operators or node.domain or len(node.inputs) != 2 or not node.outputs:
                 continue
             nodes: Iterable[bytes] = ()
             if node.op == "Gather":
                 nodes = self._whole_slices(graph, node, types)
-            elif depends or constants.keys() >= set(node.inputs):  # ONNX Runtime divides constants at the load
+            # ONNX Runtime divides constants at the load. Quotients of sizes, which are not negative, stay as they are.
+            elif depends or not is_sized or node.inputs[1] in constants:
                 nodes = self._division(graph, node, types, constants, requested)
             if replacement := b"".join(nodes):
                 self.edits[GRAPH_NODE, scope + node.outputs[0]] = replacement

@@ -92,6 +92,21 @@ def test_constants_are_no_fault_at_the_load_either(tmp_path: Path, operator: str
     assert found.tolist() == ([-(2**31), -7] if operator == "Div" else [0, 0])
 
 
+@pytest.mark.parametrize(
+    ("nodes", "constants"),
+    [
+        ("c = Constant <value_int=-9223372036854775808> () one = Constant <value_int=-1> () d = Div (c, one)", ""),
+        ("c = Sub (most, one) m = Neg (one) d = Div (c, m)", "int64 most = {-9223372036854775807}, int64 one = {1}"),
+        ("s = Shape (a) z = Sub (s, s) c = Add (z, k) d = Div (c, m)", f"int64 k = {{{-(2**63)}}}, int64 m = {{-1}}"),
+    ],
+    ids=["integers of nodes", "computed", "of a size and a constant divisor"],
+)
+def test_numbers_that_no_request_contains_are_no_fault_either(tmp_path: Path, nodes: str, constants: str) -> None:
+    path = write(tmp_path, "int64[2] a", f"{nodes} y = Add (a, d)", constants)
+    (found,) = opened(path).run(None, {"a": np.zeros(2, np.int64)})
+    assert found.tolist() == [-(2**63)] * 2
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("opset", [7, 8])
 def test_divisions_before_where_are_no_fault_either(tmp_path: Path, opset: int, dtype: type[np.integer[Any]]) -> None:
