@@ -49,8 +49,8 @@ class Decodings:
             growth_bytes: Memory that decoding may take; 0 if all tensors become views of the body.
             json_bytes: JSON in the body, if another process decodes it. Its size is limited otherwise, so its memory is
                 reserved whole.
-            body_bytes: Size of the body. If all tensors become views of it, it is reserved when the call ends, which
-                releases its own reservation, before the thread has finished.
+            body_bytes: Size of the body. A call that ends before the thread releases its own reservation of it. If
+                all tensors become views of the body, it is then reserved here until the thread has finished.
 
         Returns:
             The decoding, which fails as ``decode`` does, or with the error overloaded. The caller must release it.
