@@ -71,6 +71,7 @@ class EnsembleRun:
         self._reached: set[int] = set()
         """Those to which it was submitted, except those that rejected or failed all of it: their models handle that."""
         self._begun_ns = 0
+        """When the first steps began, or until then when the request came; 0 before ``start``."""
         self._is_over = False
         self._queue_ns = 0
         self._stage_ns = 0
@@ -93,6 +94,7 @@ class EnsembleRun:
         if not request.timing.queued_ns:  # it is set if the request has waited for earlier ones of its sequence
             request.timing.queued_ns = now_ns
         request.state = RUNNING
+        self._begun_ns = now_ns
         try:
             request.withdraw = self._cancel
             if self._limits is None or self._limits.may_begin(self):
@@ -161,7 +163,7 @@ class EnsembleRun:
             if part.is_end:
                 # It has ended the sequence where it succeeded. Another one may have begun since, in any member.
                 numbers = self._sequenced - self._reached
-                begun_ns = self._begun_ns or None
+                begun_ns = self._begun_ns
         elif ends_sequence(why, is_pipelined=is_pipelined or part.is_ahead):
             numbers = self._unreached
         for number in sorted(numbers):
