@@ -165,6 +165,7 @@ class Reconciler:
         """
         name = source.name
         before, self._sources[name] = self._sources.get(name), source
+        is_offered = before is not None and self.waits_for_request(before)
         if members_of(source):
             self._ensembles[name] = None
         if source.problem:
@@ -172,10 +173,11 @@ class Reconciler:
                 await self._restore(source, self._drained_early.pop(name, {}), is_awaited=is_awaited)
             self._versions.show_problem(source)
             self._retries.forget(name)
+            if is_by_client and before is not None:
+                self._take_back(before, is_offered=is_offered)
             await self._reconnect(name)
             return [source.problem]
         labels = self._catalog.labels(name)
-        is_offered = before is not None and self.waits_for_request(before)
         apply = self._labels.apply if is_by_client else self._labels.apply_configured
         apply(name)  # Before the loads, during which no other version may answer.
         if self._catalog.labels(name) != labels:
@@ -202,9 +204,7 @@ class Reconciler:
             record.reason, record.is_retiring = "", record.version in retiring
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
         if before is not None and is_by_client and len(self._plan(source).load) == len(source.versions):
-            self._sources[name] = before
-            if is_offered and not self._catalog.ready(name):
-                self._versions.offer_on_demand(before)
+            self._take_back(before, is_offered=is_offered)
         else:
             self._versions.forget(one for one in offered if self._catalog.of(name).get(one.version) is one)
         if not (is_by_client and failures):
@@ -220,6 +220,12 @@ class Reconciler:
         if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:
             await self._reconnect_dependents(name, applied)
         return failures
+
+    def _take_back(self, before: ModelSource, *, is_offered: bool) -> None:
+        """Keep the source before a load by a client that has failed altogether, on demand if it was ``is_offered``."""
+        self._sources[before.name] = before
+        if is_offered and not self._catalog.ready(before.name):
+            self._versions.offer_on_demand(before)
 
     async def _load_versions(
         self, source: ModelSource, versions: Collection[int], serving: Collection[VersionRecord], *, is_awaited: bool

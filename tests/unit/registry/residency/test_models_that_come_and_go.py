@@ -1,6 +1,7 @@
 """A registry whose models are loaded by requests and evicted, with the real ONNX Runtime."""
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -885,6 +886,22 @@ async def test_request_for_a_model_on_demand_waits_for_a_load_by_a_client(
     (error,) = await asyncio.gather(loading, return_exceptions=True)
     assert is_valid is not isinstance(error, ServeError)
     assert states(registry, "m") == ({2: (State.READY, "")} if is_valid else {1: (State.READY, "")})
+
+
+async def test_ensemble_on_demand_is_loaded_on_request_after_a_client_made_it_contain_itself(
+    tmp_path: Path, make: Make
+) -> None:
+    put(tmp_path, "m")
+    add_pair(tmp_path, load_policy="on_demand")
+    registry = make()
+    await registry.load_all()
+    tensors = [{"name": name, "data_type": "TYPE_FP32", "dims": [2]} for name in "xy"]
+    step = {"model_name": "pair", "model_version": -1, "input_map": {"x": "x"}, "output_map": {"y": "y"}}
+    config = {"platform": "ensemble", "ensemble_scheduling": {"step": [step]}}
+    with pytest.raises(ServeError, match="circular dependency between ensembles: pair -> pair"):
+        await registry.load("pair", config=json.dumps({**config, "input": tensors[:1], "output": tensors[1:]}))
+    assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}
+    assert await ask(registry, "pair") == "1"
 
 
 @pytest.mark.parametrize("file", ["file:1/model.onnx", "file:2/model.onnx", ""])
