@@ -56,7 +56,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoR
         runner.run(serving)
     except ServeError as error:
         log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
-    except (OSError, RuntimeError, MemoryError) as error:  # the system's limits: descriptors, threads, memory
+    except (OSError, MemoryError) as error:  # the system's limits: descriptors and memory
         log_event(logger, logging.ERROR, "the server cannot start", reason=str(error) or type(error).__name__)
     except Exception as fault:  # noqa: BLE001 - the process ends
         log_fault(logger, "the server cannot start", fault)
