@@ -11,6 +11,7 @@ All other results stay the same. Nodes in functions of a model stay as they are.
 
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
@@ -58,8 +59,36 @@ def replacement_edits(model: Model, find_tensors: FindTensors | None = None) -> 
     ``find_tensors`` is called for element types and numbers of axes that nodes do not show.
     """
     replaced = _Replaced(model, find_tensors or cache(lambda: find_sizes(model).tensors))
-    replaced.visit(model.graph, "", {}, {}, {}, {})
+    replaced.visit(model.graph, "", _Known().inside(model.graph, is_requested=True, is_sized=False))
     return replaced.edits
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known about tensors, by name, as far as it follows from inputs, constants and nodes of ONNX.
+
+    Attributes:
+        types: Element types; 0 if unknown.
+        constants: The constants.
+        requested: Whether a tensor depends on the values of a request.
+        sized: Whether it depends on sizes of tensors.
+    """
+
+    types: MutableMapping[str, int] = field(default_factory=dict)
+    constants: MutableMapping[str, Tensor] = field(default_factory=dict)
+    requested: MutableMapping[str, bool] = field(default_factory=dict)
+    sized: MutableMapping[str, bool] = field(default_factory=dict)
+
+    def inside(self, graph: Graph, *, is_requested: bool, is_sized: bool) -> "_Known":
+        """The same inside a graph, whose constants and inputs hide tensors outside. The flags are of its inputs."""
+        inputs = {declared.name: declared.dtype if declared.is_tensor else 0 for declared in graph.inputs}
+        fixed = dict.fromkeys(graph.constants, False)
+        return _Known(
+            ChainMap({name: tensor.dtype for name, tensor in graph.constants.items()} | inputs, self.types),
+            ChainMap({**graph.constants}, self.constants),
+            ChainMap(fixed | dict.fromkeys(inputs, is_requested), self.requested),
+            ChainMap(fixed | dict.fromkeys(inputs, is_sized), self.sized),
+        )
 
 
 class _Replaced:
@@ -73,84 +102,43 @@ class _Replaced:
         self._operators = {op for op, least in _MIN_OPSETS.items() if opset >= least}
         self._has_texts = _has_texts(model)
 
-    def visit(
-        self,
-        graph: Graph,
-        scope: str,
-        types: MutableMapping[str, int],
-        constants: MutableMapping[str, Tensor],
-        requested: MutableMapping[str, bool],
-        sized: MutableMapping[str, bool],
-        *,
-        has_requested_inputs: bool = True,
-        has_sized_inputs: bool = False,
-    ) -> None:
+    def visit(self, graph: Graph, scope: str, known: _Known) -> None:
         """Find the nodes to replace in a graph and in those of its nodes.
 
-        Args:
-            graph: The graph.
-            scope: The beginning of the names of its nodes in ``edits``.
-            types: The element types of tensors outside the graph, as far as they follow from inputs, constants and
-                nodes of ONNX.
-            constants: The constants outside the graph.
-            requested: Whether tensors outside the graph depend on the values of a request.
-            sized: Whether tensors outside the graph depend on sizes.
-            has_requested_inputs: Whether the inputs of the graph depend on the values of a request.
-            has_sized_inputs: Whether they depend on sizes.
+        ``scope`` is the beginning of the names of its nodes in ``edits``; ``known`` is extended by its tensors.
         """
-        types = ChainMap({name: tensor.dtype for name, tensor in graph.constants.items()}, types)
-        types.update((declared.name, declared.dtype if declared.is_tensor else 0) for declared in graph.inputs)
-        constants = ChainMap({**graph.constants}, constants)
-        requested = ChainMap(dict.fromkeys(graph.constants, False), requested)
-        requested.update((declared.name, has_requested_inputs) for declared in graph.inputs)
-        sized = ChainMap(dict.fromkeys(graph.constants, False), sized)
-        sized.update((declared.name, has_sized_inputs) for declared in graph.inputs)
+        types, requested, sized = known.types, known.requested, known.sized
         for node in graph.nodes:
             types.update(_types_of(node, types))
             value = node.attributes.get("value")
             if node.op == "Constant" and isinstance(value, Tensor):
-                constants.update(dict.fromkeys(node.outputs, value))
+                known.constants.update(dict.fromkeys(node.outputs, value))
             depends = node.op not in _SIZES and any(requested.get(name) for name in names_read(node))
             requested.update(dict.fromkeys(node.outputs, depends))
             is_sized = node.op in _SIZES or any(sized.get(name) for name in names_read(node))
             sized.update(dict.fromkeys(node.outputs, is_sized))
             for name, inner in node.attributes.items():
                 if isinstance(inner, Graph):
-                    self.visit(
-                        inner,
-                        inner_scope(scope, node, name),
-                        types,
-                        constants,
-                        requested,
-                        sized,
-                        has_requested_inputs=depends,
-                        has_sized_inputs=is_sized,
-                    )
+                    within = known.inside(inner, is_requested=depends, is_sized=is_sized)
+                    self.visit(inner, inner_scope(scope, node, name), within)
             if node.op not in self._operators or node.domain or len(node.inputs) != 2 or not node.outputs:
                 continue
             nodes: Iterable[bytes] = ()
             if node.op == "Gather":
                 nodes = self._whole_slices(graph, node, types)
             # ONNX Runtime divides constants at the load. Quotients of sizes, which are not negative, stay as they are.
-            elif depends or not is_sized or node.inputs[1] in constants:
-                nodes = self._division(graph, node, types, constants, requested)
+            elif depends or not is_sized or node.inputs[1] in known.constants:
+                nodes = self._division(graph, node, known)
             if replacement := b"".join(nodes):
                 self.edits[GRAPH_NODE, scope + node.outputs[0]] = replacement
 
     def _value(self, graph: Graph, name: str) -> Value | None:
         return self._find_tensors().get(id(graph), {}).get(name)
 
-    def _division(
-        self,
-        graph: Graph,
-        node: Node,
-        types: Mapping[str, int],
-        constants: Mapping[str, Tensor],
-        requested: Mapping[str, bool],
-    ) -> Iterable[bytes]:
+    def _division(self, graph: Graph, node: Node, known: _Known) -> Iterable[bytes]:
         """The nodes in place of a division that can fault."""
         dividend, divisor = node.inputs
-        dtype = types.get(dividend) or types.get(divisor)
+        dtype = known.types.get(dividend) or known.types.get(divisor)
         if not dtype:
             values = self._value(graph, dividend), self._value(graph, divisor)
             dtype = next((value.dtype for value in values if value is not None and value.dtype), 0)
@@ -158,8 +146,8 @@ class _Replaced:
             return ()
 
         def may_contain(name: str, number: int) -> bool:
-            known = None if requested.get(name) else constants.get(name)
-            return known is None or known.elements is None or number in known.elements
+            constant = None if known.requested.get(name) else known.constants.get(name)
+            return constant is None or constant.elements is None or number in constant.elements
 
         can_fault = may_contain(dividend, _SMALLEST[dtype]) and may_contain(divisor, -1)
         if not can_fault:
