@@ -69,23 +69,29 @@ def test_flag_can_disable_an_option_of_the_environment(
     assert (served[0].example, served[0].access_log) == (True, False)
 
 
-def test_start_reports_a_repository_that_hangs_and_waits_for_it(
-    served: list[ServerOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve, "_REPORT_S", 0.05)
-    folder = tmp_path / "models"
-    folder.mkdir()
+def report_while_hung(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
+    """Start the server while a folder does not answer. Returns its first lines on standard error and its status."""
     with ThreadPoolExecutor(1) as threads:
         try:
             with hung(folder):
-                starting = threads.submit(serve.main, [str(folder)])
+                starting = threads.submit(serve.main, arguments)
                 text = ""
                 while not text and not starting.done():
                     text = capsys.readouterr().err
                     time.sleep(LOOK_S)
         except UnavailableError as error:
             pytest.skip(str(error))
-        assert starting.result() == 2  # the access that waited fails at the end of the mount
+        return text, starting.result()
+
+
+def test_start_reports_a_repository_that_hangs_and_waits_for_it(
+    served: list[ServerOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_REPORT_S", 0.05)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    text, status = report_while_hung(folder, [str(folder)], capsys)
+    assert status == 2  # the access that waited fails at the end of the mount
     assert text == f"ortserve serve: repositories: '{folder}' has not answered for 0.05 s; waiting\n"
     assert served == []
 
@@ -104,17 +110,7 @@ def test_start_reports_a_file_that_hangs_without_its_path_and_waits_for_it(
     flags = ["--example", flag_name(option), str(folder / "one")]
     if option == "tls_cert_file":
         flags += ["--tls-key-file", str(tmp_path / "key.pem")]
-    with ThreadPoolExecutor(1) as threads:
-        try:
-            with hung(folder):
-                starting = threads.submit(serve.main, flags)
-                text = ""
-                while not text and not starting.done():
-                    text = capsys.readouterr().err
-                    time.sleep(LOOK_S)
-        except UnavailableError as error:
-            pytest.skip(str(error))
-        starting.result()  # the server itself reports files that it cannot open
+    text, _ = report_while_hung(folder, flags, capsys)  # the server itself reports files that it cannot open
     assert text == f"ortserve serve: {option}: the path has not answered for 0.05 s; waiting\n"
 
 
