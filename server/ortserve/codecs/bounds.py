@@ -31,7 +31,7 @@ INLINE_BYTES: Final = 64 * 1024
 """Maximum size of JSON, texts and typed contents that are decoded on the event loop, in at most about 1 ms."""
 
 INLINE_FLAG_BYTES: Final = 8 * 1024 * 1024
-"""Maximum size of a body with BOOL tensors whose elements the event loop checks, in 0.6 ms. They become views."""
+"""Maximum size of a body with BOOL tensors whose elements the event loop checks. They become views."""
 
 INLINE_ELEMENTS: Final = 16 * 1024
 """Maximum number of elements of an answer that are encoded on the event loop as JSON, in about 0.5 ms."""

@@ -26,7 +26,7 @@ _FEED_BYTES: Final = 64 * 1024
 
 _MAGIC: Final = b"\x1f\x8b"
 _MAX_MEMBERS: Final = 4096
-"""Maximum number of members of a body. The shortest one has 20 bytes and takes about 10 us to inflate."""
+"""Maximum number of members of a body. The shortest one has 20 bytes; making the state to inflate it takes longer."""
 
 _LEVEL: Final = 1
 """The fastest level of zlib. Higher levels save a few percent more, and take several times as long."""

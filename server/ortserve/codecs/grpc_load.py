@@ -1,7 +1,6 @@
 """gRPC load requests: a serialized ``RepositoryModelLoadRequest`` to a message, and the contents of large files.
 
-protobuf copies contents under the interpreter lock, which takes 10 ms and more for 50 MB. So large contents become
-views of the serialized message.
+protobuf copies contents under the interpreter lock. So large contents become views of the serialized message.
 """
 
 from typing import Final

@@ -99,7 +99,7 @@ class RepositoryService:
 
         Yields some in each turn of the event loop, because a server may have thousands.
         """
-        # In order: a sorted list of 20,000 names is sorted again in 0.4 ms, a set in 5 ms.
+        # In order, because a sorted list is sorted again much faster than a set.
         present: dict[str, None] = {}
         if not only_ready:
             try:

@@ -223,7 +223,7 @@ def _trial_of(version: VersionSource) -> VersionSource:
 def _device_runtime(libraries: tuple[Path, ...], global_threads: bool) -> DeviceRuntime:
     """The environment of ONNX Runtime. A process has only one.
 
-    A tiny model has run in it, because the first session takes about 11 MiB that belong to no model.
+    A tiny model has run in it, because the first session takes memory that belongs to no model.
     """
     runtime = DeviceRuntime(libraries, global_threads=global_threads)
     run_tiny(CPU, has_global_threads=global_threads)
