@@ -1,6 +1,6 @@
 """The members of ensembles, by the sources of models. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ortserve.config.ensemble import LATEST
@@ -33,7 +33,7 @@ def lacks_members(name: str, found: Mapping[str, ModelSource]) -> bool:
     return any(member not in found for one in closure_of([name], found) for member in members_of(found[one]))
 
 
-def required_versions(source: ModelSource, member: str) -> list[int]:
+def _required_versions(source: ModelSource, member: str) -> list[int]:
     """The versions of a member that an ensemble names. ``LATEST`` stands for no particular version."""
     found: set[int] = set()
     for version in source.versions.values():
@@ -41,6 +41,19 @@ def required_versions(source: ModelSource, member: str) -> list[int]:
         assert ensemble is not None
         found |= {step.version for step in ensemble.steps if step.model == member}
     return sorted(found or {LATEST})
+
+
+def missing_members(ensemble: ModelSource, serves: Callable[[str, str], bool]) -> list[str]:
+    """The members of an ensemble of which a required version does not serve.
+
+    ``serves`` gets the name of a model and a version, which is empty for any version.
+    """
+    return [
+        member
+        for member in members_of(ensemble)
+        for versions in [_required_versions(ensemble, member)]
+        if not all(serves(member, "" if version == LATEST else str(version)) for version in versions)
+    ]
 
 
 def reject_cycles(sources: Iterable[ModelSource], known: Mapping[str, ModelSource]) -> list[ModelSource]:

@@ -10,7 +10,7 @@ from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.changes import Changes
-from ortserve.registry.ensemble_sources import closure_of, members_of
+from ortserve.registry.ensemble_sources import closure_of, members_of, missing_members
 from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.memory_room import MemoryRoom
@@ -219,7 +219,7 @@ class LoadsOnDemand:
 
     async def _wait_for_members(self, ensemble: ModelSource) -> None:
         """Load the members that are not in memory. Raises ServeError: not_ready, if another one does not serve."""
-        for member in self._reconciler.missing_members(ensemble):
+        for member in missing_members(ensemble, self._catalog.serves):
             if any(record.makes_requests_wait for record in self._catalog.of(member).values()):
                 await asyncio.shield(self.join(member).task)
                 continue

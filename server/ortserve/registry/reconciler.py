@@ -7,16 +7,14 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.config.ensemble import LATEST
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.changes import Changes, LoadRetries
+from ortserve.registry.dependents import Dependents, load_failed
 from ortserve.registry.draining import Draining
-from ortserve.registry.ensemble.members import is_connected
-from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
-from ortserve.registry.ensemble_sources import closure_of, members_of, reject_cycles, required_versions
+from ortserve.registry.ensemble_sources import closure_of, reject_cycles
 from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.repository.configuration import log_without_effect
-from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes
+from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 
@@ -56,8 +54,7 @@ class Reconciler:
         self._clock = clock
         self._on_model_change = on_model_change
         self._retries = LoadRetries()
-        self._ensembles: dict[str, None] = {}
-        """The models that have been ensembles since they were loaded: of thousands of models, few or none."""
+        self.dependents: Final = Dependents(catalog, versions, draining, sources, changes, self._retries, clock)
         self._last_serving: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that served after its latest change. The model may be evicted since."""
         self._drained_early: dict[str, dict[int, VersionSource]] = {}
@@ -80,38 +77,6 @@ class Reconciler:
                 current = source.versions.get(record.version)
                 if current is not None and record.source == current:
                     record.source = current
-
-    def waits_for_request(self, source: ModelSource) -> bool:
-        """Whether a model is not in memory, and the next request for it loads it."""
-        known = self._catalog.of(source.name).values()
-        if any(record.state is State.READY for record in known):
-            return False
-        return source.is_on_demand or any(record.is_on_demand for record in known)
-
-    def missing_members(self, ensemble: ModelSource) -> list[str]:
-        """The members of an ensemble of which a required version does not serve."""
-        return [
-            member
-            for member in members_of(ensemble)
-            if not all(
-                self._catalog.serves(member, "" if version == LATEST else str(version))
-                for version in required_versions(ensemble, member)
-            )
-        ]
-
-    def dependents_of(self, name: str) -> list[str]:
-        """The ensembles with a model as a member, by their latest source or by what serves because that failed."""
-        dependents = [
-            ensemble
-            for ensemble in self._ensembles
-            if name in members_of(self._sources.get(ensemble))
-            or any(
-                isinstance(record.served, ServedEnsemble) and name in [member.name for member in record.served.members]
-                for record in self._catalog.ready(ensemble)
-            )
-        ]
-        # An ensemble that contains another one comes after it, so that both never use different loads of the model.
-        return sorted(dependents, key=lambda one: len(closure_of([one], self._sources)))
 
     async def apply_all(self, sources: Iterable[ModelSource], *, forced: Collection[str]) -> None:
         """Apply the sources of different models concurrently, and those of ensembles after their members.
@@ -165,9 +130,8 @@ class Reconciler:
         """
         name = source.name
         before, self._sources[name] = self._sources.get(name), source
-        is_offered = before is not None and self.waits_for_request(before)
-        if members_of(source):
-            self._ensembles[name] = None
+        is_offered = before is not None and self._versions.waits_for_request(before)
+        self.dependents.note_source(source)
         if source.problem:
             if is_forced:
                 await self._restore(source, self._drained_early.pop(name, {}), is_awaited=is_awaited)
@@ -175,14 +139,14 @@ class Reconciler:
             self._retries.forget(name)
             if is_by_client and before is not None:
                 self._take_back(before, is_offered=is_offered)
-            await self._reconnect(name)
+            await self.dependents.reconnect(name)
             return [source.problem]
         labels = self._catalog.labels(name)
         apply = self._labels.apply if is_by_client else self._labels.apply_configured
         apply(name)  # Before the loads, during which no other version may answer.
         if self._catalog.labels(name) != labels:
-            await self._reconnect_dependents(name, applied, loads=False)
-        if not is_forced and self.waits_for_request(source):
+            await self.dependents.reconnect_all(name, applied, loads=False)
+        if not is_forced and self._versions.waits_for_request(source):
             self._versions.offer_on_demand(source)
             self._retries.forget(name)
             self._on_model_change(name)
@@ -195,15 +159,15 @@ class Reconciler:
         # Requests for versions on demand wait for the end of a load by a client: if it fails, they are loaded.
         offered = [record for record in ended if record.is_on_demand and is_by_client and is_offered]
         self._versions.forget(record for record in ended if record not in offered)
-        if self.waits_for_request(source):
+        if self._versions.waits_for_request(source):
             await self._draining.wait(name)  # The new load continues the metric series of the evicted version.
         serving = self._catalog.ready(name)
-        changes = self._plan(source)
+        changes = self._versions.plan(source)
         retiring = set(changes.retire) - self._labels.named_versions(name)
         for record in serving:
             record.reason, record.is_retiring = "", record.version in retiring
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
-        if before is not None and is_by_client and len(self._plan(source).load) == len(source.versions):
+        if before is not None and is_by_client and len(self._versions.plan(source).load) == len(source.versions):
             self._take_back(before, is_offered=is_offered)
         else:
             self._versions.forget(one for one in offered if self._catalog.of(name).get(one.version) is one)
@@ -214,11 +178,11 @@ class Reconciler:
             self._retire(name, changes.retire)
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         # Changes of its members did not reconnect an ensemble in ``applied``: its versions may use earlier loads.
-        failures += await self._reconnect(name)
+        failures += await self.dependents.reconnect(name)
         if ready := self._catalog.ready(name):
             self._last_serving[name] = {record.version: record.source for record in ready if record.source}
         if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:
-            await self._reconnect_dependents(name, applied)
+            await self.dependents.reconnect_all(name, applied)
         return failures
 
     def _take_back(self, before: ModelSource, *, is_offered: bool) -> None:
@@ -242,8 +206,8 @@ class Reconciler:
         failed = self._known_failures(source) if is_awaited else {}
         incoming = self._versions.announce(source, sorted({*versions} - failed.keys()), is_awaited=is_awaited)
         self._on_model_change(name)  # A rollout that the source lacks must not last until the loads have ended.
-        failures = [_failure(version, reason) for version, reason in failed.items()] + [
-            _failure(record.version, reason) for record in incoming if (reason := await self._versions.load(record))
+        failures = [load_failed(version, reason) for version, reason in failed.items()] + [
+            load_failed(record.version, reason) for record in incoming if (reason := await self._versions.load(record))
         ]
         # The next request loads a version that got no room, unless a version that the source lacks answers it.
         has_old = any(record.version not in source.versions for record in self._catalog.ready(name))
@@ -289,13 +253,13 @@ class Reconciler:
 
     async def settle_labels(self, name: str) -> None:
         """Let the ensembles follow the labels of a model, and drain the versions that nothing needs any more."""
-        await self._reconnect_dependents(name, loads=False)  # A load may hold the lock for minutes.
+        await self.dependents.reconnect_all(name, loads=False)  # A load may hold the lock for minutes.
         async with self._changes.lock(name):
             if (source := self._sources.get(name)) is None:
                 return
             if not source.problem:  # Otherwise the versions that it needs are not known.
                 self._retire_unneeded(source)
-            await self._reconnect_dependents(name)
+            await self.dependents.reconnect_all(name)
 
     def _retire(self, name: str, versions: Collection[int]) -> None:
         """Drain versions of a model that its source lacks, unless labels name them."""
@@ -330,13 +294,13 @@ class Reconciler:
                 record.will_be_replaced = False  # Nothing follows now, whatever ends the version later.
                 self._retries.note_failure(record.model, self._clock())
             else:
-                await self._reconnect_dependents(record.model)
+                await self.dependents.reconnect_all(record.model)
             self._on_model_change(record.model)
 
     async def remove(self, name: str) -> ModelSource | None:
         """Take a model out of service and forget its source. Returns the source. The caller holds the model's lock."""
         source = self._sources.pop(name, None)
-        self._ensembles.pop(name, None)
+        self.dependents.forget(name)
         self._retries.forget(name)
         self._last_serving.pop(name, None)
         self._drained_early.pop(name, None)
@@ -344,69 +308,6 @@ class Reconciler:
         self._versions.drain_all(name)
         self._labels.forget(name)  # Not before, because another version than ``stable`` would answer.
         self._on_model_change(name)
-        await self.drop_dependents(name)  # Ensembles loaded in the meantime hold the model.
+        await self.dependents.drop(name)  # Ensembles loaded in the meantime hold the model.
         await self._draining.wait(name)
         return source
-
-    async def drop_dependents(self, name: str) -> None:
-        """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
-        for ensemble in self.dependents_of(name):
-            await self.drop_dependents(ensemble)
-            async with self._changes.lock(ensemble):
-                self._versions.drain_all(ensemble)
-                await self.drop_dependents(ensemble)  # Ensembles loaded in the meantime hold this one.
-                await self._draining.wait(ensemble)
-
-    async def _reconnect_dependents(self, name: str, applied: Collection[str] = (), *, loads: bool = True) -> None:
-        """Reconnect the ensembles that contain a model after a change of the model or of its labels.
-
-        An ensemble that no longer fits the model goes out of service, with the reason.
-
-        Args:
-            name: Name of the model.
-            applied: Ensembles that the caller loads after the model anyway.
-            loads: Whether ensembles that went out of service with the model are loaded, or offered on demand, again.
-                The caller then holds the model's lock. Without, they follow its labels even during a load of the model.
-        """
-        for ensemble in [one for one in self.dependents_of(name) if one not in applied]:
-            async with self._changes.lock(ensemble):
-                source = self._sources.get(ensemble)
-                if loads and source is not None and name in members_of(source):
-                    if self.waits_for_request(source):
-                        self._versions.offer_on_demand(source)
-                    else:
-                        for record in self._versions.announce(source, self._plan(source).load):
-                            await self._versions.load(record)
-                await self._reconnect(ensemble)
-                await self._reconnect_dependents(ensemble, applied, loads=loads)
-
-    async def _reconnect(self, name: str) -> list[str]:
-        """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.
-
-        A version that does not fit these loads goes out of service with the reason, until a retry or a change of a
-        member. A version serves on if a later load failed to replace it, or if some members are not reconnected yet.
-        Returns as ``apply``.
-        """
-        failures = []
-        for record in self._catalog.ready(name):
-            if not isinstance(record.served, ServedEnsemble) or is_connected(record.served, self._catalog):
-                continue
-            why_not_replaced = record.reason
-            if reason := await self._versions.replace(record):
-                self._draining.drain(record, reason)
-                failures.append(_failure(record.version, reason))
-            else:
-                self._catalog.of(name)[record.version].reason = why_not_replaced
-        if failures:
-            self._retries.note_failure(name, self._clock())
-        return failures
-
-    def _plan(self, source: ModelSource) -> VersionChanges:
-        """What leads from the versions of a model that serve to those of a source."""
-        serving = self._catalog.ready(source.name)
-        return plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
-
-
-def _failure(version: int, reason: str) -> str:
-    """Describe a failed load for the caller of a load, in Triton's words."""
-    return f"version {version} is at UNAVAILABLE state: {reason}"

@@ -16,7 +16,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
 from ortserve.registry.changes import Changes
 from ortserve.registry.draining import Draining
-from ortserve.registry.ensemble_sources import closure_of, members_of, reject_cycles
+from ortserve.registry.ensemble_sources import closure_of, members_of, missing_members, reject_cycles
 from ortserve.registry.initial_load import InitialLoad, start_order
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly
@@ -298,7 +298,7 @@ class Registry:
                 async with lock, self._reader.open(load) as source:
                     if unload.done():
                         raise load_failure(name, f"its load was cancelled: {_UNLOADED}")
-                    if closure or not self._reconciler.missing_members(source):
+                    if closure or not missing_members(source, self._catalog.serves):
                         (source,) = reject_cycles([source], self._sources | closure)
                         is_by_client = load.config is not None
                         failures = await self._reconciler.apply(source, is_forced=True, is_by_client=is_by_client)
@@ -337,13 +337,13 @@ class Registry:
         self._versions.cancel_loads(name, _UNLOADED)
         async with AsyncExitStack() as changing:
             with self._reader.refusing_fetches(_UNLOADED, name):
-                await self._reconciler.drop_dependents(name)
+                await self._reconciler.dependents.drop(name)
                 await changing.enter_async_context(self._changes.lock(name))
             source = await self._reconciler.remove(name) or withdrawn
             await self._reader.release(name)
         if with_members:
             for member in members_of(source):
-                if not self._reconciler.dependents_of(member):
+                if not self._reconciler.dependents.of(member):
                     await self._unload(member, with_members=True)
 
     async def _apply_poll(self, found: Sequence[ModelSource]) -> None:
@@ -363,7 +363,7 @@ class Registry:
             if members_of(source)
             and names.intersection(closure_of([source.name], by_name))
             and (source.name in names or not self._catalog.ready(source.name))
-            and not self._reconciler.waits_for_request(source)
+            and not self._versions.waits_for_request(source)
         ]
         forced = closure_of(kept, by_name)
         missing = [by_name[name] for name in forced if not self._catalog.ready(name)]

@@ -16,7 +16,7 @@ from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError
 from ortserve.registry.load.load_limits import LoadRank
 from ortserve.registry.load.progress import LoadCancelledError
-from ortserve.registry.repository.source import ModelSource, VersionSource
+from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes
 from ortserve.registry.residency.memory_room import MemoryRoom, NoRoomError
 from ortserve.registry.version_loader import FilesChangedError, VersionLoader
 from ortserve.telemetry.logs import fit_fields, log_event, log_fault
@@ -62,6 +62,18 @@ class Versions:
         """Abandoned instances by model. Adding one drops those whose runs have ended since."""
         self.lost = ""
         """The lost device and the reason; empty if no device is lost. Only a new process can use the device again."""
+
+    def waits_for_request(self, source: ModelSource) -> bool:
+        """Whether a model is not in memory, and the next request for it loads it."""
+        known = self._catalog.of(source.name).values()
+        if any(record.state is State.READY for record in known):
+            return False
+        return source.is_on_demand or any(record.is_on_demand for record in known)
+
+    def plan(self, source: ModelSource) -> VersionChanges:
+        """What leads from the versions of a model that serve to those of a source."""
+        serving = self._catalog.ready(source.name)
+        return plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
 
     def announce(
         self, source: ModelSource, versions: Iterable[int], *, is_awaited: bool = False
