@@ -51,7 +51,7 @@ class Fleet:
     def __init__(self, proxy_name: str, folder: Path, stack: ExitStack) -> None:
         self._stack = stack
         self.repository = folder / "models"
-        model = add_model(self.repository, "heavy", builders.heavy, steps=20)
+        model = add_model(self.repository, "heavy", builders.heavy, steps=5)
         (model / "model.yaml").write_text("intra_op_threads: 1\n")  # two threads would also take time to synchronize
         self.ports = {"a": free_ports(), "b": free_ports()}
         self.servers: dict[str, ServerProcess] = {}
@@ -231,7 +231,7 @@ async def test_killed_server_loses_no_retryable_request(fleet: Fleet) -> None:
         assert {failure.protocol for failure in lost} <= {"grpc"}
         assert len(lost) <= CALLERS
 
-        await fleet.load.go_on(150)
+        await fleet.load.go_on(75)
         assert fleet.load.failures == lost
         if fleet.proxy.asks_readiness:  # other proxies would try it before it is ready
             fleet.start("a")
@@ -246,7 +246,7 @@ async def test_server_that_is_warming_gets_no_request_before_it_is_ready(fleet: 
     fleet.start("a")
     await fleet.wait_until_loaded("a")
     add_model(fleet.repository, "an_earlier_one", builders.slow)
-    (fleet.repository / "an_earlier_one" / "model.yaml").write_text("warmup_s: 2\n")
+    (fleet.repository / "an_earlier_one" / "model.yaml").write_text("warmup_s: 1\n")
     if not fleet.proxy.asks_readiness:
         await fleet.proxy.take_out("b")
     await fleet.wait_until_ready()
@@ -262,7 +262,7 @@ async def test_server_that_is_warming_gets_no_request_before_it_is_ready(fleet: 
                     break
                 assert answered == {}  # read while it was certainly not ready
                 looks += 1
-                await fleet.load.go_on(10)
+                await fleet.load.go_on(5)
         assert looks > 0, "the model is too fast for this test"
         if not fleet.proxy.asks_readiness:
             await fleet.proxy.put_in("b")
@@ -281,7 +281,7 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
     await fleet.wait_until_loaded("b")
     await fleet.wait_until_ready()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
-        await fleet.load.go_on(150)
+        await fleet.load.go_on(75)
     assert fleet.load.failures == []
     assert await answered_by(fleet.ports["b"]) == {}
 

@@ -19,7 +19,7 @@ from servers import LONG_S
 CALLERS: Final = 6
 """Callers per protocol."""
 
-PAUSE_S: Final = 0.1
+PAUSE_S: Final = 0.2
 """Pause between a caller's answer and its next request, so that requests meet restarts and not a saturated machine."""
 
 Infer = Callable[[np.ndarray], Awaitable[Any]]
@@ -46,7 +46,7 @@ class Load:
     failures: list[Failure] = field(default_factory=list)
     _news: dict[str, asyncio.Event] = field(default_factory=lambda: {"http": asyncio.Event(), "grpc": asyncio.Event()})
 
-    async def go_on(self, more: int = 100) -> None:
+    async def go_on(self, more: int = 50) -> None:
         """Wait until ``more`` further requests are answered on each protocol.
 
         The time limit applies to each answer, because a busy machine needs minutes for some hundred requests.
