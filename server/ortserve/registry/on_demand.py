@@ -221,7 +221,11 @@ class LoadsOnDemand:
         """Load the members that are not in memory. Raises ServeError: not_ready, if another one does not serve."""
         for member in missing_members(ensemble, self._catalog.serves):
             if any(record.makes_requests_wait for record in self._catalog.of(member).values()):
-                await asyncio.shield(self.join(member).task)
+                try:
+                    await asyncio.shield(self.join(member).task)
+                except ServeError:
+                    if member in missing_members(ensemble, self._catalog.serves):  # not if another version failed
+                        raise
                 continue
             try:
                 self._catalog.find(member, "")

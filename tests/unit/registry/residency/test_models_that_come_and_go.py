@@ -330,12 +330,14 @@ async def test_server_stays_ready_while_a_request_loads_a_model(tmp_path: Path, 
     assert readiness == {True}
 
 
-async def test_version_that_serves_answers_although_another_one_failed(tmp_path: Path, make: Make) -> None:
+@pytest.mark.parametrize("name", ["m", "pair"])
+async def test_version_that_serves_answers_although_another_one_failed(tmp_path: Path, make: Make, name: str) -> None:
     put(tmp_path, "m", 2, build=builders.not_onnx)
     put(tmp_path, "m", 1, "{version_policy: {all: true}, load_policy: on_demand}")
+    add_pair(tmp_path, load_policy="on_demand")
     registry = make()
     await registry.load_all()
-    assert await ask(registry, "m") == "1"
+    assert await ask(registry, name) == "1"
     assert "FAILED" in (await refused(registry, "m", "2")).message
 
 
