@@ -83,6 +83,7 @@ class Versions:
         The catalog shows a record at once, unless the version already serves. If ``is_awaited``, requests may wait for
         the loads.
         """
+        is_awaited = is_awaited or self.waits_for_request(source)  # also for versions that were not on demand before
         records = [self._make_record(source, version, is_awaited=is_awaited) for version in versions]
         for record in records:
             record.continues = record is not records[0]
@@ -116,7 +117,14 @@ class Versions:
             number for number, one in known.items() if one.is_on_demand and one.source == source.versions.get(number)
         }
         self.forget(one for number, one in known.items() if number not in kept and one.state >= State.GONE)
-        for number in [number for number in source.versions if number not in kept]:
+        self._offer(source, source.versions.keys() - kept)
+
+    def offer_new(self, source: ModelSource) -> None:
+        """Show the versions of a model on demand that the catalog lacks, before labels that name them take effect."""
+        self._offer(source, source.versions.keys() - self._catalog.of(source.name).keys())
+
+    def _offer(self, source: ModelSource, versions: Iterable[int]) -> None:
+        for number in sorted(versions):
             self._make_record(source, number).advance(State.GONE, ON_DEMAND)
 
     async def load(self, record: VersionRecord) -> str:

@@ -806,6 +806,39 @@ async def test_request_waits_for_a_load_by_call_of_an_evicted_model(tmp_path: Pa
     await loading
 
 
+async def test_request_waits_for_a_load_by_call_with_a_label_for_a_new_version(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand", build=builders.slow)
+    registry = make()
+    await registry.load_all()
+    running = submit_to(await registry.wait_for("m", ""), (np.ones((1, 4), np.float32),), 1)
+    registry._draining.evict("m")
+    put(tmp_path, "m", 2, build=builders.slow)
+    (tmp_path / "m" / "model.yaml").write_text("{load_policy: on_demand, labels: {stable: 2}}")
+    loading = asyncio.ensure_future(registry.load("m"))
+    answering = set()
+    while not loading.done():
+        if registry.labels("m"):  # while the last load drains, and while the next one is under way
+            answering.add((await registry.wait_for("m", "")).version)
+        await asyncio.sleep(0)
+    assert answering == {"2"}
+    await running
+    await loading
+
+
+async def test_request_waits_for_another_version_of_a_client_if_one_fails(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    registry = make()
+    await registry.load_all()
+    content = members.affine(tmp_path.parent / "sent.onnx").read_bytes()
+    files = {"file:1/model.onnx": b"no model", "file:2/model.onnx": content}
+    loading = asyncio.ensure_future(registry.load("m", config='{"version_policy": {"all": {}}}', files=files))
+    while states(registry, "m")[1][0] is not State.FAILED:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+    assert await ask(registry, "m") == "2"
+    with pytest.raises(ServeError, match="version 1 is at UNAVAILABLE state"):
+        await loading
+
+
 @pytest.mark.parametrize("reason", ["files of a client", "a live sequence"])
 async def test_model_that_would_not_come_back_whole_is_not_evicted(tmp_path: Path, make: Make, reason: str) -> None:
     put(tmp_path, "other", options="load_policy: on_demand")
