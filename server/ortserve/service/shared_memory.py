@@ -25,6 +25,7 @@ _DISABLED: Final = (
 )
 _MAX_SIZE: Final = 2**63 - 1  # the maximum size of a file
 _MAX_NAME: Final = 1024
+_MOST_REGIONS: Final = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,14 @@ class SharedMemory:
             is_allowed: Whether callers may register regions.
             open_on_device: Opens memory on GPUs; called on ``threads``. None without GPUs.
             max_regions: Maximum number of regions. Each holds a file descriptor, so the default is a quarter of the
-                descriptors that the process may open.
+                descriptors that the process may open, and at most 16,384, because some calls visit all regions in one
+                turn of the event loop.
         """
         self.is_allowed = is_allowed
         self._open_on_device = open_on_device
         self.threads = ThreadPool(2, "shared-memory")
         """Threads for copies that would block the loop."""
-        self._max_regions = max_regions or _default_max_regions()
+        self.max_regions: Final = max_regions or _default_max_regions()
         self._regions: dict[str, _Region] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -155,7 +157,7 @@ class SharedMemory:
         return found
 
     def _named(self, name: str) -> Iterable[_Region]:
-        """The region of a name, if there is one, or all for ``""``. There may be hundreds of thousands."""
+        """The region of a name, if there is one, or all for ``""``. There may be thousands."""
         if not name:
             return self._regions.values()
         region = self._regions.get(name)
@@ -202,10 +204,10 @@ class SharedMemory:
             )
         if name in self._regions:
             raise ServeError(ErrorKind.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
-        if len(self._regions) >= self._max_regions:
+        if len(self._regions) >= self.max_regions:
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"cannot register shared memory region '{name}': expected at most {self._max_regions} regions",
+                f"cannot register shared memory region '{name}': expected at most {self.max_regions} regions",
             )
 
     def _require_allowed(self) -> None:
@@ -252,4 +254,4 @@ def _close(memories: Sequence[RegionMemory]) -> None:
 
 def _default_max_regions() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 16384 if limit == resource.RLIM_INFINITY else max(1, limit // 4)
+    return _MOST_REGIONS if limit == resource.RLIM_INFINITY else max(1, min(_MOST_REGIONS, limit // 4))
