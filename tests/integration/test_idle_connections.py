@@ -1,5 +1,6 @@
 """At the limit of connections, a new connection replaces an idle one, and no connection with a request in progress."""
 
+import json
 import socket
 import ssl
 import time
@@ -10,11 +11,12 @@ from typing import Final
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 from hpack import Encoder
 
 from certificates import Secret
-from http_wire import reset
+from http_wire import post, reset
 from models import builders
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.native import frames
@@ -38,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("few")
     add_model(repository, "identity", builders.identity)
     limits = ("--http-max-connections", str(MOST), "--grpc-max-connections", str(MOST))
-    timeouts = ("--http-body-timeout-s", "3", "--grpc-message-timeout-s", "1")
+    timeouts = ("--http-body-timeout-s", "3", "--http-send-timeout-s", "3", "--grpc-message-timeout-s", "1")
     with serving(repository, *SHORT_WARMUP, *limits, *timeouts) as server:
         yield server
 
@@ -112,6 +114,23 @@ def test_slow_request_is_rejected_for_a_new_connection(server: ServerProcess, re
         while not is_served(server):  # until it counts as slow
             assert time.monotonic() < until_s
         assert slow.recv(65536).startswith(b"HTTP/1.1 429 ")
+
+
+def test_slowly_read_answer_is_cut_for_a_new_connection(server: ServerProcess) -> None:
+    array = np.zeros((500_000, 4), np.float32)  # more than the buffers of the system hold
+    entry = {"name": "x", "shape": array.shape, "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
+    text = json.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}}).encode()
+    header = f"Inference-Header-Content-Length: {len(text)}"
+    with busy(server, MOST - 1), connected(server.http, 1) as (slow,):
+        slow.sendall(post("identity", text + array.tobytes(), header))
+        received = len(slow.recv(10))
+        until_s = time.monotonic() + LONG_S
+        while not is_served(server):  # until it counts as slow
+            assert time.monotonic() < until_s
+            received += len(slow.recv(10))
+        while piece := slow.recv(2**20):  # what the system still holds
+            received += len(piece)
+        assert 0 < received < array.nbytes
 
 
 def test_silent_tls_sessions_yield_to_new_ones(tmp_path: Path) -> None:

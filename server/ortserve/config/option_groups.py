@@ -118,8 +118,8 @@ class HttpOptions(BaseModel):
     http_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
     """Maximum number of open HTTP connections. A further one replaces an idle one: first those that have carried no
     request, then those that were idle for longest, then those whose request arrives slowly, which is answered with
-    429. If none is idle, the further one is answered with 429 and closed. The process needs a limit of at least as many
-    open files."""
+    429, or whose answer is read slowly. If there is none of these, the further one is answered with 429 and closed. The
+    process needs a limit of at least as many open files."""
     http_max_headers: int = Field(default=100, ge=1, le=10_000)
     """Maximum number of headers of an HTTP request; a request with more is rejected as ``headers_too_large`` (431)."""
     http_max_header_bytes: int = Field(default=32 * 1024, ge=256, le=1024 * 1024)
@@ -133,7 +133,9 @@ class HttpOptions(BaseModel):
     ``http_min_body_bytes_per_s``; otherwise the request is answered with 408. Time in which the server does not read
     does not count."""
     http_min_body_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
-    """Minimum average rate of a body that takes longer than ``http_body_timeout_s``, in bytes per second."""
+    """Minimum average rate of a body that takes longer than ``http_body_timeout_s``, in bytes per second. At the limit
+    of connections, an answer that is read more slowly for a sixth of ``http_send_timeout_s`` may be cut for a new
+    connection."""
     http_answer_half_closed: bool = True
     """Answer complete requests of a connection after the client sent a FIN. Clients that close only their sending side
     then receive their answers. ``close()`` sends the same FIN, so requests of clients that gave up stay in the queue.

@@ -356,8 +356,8 @@ HTTP_CUT_ANSWERS: Final = counter(
     "ortserve_http_cut_answers_total",
     ("cause",),
     "HTTP answers of more than 64 KiB that ended before the caller received all of them, by cause: disconnected, "
-    "too_slow (http_send_timeout_s) or overloaded (http_unsent_bytes). Most of these requests count as ok in "
-    "ortserve_request_duration_seconds, which ends when the answer is encoded.",
+    "too_slow (http_send_timeout_s) or overloaded (http_unsent_bytes, http_max_connections). Most of these requests "
+    "count as ok in ortserve_request_duration_seconds, which ends when the answer is encoded.",
 )
 GRPC_CUT_ANSWERS: Final = counter(
     "ortserve_grpc_cut_answers_total",

@@ -11,8 +11,9 @@ from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.idle_connections import has_unread_bytes
 from ortserve.frontends.unsent_answers import unacknowledged_bytes
 
-_SLOW_BODY_SHARE: Final = 1 / 6
-"""Share of ``http_body_timeout_s`` from which a body below the minimum rate may be rejected for a new connection."""
+_SLOW_SHARE: Final = 1 / 6
+"""Share of ``http_body_timeout_s`` from which a body below the minimum rate may be rejected for a new connection, and
+share of ``http_send_timeout_s`` from which an answer that is read below this rate may be cut for one."""
 
 
 class TimeoutAction(Enum):
@@ -82,11 +83,46 @@ class StageTimer:
         """Whether the body has arrived below the minimum rate for a part of its timeout."""
         waited_s = self.waited_ns(now_ns, Stage.BODY, subject) / 1e9
         came = received_bytes - self._since_bytes
-        is_late = waited_s >= _SLOW_BODY_SHARE * self._options.http_body_timeout_s
+        is_late = waited_s >= _SLOW_SHARE * self._options.http_body_timeout_s
         return is_late and came < waited_s * self._options.http_min_body_bytes_per_s
 
     def _restart(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
         self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
+
+
+class ReadRate:
+    """Measures how fast the caller reads a response, of which a part is unsent. Pure; noted once a tick."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._subject: object = None
+        self._since_ns = 0
+        self._read_bytes = 0
+        self._unsent_bytes = 0
+
+    def note(self, now_ns: int, subject: object, unsent_bytes: int) -> None:
+        """Count the bytes that were read since the last call.
+
+        Args:
+            now_ns: Monotonic time.
+            subject: The exchange of the response, by identity; another one restarts the measurement.
+            unsent_bytes: Bytes of responses that the caller has not read.
+        """
+        read_bytes = max(0, self._unsent_bytes - unsent_bytes)
+        is_over = now_ns - self._since_ns >= self._options.http_send_timeout_s * 1e9 and not self.is_slow(now_ns)
+        if not self._unsent_bytes or subject is not self._subject or is_over:
+            self._subject, self._since_ns, self._read_bytes = subject, now_ns, 0
+        else:
+            self._read_bytes += read_bytes
+        self._unsent_bytes = unsent_bytes
+
+    def is_slow(self, now_ns: int) -> bool:
+        """Whether the response was read below the minimum rate for a part of the timeout of sending."""
+        if not self._unsent_bytes:
+            return False
+        waited_s = (now_ns - self._since_ns) / 1e9
+        is_late = waited_s >= _SLOW_SHARE * self._options.http_send_timeout_s
+        return is_late and self._read_bytes < waited_s * self._options.http_min_body_bytes_per_s
 
 
 class Reader(Protocol):
@@ -125,6 +161,7 @@ class Timeouts:
         self._options = options
         self._tick_s = tick_s(options)
         self._stages = StageTimer(options)
+        self._reading = ReadRate(options)
         self._handle = connection.loop.call_later(self._tick_s, self._check)
         connection.context.idle_connections.add(self)
 
@@ -143,7 +180,7 @@ class Timeouts:
         connection, reader = self._connection, self._reader
         transport, exchange = connection.transport, connection.newest
         if transport.get_write_buffer_size():
-            return None
+            return 0 if self._reading.is_slow(now_ns) else None
         if transport.is_closing():
             return now_ns
         if connection.is_lingering:
@@ -176,7 +213,7 @@ class Timeouts:
                 connection.reject(error, reader.shown_url, reader.headers)
         transport.close()
         if transport.get_write_buffer_size():  # closing must not wait for a caller that does not read
-            transport.abort()
+            connection.abort("overloaded")
 
     def _check(self) -> None:
         connection, reader = self._connection, self._reader
@@ -192,12 +229,14 @@ class Timeouts:
             unsent += unacknowledged_bytes(transport.get_extra_info("socket"))
         if connection.is_write_paused:
             connection.count_unsent()
+        now_ns = time.monotonic_ns()
+        self._reading.note(now_ns, connection.exchange, unsent)
         stage, exchange = reader.stage, connection.newest
         is_answered = exchange is None or exchange.response_complete
         if unsent or connection.is_read_paused or connection.ignores_input or not (is_answered or stage is Stage.BODY):
             stage = Stage.RESPONSE
         subject = reader.headers if stage is Stage.HEADERS else exchange
-        action = self._stages.check(time.monotonic_ns(), stage, subject, reader.received_bytes, unsent)
+        action = self._stages.check(now_ns, stage, subject, reader.received_bytes, unsent)
         if action is TimeoutAction.ABORT:
             connection.abort("too_slow")
         elif action is TimeoutAction.CLOSE:
