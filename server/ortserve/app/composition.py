@@ -15,7 +15,7 @@ from ortserve.app.protocol_servers import Console, ProtocolServers
 from ortserve.app.watchdog import Watchdog
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
-from ortserve.config.options import ServerOptions
+from ortserve.config.options import ServerOptions, state_folder
 from ortserve.core.large_memory import MAX_KEPT_BYTES, LargeMemory
 from ortserve.device.devices import DeviceRuntime, DevicesReader
 from ortserve.device.nvml import GpuReader
@@ -30,10 +30,9 @@ from ortserve.frontends.http.console_routes import encode_event
 from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
-from ortserve.paths import is_model_file
 from ortserve.registry.recording import Recordings
 from ortserve.registry.registry import Registry
-from ortserve.registry.state_file import DEFAULT_FOLDER, StateFile
+from ortserve.registry.state_file import StateFile
 from ortserve.registry.stores.mirrors import open_repositories
 from ortserve.service.access import Access, Group
 from ortserve.service.busy_polling import BusyPolling, PollPolicy
@@ -145,7 +144,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         activity,
         cache,
         recordings,
-        StateFile(_state_folder(options)),
+        StateFile(state_folder(options)),
         mirrors,
         memory_budget_bytes=options.memory_budget_bytes,
         gpu_memory_budget_bytes=options.gpu_memory_budget_bytes,
@@ -254,15 +253,6 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         watchdog=watchdog,
         console=console,
     )
-
-
-def _state_folder(options: ServerOptions) -> Path | None:
-    """The folder of the state that calls change; None if the server has no folder for it."""
-    if options.state_dir is not None:
-        return options.state_dir
-    on_disk = (repository for repository in options.repositories if isinstance(repository, Path))
-    first = next((folder for folder in on_disk if not is_model_file(folder)), None)
-    return None if first is None else first / DEFAULT_FOLDER
 
 
 def _polling(options: ServerOptions, registry: Registry) -> BusyPolling | None:

@@ -23,6 +23,7 @@ from ortserve.config.options import (
     flag_name,
     read_options_and_origins,
     split_list,
+    state_folder,
     variable_name,
 )
 from ortserve.config.repository_url import Repository
@@ -45,20 +46,21 @@ def main(arguments: Sequence[str]) -> int:
     # Intermixed: repositories may come before and after flags.
     flags = vars(build_parser().parse_intermixed_args(arguments))
     config_path = flags.pop("config", None)
+    asked_format = flags.get("log_format") or os.environ.get(variable_name("log_format"))
     try:
-        options, origins = read_options_and_origins(flags, config_path)
+        with _silence_reported(asked_format, "--config: the file"):
+            options, origins = read_options_and_origins(flags, config_path)
     except OptionsError as error:
-        asked_format = flags.get("log_format") or os.environ.get(variable_name("log_format")) or error.file_log_format
-        return _refuse(asked_format, *error.problems)
+        return _refuse(asked_format or error.file_log_format, *error.problems)
     refuse = partial(_refuse, options.log_format)
     if not options.repositories and not options.example:
         return refuse("repositories: expected at least one folder, .onnx file, URL or --example, got none")
-    if problems := combination_problems(options):
-        return refuse(*problems)
     find_problem = partial(_repository_problem, log_format=options.log_format)
     if problems := list(filter(None, map(find_problem, options.repositories))):
         return refuse(*problems)
     _wait_for_files(options)
+    if problems := combination_problems(options):
+        return refuse(*problems)
     if problem := runtime_problem(installed_runtimes()):
         return refuse(problem)
     from ortserve.app.run import run  # imported here, because it imports the engine
@@ -88,7 +90,7 @@ def _wait_for_files(options: ServerOptions) -> None:
     Reports contain no paths: a key may have been given instead of the path of its file.
     """
     for name in sorted(ServerOptions.model_fields.keys() - {"repositories"}):
-        value = getattr(options, name)
+        value = state_folder(options) if name == "state_dir" else getattr(options, name)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
                 # The server itself reports what it cannot open.

@@ -29,6 +29,7 @@ from ortserve.config.option_groups import (
 )
 from ortserve.config.repository_url import Repository
 from ortserve.config.yaml_file import read_yaml
+from ortserve.paths import is_model_file
 
 ENV_PREFIX: Final = "ORTSERVE_"
 CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
@@ -315,6 +316,15 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
         if is_own and not is_address and (option not in known or name != upper):
             problems.append(f"{name}: unknown variable{did_you_mean(option, sorted(known), prefix=ENV_PREFIX)}")
     return problems
+
+
+def state_folder(options: ServerOptions) -> Path | None:
+    """The folder of the state that calls change; None if the server has no folder for it."""
+    if options.state_dir is not None:
+        return options.state_dir
+    on_disk = (repository for repository in options.repositories if isinstance(repository, Path))
+    first = next((folder for folder in on_disk if not is_model_file(folder)), None)
+    return None if first is None else first / ".ortserve"  # a repository has no models with such names
 
 
 def combination_problems(options: ServerOptions) -> list[str]:

@@ -27,8 +27,6 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 SCHEMA: Final = "ortserve.state/1"
-DEFAULT_FOLDER: Final = ".ortserve"
-"""Default folder in the first repository. Names that begin with a dot are not read as models."""
 FILE_NAME: Final = "state.json"
 
 _MAX_BYTES: Final = 16 * 1024 * 1024

@@ -114,6 +114,30 @@ def test_start_reports_a_file_that_hangs_without_its_path_and_waits_for_it(
     assert text == f"ortserve serve: {option}: the path has not answered for 0.05 s; waiting\n"
 
 
+@pytest.mark.parametrize(
+    ("hung_name", "arguments", "reported"),
+    [
+        (".ortserve", [], "state_dir: the path"),
+        ("files", ["--record-dir", "files"], "record_dir: the path"),
+        ("files", ["--config", "files/options.yaml"], "--config: the file"),
+    ],
+)
+def test_start_beside_a_repository_reports_what_hangs(
+    hung_name: str,
+    arguments: list[str],
+    reported: str,
+    served: list[ServerOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(serve, "_REPORT_S", 0.05)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / hung_name).mkdir()
+    text, _ = report_while_hung(tmp_path / hung_name, [str(tmp_path), *arguments], capsys)
+    assert text == f"ortserve serve: {reported} has not answered for 0.05 s; waiting\n"
+
+
 def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text(f"repositories: ['{tmp_path}']\n")
 
