@@ -241,6 +241,20 @@ def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: 
     assert "Traceback" not in ended.stderr
 
 
+def test_system_error_after_the_start_is_logged_as_a_fault_with_its_traceback() -> None:
+    script = (
+        "from ortserve.app import run, server; from ortserve.config.options import ServerOptions\n"
+        "async def load(self): raise OSError(5, 'Input/output error')\n"
+        "server.Server.load = load\n"
+        "run.run(ServerOptions(example=True, http_port=0, grpc_port=0, metrics_port=0))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S)
+    assert ended.returncode == 1
+    assert "the server has failed" in ended.stderr
+    assert "Traceback" in ended.stderr
+    assert "cannot start" not in ended.stderr
+
+
 @pytest.mark.parametrize("option", ["http", "grpc", "metrics"])
 def test_port_in_use_ends_the_server_with_status_1_and_names_the_option(option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -16,7 +16,7 @@ from ortserve.config.options import ServerOptions, unknown_variables
 from ortserve.core.thread_pool import ThreadPool
 from ortserve.engine.process_limits import SPARE_FILES, limit_malloc_arenas, raise_open_files
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, put_loop_first, set_slice
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event, log_fault, never_wait_for_standard_error
 from ortserve.telemetry.standard_error import StandardError
 
@@ -26,6 +26,9 @@ _SWITCH_INTERVAL_S: Final = 0.00005
 """Time for which the event loop may hold the interpreter lock while a worker waits for it. With Python's 5 ms a worker
 waited 0.8 ms for the answers of its last batch before it could start the next one, and fewer rows per second were
 served (``loadtests/batched_compute.py``)."""
+
+_MIN_OPEN_FILES: Final = 16
+"""Fewer cannot be enough for the ports, and libuv aborts the process if it gets none for the event loop."""
 
 _LAST_LINES_S: Final = 1.0
 """Time for standard error to take the last log lines."""
@@ -45,7 +48,11 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoR
     for problem in unknown_variables(os.environ):
         log_event(logger, logging.WARNING, "environment variable has no effect", reason=problem)
     connections = options.http_max_connections + options.grpc_max_connections
-    if (files := raise_open_files()) is not None and files < connections + SPARE_FILES:
+    if (files := raise_open_files()) is not None and files < _MIN_OPEN_FILES:
+        reason = f"Too many open files: expected a limit (ulimit -n) of at least {_MIN_OPEN_FILES}, got {files}"
+        log_event(logger, logging.ERROR, "the server cannot start", reason=reason)
+        _exit(1)
+    if files is not None and files < connections + SPARE_FILES:
         message = "fewer open files than connections are allowed: callers can block every port"
         log_event(logger, logging.WARNING, message, open_files=files, connections=connections)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -56,10 +63,8 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> NoR
         runner.run(serving)
     except ServeError as error:
         log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
-    except (OSError, MemoryError) as error:  # the system's limits: descriptors and memory
-        log_event(logger, logging.ERROR, "the server cannot start", reason=str(error) or type(error).__name__)
     except Exception as fault:  # noqa: BLE001 - the process ends
-        log_fault(logger, "the server cannot start", fault)
+        log_fault(logger, "the server has failed", fault)
     _exit(1)
 
 
@@ -69,7 +74,10 @@ async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping
     server = Server(options, switches, origins)
     asked_to_stop = catch_stop_signals(asyncio.get_running_loop())
     try:
-        await server.start()
+        try:
+            await server.start()
+        except (OSError, MemoryError) as error:  # the system's limits: descriptors and memory
+            raise ServeError(ErrorKind.OVERLOADED, str(error) or type(error).__name__) from error
         loading = asyncio.create_task(server.load(), name="load")
         watching = asyncio.create_task(server.watch(), name="watch")
         stopping = asyncio.create_task(asked_to_stop.wait(), name="signals")

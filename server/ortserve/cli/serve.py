@@ -99,7 +99,7 @@ def _wait_for_files(options: ServerOptions) -> None:
 
 
 @contextmanager
-def _silence_reported(log_format: str, accessed: str) -> Iterator[None]:
+def _silence_reported(log_format: object, accessed: str) -> Iterator[None]:
     """Report once if the context does not end within ``_REPORT_S``."""
     text = f"{accessed} has not answered for {_REPORT_S:g} s; waiting"
     report = threading.Timer(_REPORT_S, _write, (log_format, "WARNING", "the server waits", text))
