@@ -49,6 +49,8 @@ _EXTENSION_OPERATOR: Final = re.compile(r"(?:ai\.onnx\.contrib|com\.microsoft\.e
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
 _AFFINITIES_TEXT: Final = re.compile(r"[0-9]+([,-][0-9]+)*(;[0-9]+([,-][0-9]+)*)*;?").fullmatch
+_MAX_PROCESSORS: Final = 100_000
+"""Maximum number of processors of a group. ONNX Runtime logs a line for each one that the machine does not have."""
 _OPTIMIZED_WEIGHTS: Final = "session.optimized_model_external_initializers_file_name"
 """The name of a file beside the optimized model, to which ONNX Runtime writes the weights."""
 _DISABLED_OPTIMIZERS: Final = "optimization.disable_specified_optimizers"
@@ -268,9 +270,13 @@ def _check_affinities(key: str, affinities: str) -> None:
     try:
         for group in filter(None, affinities.split(";")):
             processors: set[int] = set()
+            named = 0
             for part in group.split(","):
                 first, *_, last = part.split("-") if "-" in part else (part, part)
+                named += int(last) - int(first) + 1
                 processors.update(range(max(0, int(first) - 1), min(int(last), os.cpu_count() or 1)))
+            if named > _MAX_PROCESSORS:
+                raise invalid_input(f"{key}: expected at most {_MAX_PROCESSORS} processors in a group, got '{group}'")
             try:
                 os.sched_setaffinity(0, processors)
             except OSError:

@@ -379,7 +379,7 @@ def test_affinities_of_more_threads_than_there_are_fail_the_load(tmp_path: Path)
 
 
 @pytest.mark.parametrize("is_entry", [False, True])
-@pytest.mark.parametrize("group", ["100000", "100000-200000000", "0"])
+@pytest.mark.parametrize("group", ["100000", "100001-200000", "0"])
 def test_affinities_to_no_processor_of_the_machine_fail_the_load(tmp_path: Path, group: str, is_entry: bool) -> None:
     before = os.sched_getaffinity(0)
     text, entry = f"1-100000;{group}", "session.intra_op_thread_affinities"
@@ -390,6 +390,14 @@ def test_affinities_to_no_processor_of_the_machine_fail_the_load(tmp_path: Path,
     with pytest.raises(ServeError, match=expected):
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("group", ["1-200000000", "1,1-100000"])
+def test_more_affinities_than_onnx_runtime_can_log_fail_the_load(tmp_path: Path, group: str) -> None:
+    options = SessionOptions(ProviderChoice(CPU), 2, SessionSettings(thread_affinities=group))
+    expected = f"session.thread_affinities: expected at most 100000 processors in a group, got '{group}'"
+    with pytest.raises(ServeError, match=expected):
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
 
 
 @pytest.mark.parametrize("text", ["x", "-1", ""])
