@@ -13,7 +13,6 @@ time; the arms with and without it take turns. The status of every answer is che
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ import uvloop  # noqa: E402
 
 from fakes.socket import FakeSocket  # noqa: E402
 from harness import spread, table, write_report  # noqa: E402
+from infer_requests import json_request, numbers_of_json  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.app.server import Server  # noqa: E402
 from ortserve.config.options import ServerOptions  # noqa: E402
@@ -111,8 +111,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[f
     file = mlp(folder / "mlp" / "1" / "model.onnx")
     row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).round(6).astype(np.float32)
     expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": row})[0].ravel()
-    tensor = {"name": "x", "shape": row.shape, "datatype": "FP32", "data": [round(v, 6) for v in row.ravel().tolist()]}
-    body = json.dumps({"inputs": [tensor]}).encode()
+    body = json_request(row, decimals=6)
     head = b"POST /v2/models/mlp/infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     server = Server(
         ServerOptions(repositories=(folder,), http_port=0, grpc_port=0, metrics_port=0), configure_logging("warning")
@@ -127,7 +126,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[f
         for name, taken_out in ARMS.items():  # warm-up, not counted
             with taken_out():
                 answer = await callers.turn()
-                found = json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"]
+                found = numbers_of_json(answer.partition(b"\r\n\r\n")[2])
                 np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=name)
                 for _ in range(TURNS):
                     await callers.turn()

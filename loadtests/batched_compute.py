@@ -14,7 +14,6 @@ machine. Writes ``loadtests/results/batched_compute.md``.
 """
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ import onnxruntime as ort  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from harness import Load, checking, post, serving, spread, table, write_report, wrk  # noqa: E402
+from infer_requests import json_request, numbers_of_json  # noqa: E402
 from models.builders import heavy  # noqa: E402
 
 PORT = 18000
@@ -97,14 +97,11 @@ def main() -> None:
         session = make_model(folder / "heavy" / "1" / "model.onnx")
         array = np.random.default_rng(0).uniform(-1, 1, (1, 64)).round(6).astype(np.float32)
         expected = session.run(None, {"x": array})[0].ravel()
-        data = [float(f"{value:.6f}") for value in array.ravel()]
-        body = json.dumps({"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": data}]}).encode()
+        body = json_request(array, decimals=6)
         url = f"http://127.0.0.1:{PORT}/v2/models/heavy/infer"
 
         def check() -> None:
-            outputs = post(url, body)["outputs"]
-            assert isinstance(outputs, list)
-            np.testing.assert_allclose(np.array(outputs[0]["data"], np.float32), expected, rtol=1e-3, atol=1e-5)
+            np.testing.assert_allclose(numbers_of_json(post(url, body)), expected, rtol=1e-3, atol=1e-5)
 
         with serving(folder, PORT, "--intra-op-threads=1") as pid:
             wrk(url, body, folder, pid=pid, connections=options.connections, seconds=2)  # warm-up, not counted

@@ -12,7 +12,6 @@ tiny MLP to 32 connections (wrk). Writes ``loadtests/results/batcher_cost.md``.
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ import numpy as np  # noqa: E402
 import uvloop  # noqa: E402
 
 from harness import serving, spread, write_report, wrk  # noqa: E402
+from infer_requests import json_request  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batch_runs import BatchRuns  # noqa: E402
@@ -109,8 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    data = np.random.default_rng(0).uniform(-1, 1, 64).round(6).tolist()
-    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": data}]}).encode()
+    body = json_request(np.random.default_rng(0).uniform(-1, 1, (1, 64)), decimals=6)
     own: list[float] = []
     whole: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -39,6 +39,7 @@ import numpy as np  # noqa: E402
 
 from apart import UnavailableError  # noqa: E402
 from harness import serving, spread, table, write_report, wrk  # noqa: E402
+from infer_requests import INFER, framed  # noqa: E402
 from models.builders import heavy  # noqa: E402
 from ortserve.core.dtypes import DataType  # noqa: E402
 from ortserve.core.tensor import Tensor  # noqa: E402
@@ -50,7 +51,6 @@ PORT = 18500
 BENCH = "ortserve bench"
 REPLAY = "ortserve bench, at the moments of h2load"
 WARM_UP_S = 0.5
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
 HEAVY_STEPS = 60
 """Loop steps of the model that computes: about 5 ms a row on one thread."""
 
@@ -119,11 +119,10 @@ def by_h2load(url: str, load: Load, folder: Path, *, is_grpc: bool) -> Seen:
     log = folder / "log"
     log.unlink(missing_ok=True)
     message = encode_grpc(load.model, "", [load.tensor]).body
-    prefix = b"\0" + len(message).to_bytes(4, "big")
-    body = prefix + message if is_grpc else encode_rest([load.tensor], is_binary=False).body
+    body = framed(message) if is_grpc else encode_rest([load.tensor], is_binary=False).body
     (folder / "request").write_bytes(body)
     headers = ["-H", "content-type: application/grpc", "-H", "te: trailers"] if is_grpc else ["--h1"]
-    path = METHOD if is_grpc else f"/v2/models/{load.model}/infer"
+    path = INFER if is_grpc else f"/v2/models/{load.model}/infer"
     command = ["h2load", *headers, "-d", str(folder / "request"), f"--log-file={log}"]
     if load.rate:
         count, script = round(load.rate * load.seconds), folder / "script"

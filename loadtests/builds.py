@@ -14,10 +14,10 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 import psutil  # noqa: E402
 
-from grpc_latency import METHOD, Way, calls_us  # noqa: E402
+from grpc_latency import Way, calls_us  # noqa: E402
 from harness import checking, circumstances, serving, spread, table, wrk  # noqa: E402
+from infer_requests import INFER, framed, grpc_request  # noqa: E402
 from models.builders import mlp  # noqa: E402
-from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
 REST_CPU: Final = "REST, 32 connections, CPU µs"
 REST_RATE: Final = "REST, 32 connections, requests/s"
@@ -87,9 +87,9 @@ def load_by_h2load(calls: int) -> Load:
 
     def load(way: Way, folder: Path) -> Mapping[str, float]:
         message = folder / "message"
-        message.write_bytes(_grpc_message(way.row))
+        message.write_bytes(framed(grpc_request("mlp", way.row)))
         headers = ("-H", "content-type: application/grpc", "-H", "te: trailers")
-        url = f"http://127.0.0.1:{way.port + 1}{METHOD}"
+        url = f"http://127.0.0.1:{way.port + 1}{INFER}"
         server = psutil.Process(way.pid)
         before = server.cpu_times()
         command = ["h2load", "-n", str(calls), "-c", "8", "-m", "8", "-d", str(message), *headers, url]
@@ -116,12 +116,3 @@ def comparison(title: str, measured: Measured, figures: Sequence[str], *, rounds
     header = ["figure", first, second, f"{second} / {first}"]
     head = circumstances(f"the builds {first} and {second}")
     return "\n\n".join([f"# {title}", head, explained, table(header, rows)])
-
-
-def _grpc_message(row: np.ndarray) -> bytes:
-    """A request to the model, framed as a gRPC message."""
-    request = pb.ModelInferRequest(model_name="mlp")
-    request.inputs.add(name="x", datatype="FP32", shape=row.shape)
-    request.raw_input_contents.append(row.tobytes())
-    data = request.SerializeToString()
-    return b"\0" + len(data).to_bytes(4, "big") + data

@@ -18,7 +18,6 @@ scheduler counts it. Writes ``loadtests/results/busy_poll.md``.
 """
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -39,8 +38,8 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 from harness import checking, serving, spread, table, write_report, wrk  # noqa: E402
+from infer_requests import INFER, framed, grpc_request, json_request  # noqa: E402
 from models.builders import mlp  # noqa: E402
-from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 from spinning_client import Caller, GrpcCaller, RestCaller  # noqa: E402
 
 FLAGS = {"sleeping": ("--busy-poll-us=0",), "polling": ("--busy-poll-us=200",), "base": ()}
@@ -125,24 +124,19 @@ def idle(arm: Arm, seconds: float) -> dict[str, float]:
 
 
 def by_wrk(arm: Arm, seconds: float, connections: int) -> dict[str, float]:
-    body = {"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": arm.row.ravel().tolist()}]}
     url = f"http://127.0.0.1:{arm.port}/v2/models/mlp/infer"
-    data = json.dumps(body).encode()
+    body = json_request(arm.row)
     with checking(arm.check) if connections > 1 else nullcontext():  # the checker would be a second client
-        found = wrk(url, data, arm.folder, pid=arm.pid, connections=connections, seconds=max(1, round(seconds)))
+        found = wrk(url, body, arm.folder, pid=arm.pid, connections=connections, seconds=max(1, round(seconds)))
     arm.check()
     return {"requests/s": found.requests_per_s, "CPU µs/request": found.cpu_us, "p50 µs": found.p50_ms * 1e3}
 
 
 def many_grpc(arm: Arm, seconds: float) -> dict[str, float]:
-    request = pb.ModelInferRequest(model_name="mlp")
-    request.inputs.add(name="x", datatype="FP32", shape=arm.row.shape)
-    request.raw_input_contents.append(arm.row.tobytes())
-    message = request.SerializeToString()
-    (arm.folder / "request").write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
+    (arm.folder / "request").write_bytes(framed(grpc_request("mlp", arm.row)))
     command = ["h2load", "-c32", "-m1", f"-D{max(1, round(seconds))}", "-d", str(arm.folder / "request")]
     command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
-    command += [f"http://127.0.0.1:{arm.port + 1}/inference.GRPCInferenceService/ModelInfer"]
+    command += [f"http://127.0.0.1:{arm.port + 1}{INFER}"]
     before_ns = cpu_ns(arm.pid)
     with checking(arm.check):
         printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 30).stdout

@@ -11,7 +11,6 @@ Writes ``loadtests/results/closed_loop_wait.md``.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 from harness import Load, checking, post, serving, spread, table, write_report, wrk  # noqa: E402
+from infer_requests import json_request, numbers_of_json  # noqa: E402
 from models.builders import slow  # noqa: E402
 
 PORTS = {"waiting": 18000, "not waiting": 18010}
@@ -39,8 +39,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=4)
     options = parser.parse_args()
     array = np.arange(4, dtype=np.float32).reshape(1, 4)
-    tensor = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": array.ravel().tolist()}
-    body = json.dumps({"inputs": [tensor]}).encode()
+    body = json_request(array)
     results: dict[tuple[int, str], list[Load]] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
@@ -55,9 +54,7 @@ def main() -> None:
             pids[arm] = servers.enter_context(serving(folder, port, f"--max-rows={max(CLIENTS)}", *flags))
 
         def check(url: str) -> None:
-            outputs = post(url, body)["outputs"]
-            assert isinstance(outputs, list)
-            np.testing.assert_allclose(np.array(outputs[0]["data"], np.float32), expected, rtol=1e-5)
+            np.testing.assert_allclose(numbers_of_json(post(url, body)), expected, rtol=1e-5)
 
         for number in range(options.rounds):
             for clients in CLIENTS:

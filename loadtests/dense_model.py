@@ -4,8 +4,7 @@ Its batches take some milliseconds on one thread, so that queues form. Used by `
 ``fixed_windows.py``.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Final
 import numpy as np
 import onnxruntime as ort
 
+from crafted_messages import NO_HEADERS, http_request
+from infer_requests import json_request, numbers_of_json
 from models.builders import heavy
 
 MAX_ROWS: Final = 16
@@ -40,20 +41,13 @@ class DenseModel:
         """The path of the model in URLs."""
         return f"/v2/models/{_NAME}"
 
-    def requests(self, *headers: str) -> list[bytes]:
+    def requests(self, headers: Mapping[str, str] = NO_HEADERS) -> list[bytes]:
         """Complete HTTP requests with these additional headers, one per row."""
-        return [self._request(row, headers) for row in self.rows]
+        return [http_request(_NAME, json_request(row[None]), headers) for row in self.rows]
 
     def check(self, number: int, body: bytes) -> None:
         """Raises AssertionError if a body is not the answer to the request with that number."""
-        answer = json.loads(body)["outputs"][0]["data"]
-        np.testing.assert_allclose(answer, self.expected[number % len(self.rows)], rtol=1e-3, atol=1e-4)
-
-    def _request(self, row: np.ndarray, headers: tuple[str, ...]) -> bytes:
-        tensor = {"name": "x", "shape": [1, len(row)], "datatype": "FP32", "data": row.round(4).tolist()}
-        body = json.dumps({"inputs": [tensor]}).encode()
-        head = [f"POST {self.path}/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
-        return "\r\n".join([*head, "\r\n"]).encode() + body
+        np.testing.assert_allclose(numbers_of_json(body), self.expected[number % len(self.rows)], rtol=1e-3, atol=1e-4)
 
 
 @contextmanager

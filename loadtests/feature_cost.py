@@ -11,7 +11,6 @@ processors. Writes ``loadtests/results/feature_cost.md``.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ import onnxruntime as ort  # noqa: E402
 
 from certificates import HOST, Secret  # noqa: E402
 from harness import running, spread, table, write_report, wrk  # noqa: E402
+from infer_requests import json_request, numbers_of_json  # noqa: E402
 from models.builders import mlp  # noqa: E402
 
 PORT = 18300
@@ -84,8 +84,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
-    tensor = {"name": "x", "shape": row.shape, "datatype": "FP32", "data": row.ravel().tolist()}
-    body = json.dumps({"inputs": [tensor]}).encode()
+    body = json_request(row)
     costs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
@@ -107,8 +106,8 @@ def main() -> None:
             found = wrk(
                 arm.url, body, folder, pid=arm.pid, connections=options.connections, seconds=seconds, headers=headers
             )
-            answer = client.post(arm.url, content=body, headers=dict(headers)).json()["outputs"][0]["data"]
-            np.testing.assert_allclose(np.array(answer, np.float32), expected, rtol=1e-4, atol=1e-6)
+            answer = client.post(arm.url, content=body, headers=dict(headers)).content
+            np.testing.assert_allclose(numbers_of_json(answer), expected, rtol=1e-4, atol=1e-6)
             return found.cpu_us
 
         for arm in arms:  # warm-up, not counted

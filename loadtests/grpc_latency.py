@@ -11,7 +11,6 @@ Writes ``loadtests/results/grpc_latency.md``.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -30,12 +29,11 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 from harness import post, serving, spread, table, write_report  # noqa: E402
+from infer_requests import INFER, grpc_request, json_request, numbers_of_grpc, numbers_of_json  # noqa: E402
 from models.builders import identity, mlp  # noqa: E402
-from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
 TRANSPORTS = {"grpcio": "--grpc-transport=grpcio", "native": "--grpc-transport=native"}
 PORTS = {"grpcio": 18220, "native": 18230}
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
 LARGE = {"600 KB": (150_000, 40), "16 MB": (4_000_000, 8)}
 """Numbers (FP32) of a request and calls per round, by name of the size."""
 
@@ -55,13 +53,10 @@ class Way:
 
     @property
     def body(self) -> bytes:
-        tensor = {"name": "x", "shape": self.row.shape, "datatype": "FP32", "data": self.row.ravel().tolist()}
-        return json.dumps({"inputs": [tensor]}).encode()
+        return json_request(self.row)
 
     def check(self) -> None:
-        outputs = post(self.url, self.body)["outputs"]
-        assert isinstance(outputs, list)
-        np.testing.assert_allclose(np.array(outputs[0]["data"], np.float32), self.expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(numbers_of_json(post(self.url, self.body)), self.expected, rtol=1e-4, atol=1e-6)
 
 
 def main() -> None:
@@ -106,19 +101,16 @@ def main() -> None:
 
 def calls_us(way: Way, model: str, array: np.ndarray, expected: np.ndarray, calls: int) -> float:
     """Median time of sequential calls by a grpcio client that sends a ``grpc-timeout`` with each call."""
-    request = pb.ModelInferRequest(model_name=model, raw_input_contents=[array.tobytes()])
-    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
-    data = request.SerializeToString()
+    message = grpc_request(model, array)
     taken = []
     sizes = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
     with grpc.insecure_channel(f"127.0.0.1:{way.port + 1}", sizes) as channel:
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(INFER)
         for _ in range(calls + calls // 4):
             began = time.perf_counter()
-            answer = call(data, timeout=60)
+            answer = call(message, timeout=60)
             taken.append((time.perf_counter() - began) * 1e6)
-    output = pb.ModelInferResponse.FromString(answer).raw_output_contents[0]
-    np.testing.assert_allclose(np.frombuffer(output, np.float32), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(numbers_of_grpc(answer), expected, rtol=1e-4, atol=1e-6)
     return statistics.median(taken[calls // 4 :])
 
 

@@ -30,28 +30,26 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
 from harness import serving, table, write_report  # noqa: E402
+from infer_requests import INFER, framed, grpc_request, numbers_of_grpc  # noqa: E402
 from models.builders import identity  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
 PORT = 18120
 BULK_CALLS = 20_000
-METHOD = "/inference.GRPCInferenceService/"
+STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 MAX_GROWTH_MIB = 5.0
 
 
-def infer_request(model: str, value: float) -> pb.ModelInferRequest:
-    array = np.full((1, 4), value, np.float32)
-    request = pb.ModelInferRequest(model_name=model, raw_input_contents=[array.tobytes()])
-    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
-    return request
+def message_with(value: float) -> bytes:
+    return grpc_request("identity", np.full((1, 4), value, np.float32))
 
 
 def unary(channel: grpc.aio.Channel) -> "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]":
-    return channel.unary_unary(METHOD + "ModelInfer")
+    return channel.unary_unary(INFER)
 
 
 def stream(channel: grpc.aio.Channel) -> "grpc.aio.StreamStreamMultiCallable[bytes, bytes]":
-    return channel.stream_stream(METHOD + "ModelStreamInfer")
+    return channel.stream_stream(STREAM_INFER)
 
 
 async def read(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> pb.ModelStreamInferResponse:
@@ -67,14 +65,13 @@ class Soak:
         self.address = address
         self.outcomes: Counter[str] = Counter()
         self._body = folder / "request"
-        message = infer_request("identity", 1).SerializeToString()
-        self._body.write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
+        self._body.write_bytes(framed(message_with(1)))
 
     def bulk(self) -> None:
         """Make many calls with h2load on new connections."""
         command = ["h2load", f"-n{BULK_CALLS}", "-c8", "-m16", "-d", str(self._body)]
         command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
-        command.append(f"http://{self.address}{METHOD}ModelInfer")
+        command.append(f"http://{self.address}{INFER}")
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
         if f"{BULK_CALLS} succeeded, 0 failed, 0 errored" not in output:
             raise RuntimeError(output)
@@ -91,10 +88,8 @@ class Soak:
     async def _answered(self, channel: grpc.aio.Channel, rng: random.Random) -> str:
         value = rng.random()
         compression = rng.choice((grpc.Compression.NoCompression, grpc.Compression.Gzip))
-        data = infer_request("identity", value).SerializeToString()
-        answer = await unary(channel)(data, timeout=60, compression=compression)
-        numbers = np.frombuffer(pb.ModelInferResponse.FromString(answer).raw_output_contents[0], np.float32)
-        assert (numbers == np.float32(value)).all()
+        answer = await unary(channel)(message_with(value), timeout=60, compression=compression)
+        assert (numbers_of_grpc(answer) == np.float32(value)).all()
         return "answered"
 
     async def _refused(self, channel: grpc.aio.Channel, _rng: random.Random) -> str:
@@ -104,7 +99,7 @@ class Soak:
 
     async def _cancelled(self, channel: grpc.aio.Channel, _rng: random.Random) -> str:
         call = stream(channel)()
-        await call.write(infer_request("identity", 1).SerializeToString())
+        await call.write(message_with(1))
         call.cancel()
         return "cancelled"
 
@@ -116,7 +111,7 @@ class Soak:
     async def _streamed(self, channel: grpc.aio.Channel, rng: random.Random) -> str:
         call = stream(channel)(timeout=60)
         for number in range(rng.randrange(1, 20)):
-            await call.write(infer_request("identity", number).SerializeToString())
+            await call.write(message_with(number))
             answer = await read(call)
             assert np.frombuffer(answer.infer_response.raw_output_contents[0], np.float32)[0] == number
         await call.done_writing()

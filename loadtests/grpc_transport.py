@@ -36,11 +36,10 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 from harness import checking, cpu_s, serving, spread, table, write_report  # noqa: E402
+from infer_requests import INFER, framed, grpc_request, numbers_of_grpc  # noqa: E402
 from models.builders import mlp  # noqa: E402
-from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
 PORTS = {"grpcio": 18100, "native": 18110}
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,11 @@ class Arm:
 
     def check(self) -> None:
         with grpc.insecure_channel(self.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
-            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(INFER)
             self.check_answer(call(self.request, timeout=60))
 
     def check_answer(self, answer: bytes) -> None:
-        outputs = pb.ModelInferResponse.FromString(answer).raw_output_contents
-        np.testing.assert_allclose(np.frombuffer(outputs[0], np.float32), self.expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(numbers_of_grpc(answer), self.expected, rtol=1e-4, atol=1e-6)
 
 
 def by_h2load(arm: Arm, folder: Path, *, connections: int, streams: int, seconds: float) -> int:
@@ -75,9 +73,9 @@ def by_h2load(arm: Arm, folder: Path, *, connections: int, streams: int, seconds
     """
     if shutil.which("h2load") is None:
         raise RuntimeError("this benchmark needs h2load (Debian package nghttp2-client)")
-    (folder / "request").write_bytes(b"\0" + len(arm.request).to_bytes(4, "big") + arm.request)
+    (folder / "request").write_bytes(framed(arm.request))
     command = ["h2load", f"-c{connections}", f"-m{streams}", f"-D{seconds}", "-d", str(folder / "request")]
-    command += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://{arm.address}{METHOD}"]
+    command += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://{arm.address}{INFER}"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 60).stdout
     found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", output)
     if found is None or int(found[2]) or int(found[3]):
@@ -99,7 +97,7 @@ def call_in_threads(arm: Arm, *, threads: int, seconds: float) -> int:
     """Call from several threads on one connection. Returns the number of calls."""
     until = time.monotonic() + seconds
     with grpc.insecure_channel(arm.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(INFER)
 
         def offer(_: int) -> int:
             count = 0
@@ -128,8 +126,6 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     array = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
-    request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[array.tobytes()])
-    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
     results: dict[tuple[str, str], list[Result]] = {}
     load = {"connections": options.connections, "streams": options.streams}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
@@ -147,7 +143,7 @@ def main() -> None:
         arms = []
         for transport, port in PORTS.items():
             pid = servers.enter_context(serving(folder / "models", port, f"--grpc-transport={transport}"))
-            arms.append(Arm(transport, pid, f"127.0.0.1:{port + 1}", request.SerializeToString(), expected))
+            arms.append(Arm(transport, pid, f"127.0.0.1:{port + 1}", grpc_request("mlp", array), expected))
         for offer in offers.values():  # warm-up, not counted
             for arm in arms:
                 measure(arm, offer, seconds=1)

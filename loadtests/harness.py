@@ -67,11 +67,12 @@ def serving(repository: Path, port: int, *flags: str, environment: Mapping[str, 
         yield pid
 
 
-def post(url: str, body: bytes) -> dict[str, object]:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # an ortserve
+def post(url: str, body: bytes) -> bytes:
+    """Send a JSON document. Returns the body of the answer."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as answer:
-        document: dict[str, object] = json.load(answer)
-    return document
+        content: bytes = answer.read()
+    return content
 
 
 def cpu_s(pid: int) -> float:

@@ -38,7 +38,7 @@ import tritonclient.http as triton_http  # noqa: E402
 import uvloop  # noqa: E402
 
 from harness import serving, spread, table, write_report  # noqa: E402
-from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
+from infer_requests import INFER, grpc_request, numbers_of_grpc  # noqa: E402
 
 SIZES: Final = {"64 KB": (65_536, 400), "600 KB": (600_000, 200), "16 MB": (16_000_000, 20)}
 """Bytes of a tensor and requests per round, by name of the size."""
@@ -49,7 +49,6 @@ WAYS: Final = {
 }
 FLOOR: Final = "receiving alone"
 FLOOR_PORT: Final = 18340
-METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 ASKED: Final = (
     ("16 MB", "REST", FLOOR, 3.0),
     ("16 MB", "gRPC, native", "gRPC, grpcio", 0.8),
@@ -201,15 +200,12 @@ def sink_caller(connection: socket.socket, array: np.ndarray) -> Ask:
 
 
 def grpc_caller(port: int, array: np.ndarray, stack: ExitStack) -> Ask:
-    request = pb.ModelInferRequest(model_name="largest", raw_input_contents=[array.tobytes()])
-    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
-    data = request.SerializeToString()
+    message = grpc_request("largest", array)
     channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", (("grpc.use_local_subchannel_pool", 1),)))
-    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(INFER)
 
     def ask() -> float:
-        answer = pb.ModelInferResponse.FromString(call(data, timeout=60))
-        return float(np.frombuffer(answer.raw_output_contents[0], np.float32)[0])
+        return float(numbers_of_grpc(call(message, timeout=60))[0])
 
     return ask
 

@@ -12,7 +12,6 @@ one. Answers are compared with ONNX Runtime's. Writes ``loadtests/results/long_m
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +27,9 @@ sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
+from crafted_messages import http_request  # noqa: E402
 from harness import process, receive, serving, spread, table, write_report  # noqa: E402
+from infer_requests import json_request, numbers_of_json  # noqa: E402
 from models.builders import heavy  # noqa: E402
 from open_loop import Outcome, closed_loop, offer  # noqa: E402
 
@@ -47,14 +48,10 @@ class Caller:
         sent = np.random.default_rng(rows).standard_normal((rows, 64)).astype(np.float32).round(4)
         file = repository / name / "1" / "model.onnx"
         self._expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": sent})[0]
-        tensor = {"name": "x", "shape": list(sent.shape), "datatype": "FP32", "data": sent.ravel().tolist()}
-        body = json.dumps({"inputs": [tensor]}).encode()
-        head = [f"POST /v2/models/{name}/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", "\r\n"]
-        self._requests = ["\r\n".join(head).encode() + body]
+        self._requests = [http_request(name, json_request(sent))]
 
     def check(self, _: int, body: bytes) -> None:
-        data = json.loads(body)["outputs"][0]["data"]
-        np.testing.assert_allclose(data, self._expected.ravel(), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(numbers_of_json(body), self._expected.ravel(), rtol=1e-3, atol=1e-4)
 
     def some(self, port: int, seconds: float, seed: int) -> Outcome:
         return offer(port, self._requests, self.check, rate=RATE, seconds=seconds, seed=seed, check_every=5)

@@ -23,7 +23,6 @@ either. Writes ``loadtests/results/many_models.md``.
 """
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -42,14 +41,13 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from harness import circumstances, cpu_s, spread, table
+from infer_requests import json_request, numbers_of_json
 from ortserve.engine.thread_priority import put_loop_first
 
 HERE = Path(__file__).parent
 WIDTH, HIDDEN, OUT = 64, 64, 10
 ROW = np.linspace(-1, 1, WIDTH, dtype=np.float32)[None]
-BODY = json.dumps(
-    {"inputs": [{"name": "x", "shape": [1, WIDTH], "datatype": "FP32", "data": ROW[0].tolist()}]}
-).encode()
+BODY = json_request(ROW)
 ROUNDS = 5
 TURNS = 40
 
@@ -139,7 +137,7 @@ def ask(connection: HTTPConnection, model: str) -> tuple[int, np.ndarray, float]
     took_s = time.perf_counter() - began
     if response.status != 200:
         return response.status, np.empty(0), took_s
-    return 200, np.array(json.loads(content)["outputs"][0]["data"], np.float32), took_s
+    return 200, numbers_of_json(content), took_s
 
 
 def times(server: Server, model: str, seconds: float) -> list[float]:

@@ -26,6 +26,7 @@ import orjson
 from h2.settings import SettingCodes, Settings
 
 import crafted_messages as crafted
+from infer_requests import INFER, framed
 from models import builders, costly
 from ortserve.core.dtypes import DataType
 from raw_grpc import end_of_call
@@ -34,7 +35,6 @@ SLOWEST_S: Final = 60.0
 """Timeout of an answer."""
 MIB: Final = 2**20
 
-_METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 _UNREAD: Final = 16
 """Number of connections whose callers read no answers."""
 _PIECE_BYTES: Final = 65_536
@@ -142,7 +142,7 @@ def _calling(ports: Ports, stack: ExitStack, message: bytes) -> Ask:
     """Returns a call by grpcio's client that sends the message's bytes unchanged."""
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{ports.grpc}", options))
-    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
+    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(INFER)
 
     def ask() -> Sequence[str]:
         try:
@@ -162,7 +162,7 @@ def _calling_compressed(ports: Ports, message: bytes) -> Ask:
 
     def ask() -> Sequence[str]:
         try:
-            trailers = end_of_call(f"127.0.0.1:{ports.grpc}", _METHOD, body, {"grpc-encoding": "gzip"})
+            trailers = end_of_call(f"127.0.0.1:{ports.grpc}", INFER, body, {"grpc-encoding": "gzip"})
         except AssertionError as error:
             return (f"closed: {error}"[:60],)
         return (_GRPC_NAMES[int(trailers["grpc-status"])],)
@@ -280,7 +280,7 @@ def _slow_readers(ports: Ports, stack: ExitStack) -> Sequence[Ask]:
     rest = crafted.http_request("widened", orjson.dumps(wanted))
     raw = crafted.field(7, np.array([1_000_000]).tobytes())
     message = crafted.infer_message("widened", crafted.tensor_message("n", "INT64", [1]), raw)
-    call = _unread_call(b"\0" + len(message).to_bytes(4) + message)
+    call = _unread_call(framed(message))
     waiting: deque[socket.socket] = deque()
 
     def ask() -> Sequence[str]:
@@ -344,7 +344,7 @@ def _unread_call(body: bytes) -> bytes:
     connection.local_settings = Settings(initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
     connection.initiate_connection()
     connection.increment_flow_control_window(2**30)
-    head = {":method": "POST", ":scheme": "http", ":path": _METHOD, ":authority": "x", "te": "trailers"}
+    head = {":method": "POST", ":scheme": "http", ":path": INFER, ":authority": "x", "te": "trailers"}
     connection.send_headers(1, [*head.items(), ("content-type", "application/grpc")])
     connection.send_data(1, body, end_stream=True)
     return connection.data_to_send()

@@ -71,8 +71,8 @@ def overload(steps: int, rounds: int, seconds: float) -> tuple[str, str]:
         full_ms, _ = learned(model.path)
         deadline_ms = math.ceil(BATCHES * full_ms)
         requests = {
-            "less 5 ms": model.requests(f"X-Request-Timeout-Ms: {deadline_ms - WAY_MS}"),
-            "whole": model.requests(f"X-Request-Timeout-Ms: {deadline_ms}"),
+            "less 5 ms": model.requests({"X-Request-Timeout-Ms": str(deadline_ms - WAY_MS)}),
+            "whole": model.requests({"X-Request-Timeout-Ms": str(deadline_ms)}),
             "none": plain,
         }
         for number in range(rounds):

@@ -107,7 +107,7 @@ class Arm:
     expected: np.ndarray
 
     def check(self) -> None:
-        answer = np.ravel(self.values(post(self.url, self.body)))
+        answer = np.ravel(self.values(json.loads(post(self.url, self.body))))
         np.testing.assert_allclose(answer, self.expected, rtol=1e-4, atol=1e-5)
 
     def turn(self, folder: Path, connections: int, seconds: int) -> Load:

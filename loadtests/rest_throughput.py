@@ -12,7 +12,6 @@ load generator (wrk) shares the machine's processors with the server. Writes
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 from harness import Load, checking, post, running, serving, spread, table, write_report, wrk  # noqa: E402
+from infer_requests import json_request, numbers_of_json  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.example import repository_path  # noqa: E402
 
@@ -56,9 +56,7 @@ class Arm:
     body: bytes
 
     def check(self) -> None:
-        outputs = post(self.url, self.body)["outputs"]
-        assert isinstance(outputs, list)
-        answer = np.array(outputs[self.case.output]["data"], dtype=np.float32)
+        answer = numbers_of_json(post(self.url, self.body), self.case.output)
         np.testing.assert_allclose(answer, self.case.expected, rtol=1e-4, atol=1e-6)
 
 
@@ -68,10 +66,8 @@ def make_case(model: str, file: Path, name: str, array: np.ndarray, output: int 
 
 
 def make_arm(server: str, case: Case, pid: int, port: int) -> Arm:
-    data = [float(f"{value:.6f}") for value in case.array.ravel()]
-    tensor = {"name": case.input, "shape": list(case.array.shape), "datatype": "FP32", "data": data}
     url = f"http://127.0.0.1:{port}/v2/models/{case.model}/infer"
-    return Arm(server, case, pid, url, json.dumps({"inputs": [tensor]}).encode())
+    return Arm(server, case, pid, url, json_request(case.array, case.input, decimals=6))
 
 
 def main() -> None:

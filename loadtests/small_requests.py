@@ -5,7 +5,6 @@ meanwhile. Each answer is compared with ONNX Runtime's.
 """
 
 import gc
-import json
 import os
 import select
 import socket
@@ -23,8 +22,8 @@ import numpy as np
 import onnxruntime as ort
 
 from crafted_messages import http_request
+from infer_requests import INFER, framed, grpc_request, json_request, numbers_of_grpc, numbers_of_json
 from models.builders import mlp
-from ortserve._pb import grpc_service_pb2 as pb
 
 RATE: Final = 200.0
 """Requests per second on each protocol, evenly spaced; requests of the two protocols alternate."""
@@ -34,7 +33,6 @@ PATIENCE_S: Final = 60.0
 """Timeout of answers after the last due time. Requests without an answer by then count as lost."""
 PROTOCOLS: Final = ("REST", "gRPC")
 
-_METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -81,8 +79,7 @@ class RestCaller:
 
     def __init__(self, port: int, row: Row) -> None:
         self.socket = _connect(port)
-        tensor = {"name": "x", "shape": [1, len(row.values)], "datatype": "FP32", "data": row.values.tolist()}
-        self._request = http_request(row.model, json.dumps({"inputs": [tensor]}).encode())
+        self._request = http_request(row.model, json_request(row.values[None]))
         self._came = b""
 
     def send(self) -> None:
@@ -101,7 +98,7 @@ class RestCaller:
         """Raises ValueError where the answer is an error."""
         if answer[:3] != b"200":
             raise ValueError(answer[:200].decode())
-        return np.array(json.loads(answer[3:])["outputs"][0]["data"], np.float32)
+        return numbers_of_json(answer[3:])
 
 
 class GrpcCaller:
@@ -113,11 +110,8 @@ class GrpcCaller:
     def __init__(self, port: int, row: Row) -> None:
         self.socket = _connect(port)
         self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0) + _frame(_WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4)))
-        message = pb.ModelInferRequest(model_name=row.model, raw_input_contents=[row.values.tobytes()])
-        message.inputs.add(name="x", datatype="FP32", shape=[1, len(row.values)])
-        data = message.SerializeToString()
-        self._data = b"\0" + len(data).to_bytes(4) + data
-        self._head = [(":method", "POST"), (":scheme", "http"), (":path", _METHOD), (":authority", "x")]
+        self._data = framed(grpc_request(row.model, row.values[None]))
+        self._head = [(":method", "POST"), (":scheme", "http"), (":path", INFER), (":authority", "x")]
         self._head += [("te", "trailers"), ("content-type", "application/grpc")]
         self._encoder, self._decoder = hpack.Encoder(), hpack.Decoder()
         self._stream = -1
@@ -164,7 +158,7 @@ class GrpcCaller:
         """Raises ValueError where the answer is an error."""
         if answer.startswith(b"status"):
             raise ValueError(answer[:200].decode())
-        return np.frombuffer(pb.ModelInferResponse.FromString(answer[5:]).raw_output_contents[0], np.float32)
+        return numbers_of_grpc(answer[5:])
 
 
 class _Arm:

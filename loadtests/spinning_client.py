@@ -4,7 +4,6 @@ Waking a sleeping client takes as long as waking a sleeping server, and would ad
 each connection is checked against expected outputs, all others against the bytes of the first.
 """
 
-import json
 import socket
 import struct
 from typing import Final, Protocol
@@ -12,7 +11,7 @@ from typing import Final, Protocol
 import hpack
 import numpy as np
 
-from ortserve._pb import grpc_service_pb2 as pb
+from infer_requests import INFER, framed, grpc_request, json_request, numbers_of_grpc, numbers_of_json
 
 _DATA: Final = 0
 _HEADERS: Final = 1
@@ -38,15 +37,13 @@ class RestCaller:
     """Infers over REST with JSON."""
 
     def __init__(self, port: int, model: str, row: np.ndarray, expected: np.ndarray) -> None:
-        tensor = {"name": "x", "shape": row.shape, "datatype": "FP32", "data": row.ravel().tolist()}
-        body = json.dumps({"inputs": [tensor]}).encode()
+        body = json_request(row)
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         self._request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         self._socket = _connect(port)
         self._answer = b""
         first = self._exchange()
-        found = np.array(json.loads(first)["outputs"][0]["data"], np.float32)
-        np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(numbers_of_json(first), expected.ravel(), rtol=1e-4, atol=1e-6)
         self._answer = first
 
     def call(self) -> None:
@@ -73,16 +70,12 @@ class GrpcCaller:
     """Infers over gRPC with raw contents, using HTTP/2 frames that are built in advance."""
 
     def __init__(self, port: int, model: str, row: np.ndarray, expected: np.ndarray) -> None:
-        request = pb.ModelInferRequest(model_name=model)
-        request.inputs.add(name="x", datatype="FP32", shape=row.shape)
-        request.raw_input_contents.append(row.tobytes())
-        message = request.SerializeToString()
-        headers = {":method": "POST", ":scheme": "http", ":path": "/inference.GRPCInferenceService/ModelInfer"}
+        headers = {":method": "POST", ":scheme": "http", ":path": INFER}
         headers |= {":authority": f"127.0.0.1:{port}", "te": "trailers", "content-type": "application/grpc"}
         encoder = hpack.Encoder()
         # Never-indexed headers leave the dynamic table unchanged, so every stream can send the same block.
         self._block = encoder.encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers.items()])
-        self._data = b"\0" + len(message).to_bytes(4, "big") + message
+        self._data = framed(grpc_request(model, row))
         self._socket = _connect(port)
         credit = struct.pack(">I", 2**31 - 1 - 65535)
         opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0) + _frame(_WINDOW_UPDATE, 0, 0, credit)
@@ -91,8 +84,7 @@ class GrpcCaller:
         self._received = b""
         self._answer = b""
         first = self._exchange()
-        outputs = pb.ModelInferResponse.FromString(first[5:]).raw_output_contents
-        np.testing.assert_allclose(np.frombuffer(outputs[0], np.float32), expected.ravel(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(numbers_of_grpc(first[5:]), expected.ravel(), rtol=1e-4, atol=1e-6)
         self._answer = first
 
     def call(self) -> None:
