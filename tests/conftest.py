@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ from hypothesis import HealthCheck, settings
 import ortserve  # noqa: F401
 from preloaded import PreloadedPopen
 from rewritten import rewrite_share
+
+# A shell without job control starts its background commands with SIGINT ignored, and children inherit that. Tests of
+# interruptions need the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Other work on the machine makes examples slow, which is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
