@@ -1,6 +1,7 @@
 """``ortserve doctor`` in a process, on this machine, repositories and real servers."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -9,8 +10,9 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final
@@ -23,6 +25,7 @@ from apart import UnavailableError
 from certificates import Secret
 from gpu_package import environment_on_host_memory
 from models import builders, members
+from ortserve.cli.main import main
 from ortserve.example import repository_path
 from ortserve.tools.command import json_schema
 from ortserve.tools.doctor.arguments import build_parser
@@ -38,9 +41,19 @@ SCHEMA: Final = json_schema(DoctorResult)
 
 
 def doctor(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ortserve", "doctor", *map(str, arguments)]
-    environment = _clean_environment() | dict(env or {})
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * LONG_S, check=False)
+    """Run the command: in this process, so that its children are forked; in another for variables of libraries."""
+    words = ["doctor", *map(str, arguments)]
+    if any(not name.startswith("ORTSERVE_") for name in env or ()):
+        command = [sys.executable, "-m", "ortserve", *words]
+        environment = _clean_environment() | dict(env or {})
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * LONG_S, check=False)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err, pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() - _clean_environment().keys():
+            patch.delenv(name)
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        status = main(words)
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 def result_of(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:

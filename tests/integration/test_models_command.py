@@ -19,6 +19,8 @@ from ortserve.tools.models import command
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 from small_server import small_server
 
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
+
 
 @pytest.fixture(scope="module")
 def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:

@@ -29,6 +29,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.tools.optimize import command as optimize
 from ortserve.tools.optimize.pipeline import run_steps
 from scarcity import files_of_at_most
+from servers import LOOK_S
 
 pytestmark = pytest.mark.usefixtures("preloaded_commands")
 
@@ -246,8 +247,7 @@ def test_an_interruption_leaves_nothing_incomplete(tmp_path: Path) -> None:
     """The killed process, which opens the model, must not leave temporary files either."""
     (tmp_path / "temporary").mkdir()
     source = shutil.copy(CORPUS / "torch_cnn.onnx", tmp_path)
-    # The interpreter reads the last variable, so that this process is not forked from a preloaded one.
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONFAULTHANDLER": "1"}
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     arguments = command(source, "-o", tmp_path / "out.onnx")
     start = partial(subprocess.Popen, arguments, stderr=subprocess.PIPE, text=True, env=environment)
     with ExitStack() as stack:
@@ -261,6 +261,7 @@ def test_an_interruption_leaves_nothing_incomplete(tmp_path: Path) -> None:
                 for made in ("out.onnx", "out.provenance.json"):
                     (tmp_path / made).unlink()
                 process = stack.enter_context(start())
+            time.sleep(LOOK_S)
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
     assert process.returncode == 130

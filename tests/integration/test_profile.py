@@ -23,7 +23,10 @@ from ortserve.tools.profile import measure
 from ortserve.tools.profile.arguments import build_parser
 from ortserve.tools.subject import find_model
 from pages import DOCS, commands
+from scarcity import with_files_of_at_most
 from servers import LOOK_S
+
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
 
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLE: Final = ROOT / "server" / "ortserve" / "example" / "repository"
@@ -367,13 +370,13 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(("place", "command"), [("full", "profile"), ("full", "inspect"), ("missing", "profile")])
 def test_unusable_folder_for_temporary_files_is_one_line_that_names_it(place: str, command: str) -> None:
     """ONNX Runtime reports neither that its trace nor that its optimized graph is cut off."""
-    setup = {
-        "full": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
-        "missing": "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nowhere']",
+    lost = "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: ['/nowhere']"
+    program = {
+        "full": with_files_of_at_most(4096),
+        "missing": f"from ortserve.cli.main import main; {lost}; sys.exit(main(sys.argv[1:]))",
     }
-    call = "import sys; from ortserve.cli.main import run_tool; sys.exit(run_tool(sys.argv[1], sys.argv[2:]))"
-    program = [sys.executable, "-c", f"{setup[place]}; {call}", command, str(EXAMPLE / "digits")]
-    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=100)
+    started = [sys.executable, "-c", program[place], command, EXAMPLE / "digits"]
+    ended = subprocess.run(started, capture_output=True, text=True, check=False, timeout=100)
     assert (ended.returncode, ended.stdout) == (1, ""), ended
     assert ended.stderr.startswith(f"ortserve {command}: ")
     assert "set TMPDIR to a folder with more space" in ended.stderr

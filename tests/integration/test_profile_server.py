@@ -54,6 +54,7 @@ def load(server: ServerProcess, model: str, array: np.ndarray) -> Iterator[list[
         with httpx.Client(timeout=LONG_S) as client:
             while not is_over.is_set():
                 answers.append(ask(client, server, model, array))
+                is_over.wait(LOOK_S)
 
     with ThreadPoolExecutor(2) as pool:
         callers = [pool.submit(call) for _ in range(2)]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -29,7 +28,10 @@ from ortserve.tools.publish.arguments import build_parser
 from ortserve.tools.publish.folder import publish_version
 from ortserve.tools.subject import find_model
 from pages import DOCS, commands
+from scarcity import with_files_of_at_most
 from servers import LONG_S, SHORT_WARMUP, add_model, serving
+
+pytestmark = pytest.mark.usefixtures("preloaded_commands")
 
 EXAMPLE = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 
@@ -102,6 +104,8 @@ def test_a_polling_server_changes_to_the_published_version_without_a_failed_requ
                     seen[answer.json()["model_version"] if answer.status_code == 200 else answer.text] += 1
                     if answer.status_code != 200 or answer.json()["model_version"] == "2":
                         arrived.set()
+                    if not (repository / "mlp" / "2").exists():  # leaves the processors to the command
+                        over.wait(0.02)
 
         callers = [pool.submit(keep_calling) for _ in range(2)]
         try:
@@ -261,9 +265,9 @@ def test_the_commands_of_a_source_come_first(
 
 
 # Stops in the middle of a copy; the first argument selects how.
-HALFWAY = """
-    import os, shutil, signal, sys
+HALFWAY = """\
     from ortserve.cli.main import main
+    import os, shutil, signal, sys
 
     def copy_half(source, target):
         with open(source, "rb") as a, open(target, "wb") as b:
@@ -315,16 +319,8 @@ def test_a_killed_process_leaves_nothing_that_is_served(
 def test_a_full_disk_leaves_nothing(repository: Path, tmp_path: Path) -> None:
     large = builders.mlp(tmp_path / "large.onnx", hidden=4096)
     before = content(repository)
-    command = [sys.executable, "-m", "ortserve", "publish", str(large), str(repository / "mlp")]
-    most = large.stat().st_size // 2
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
-    )
+    command = [sys.executable, "-c", with_files_of_at_most(large.stat().st_size // 2), "publish", large]
+    done = subprocess.run([*command, repository / "mlp"], capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 1
     assert done.stderr == f"ortserve publish: {repository / 'mlp'}: File too large\n"
     assert content(repository) == before

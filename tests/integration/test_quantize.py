@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from models import builders
 from ortserve.cli.main import main
 from ortserve.tools.quantize import command
 from pages import DOCS, Command, blocks, commands
-from scarcity import files_of_at_most
+from scarcity import files_of_at_most, with_files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("preloaded_commands")
 
@@ -256,14 +255,8 @@ def test_labels_that_fit_no_output_are_refused_before_models_are_made(
 
 def test_a_full_disk_fails_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of files simulates the full disk; the model has 30 KiB."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ortserve", "quantize", DIGITS, "-o", tmp_path / "out.onnx", "--mode", "dynamic"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    command = [sys.executable, "-c", with_files_of_at_most(16384), "quantize", DIGITS, "-o", tmp_path / "out.onnx"]
+    done = subprocess.run([*command, "--mode", "dynamic"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("File too large")
     assert names(tmp_path) == set()
@@ -302,24 +295,20 @@ PAGE = DOCS / "tools" / "quantize.md"
 
 
 @pytest.mark.parametrize("command", commands(PAGE), ids=str)
-def test_commands_of_the_page_print_what_it_shows(command: Command, tmp_path: Path) -> None:
+def test_commands_of_the_page_print_what_it_shows(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Figures depend on the machine; labels and accuracy do not."""
     (script,) = blocks("python", PAGE.read_text())
     shutil.copytree(DIGITS, tmp_path / "digits")
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=LIMIT_S)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
 
-    done = subprocess.run(
-        [sys.executable, "-m", *command.words, "--seconds", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    assert main([*command.words[1:], "--seconds", "0"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
 
-    assert done.returncode == 0, done.stderr
-    printed = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    printed = {line.split()[0] for line in lines}
     shown = {line.split()[0] for line in command.output.splitlines() if line.strip() and line.strip("─ ")}
     assert shown - printed <= {"speed", "Note:"}
-    assert "accuracy 100.00%, source 100.00%" in {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert "accuracy 100.00%, source 100.00%" in {" ".join(line.split()) for line in lines}
     assert {"digits_int8.onnx", "digits_int8.provenance.json"} <= names(tmp_path)

@@ -31,6 +31,12 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         yield
 
 
+def with_files_of_at_most(nbytes: int) -> str:
+    """A Python program that runs ``ortserve`` with its arguments in a process with this limit."""
+    limit = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({nbytes}, {nbytes}))"
+    return f"from ortserve.cli.main import main; {limit}; sys.exit(main(sys.argv[1:]))"
+
+
 @contextmanager
 def _limit(kind: int, value: int) -> Iterator[None]:
     limits = resource.getrlimit(kind)
