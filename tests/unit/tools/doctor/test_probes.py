@@ -280,6 +280,7 @@ def check(repository: Path, free_bytes: int = 2**40, *, global_threads: bool = F
     return check_models(repository, ServerOptions(warmup_s=0.05, global_threads=global_threads), free_bytes, 60)
 
 
+@pytest.mark.usefixtures("preloaded_commands")
 def test_models_are_loaded_in_one_process(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         add_model(tmp_path, name, builders.mlp)
@@ -307,6 +308,7 @@ def test_memory_of_a_model_is_not_that_which_an_earlier_one_freed(tmp_path: Path
         assert model.memory_bytes > 0.7 * model.files_bytes, model
 
 
+@pytest.mark.usefixtures("preloaded_commands")
 def test_ragged_model_has_no_warning_that_nothing_could_end(tmp_path: Path) -> None:
     joined = add_model(tmp_path, "joined", ragged.double)
     (joined / "model.yaml").write_text("batched: true\nmax_rows: 8\ninputs: {X: {ragged: true}}\n")
@@ -326,6 +328,7 @@ def test_memory_of_onnx_runtime_is_not_that_of_the_first_model(has_global_thread
     assert 0 < (model.memory_bytes or 0) < 5 * MIB, "ONNX Runtime itself takes more"
 
 
+@pytest.mark.usefixtures("preloaded_commands")
 def test_label_of_a_version_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
     add_model(tmp_path, "m", builders.mlp)
     (tmp_path / "m" / "model.yaml").write_text("labels: {stable: 1, canary: 2}\n")
