@@ -28,11 +28,12 @@ pytestmark = pytest.mark.timeout(600)  # the package may need to be installed
 
 TESTS: Final = Path(__file__).parents[1]
 OF_GPU: Final = (
-    "every_datatype or id_of_another_shape or overlapping or another_process or gpu_runs or (growing and copies)"
+    "(test_gpu.py and not [host and"
+    " (every_datatype or id_of_another_shape or overlapping or another_process or gpu_runs or (growing and copies)))"
 )
 """The tests that need a GPU, except those whose models compute with kernels."""
 ANY_PACE: Final = "lost_device or cannot_capture"
-"""Tests whose subject does not depend on when copies end; they run once. Those of lost devices start a process each."""
+"""Tests whose subject does not depend on when copies end. They run once, because they start processes."""
 DEVICES: Final = 2
 
 WISHES: Final[dict[str, dict[str, Any]]] = {
@@ -100,20 +101,16 @@ def output_of(environment: Mapping[str, str], *arguments: str | Path) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("pace", ["late", "any"])
-def test_gpu_tests_of_copying_models_pass_on_host_memory(pace: str) -> None:
+@pytest.mark.parametrize(
+    ("pace", "which", "number"),
+    [("late", f"host_cuda or {OF_GPU}", 62), ("any", f"test_cuda_provider and not ({ANY_PACE}) or {OF_GPU}", 54)],
+    ids=["late", "any"],
+)
+def test_tests_of_the_provider_pass_on_host_memory(pace: str, which: str, number: int) -> None:
+    """One process for all: what the provider does, the script of figures, and tests that otherwise need a GPU."""
     environment = host_cuda(pace=pace) | {"ORTSERVE_TEST_GPU": "1"}
-    output = pytest_in(environment, "-m", "gpu", "-k", OF_GPU, TESTS / "gpu")
-    assert re.search(r"\b32 passed", output), output
-
-
-@pytest.mark.parametrize(("pace", "which"), [("late", ""), ("any", f"not ({ANY_PACE})")], ids=["late", "any"])
-def test_provider_behaves_as_assumed(pace: str, which: str) -> None:
-    pytest_in(host_cuda(pace=pace), TESTS / "host_cuda" / "test_cuda_provider.py", "-k", which)
-
-
-def test_script_of_figures_runs_on_host_memory() -> None:
-    pytest_in(host_cuda(), TESTS / "host_cuda" / "test_figures.py")
+    output = pytest_in(environment, TESTS / "host_cuda", TESTS / "gpu", "-k", which)
+    assert re.search(rf"\b{number} passed", output), output
 
 
 def test_script_of_figures_runs_the_gpu_tests_without_plugins_of_pytest() -> None:
@@ -138,7 +135,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         folder = add_model(repository, f"growing_{name}", sequences.history)
         (folder / "model.yaml").write_text(json.dumps(options))
     explicit = ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm")
-    with serving(repository, *SHORT_WARMUP, *explicit, env=environment) as server:
+    providers = ("--execution-providers", "cuda,cpu")
+    with serving(repository, *SHORT_WARMUP, *explicit, *providers, env=environment) as server:
         yield server
 
 
@@ -226,13 +224,12 @@ def test_metadata_describes_how_models_run(server: ServerProcess) -> None:
     assert "with allow_fallback it would be tried on CUDAExecutionProvider" in reason
 
 
-@pytest.mark.parametrize("wishes", ["cpu", "cuda,cpu"])
-def test_start_says_that_the_options_leave_the_gpu_unused(tmp_path: Path, wishes: str) -> None:
+def test_start_says_that_the_options_leave_the_gpu_unused(server: ServerProcess, tmp_path: Path) -> None:
     add_model(tmp_path, "copies", builders.identity)
-    with serving(tmp_path, *SHORT_WARMUP, "--execution-providers", wishes, env=host_cuda()) as server:
-        said = [line for line in server.lines if "execution_providers names only the CPU" in line]
-        assert len(said) == (wishes == "cpu"), server.output
-        assert all("CUDAExecutionProvider" in line for line in said)
+    with serving(tmp_path, *SHORT_WARMUP, "--execution-providers", "cpu", env=host_cuda()) as unused:
+        (line,) = [line for line in unused.lines if "execution_providers names only the CPU" in line]
+        assert "CUDAExecutionProvider" in line
+    assert "execution_providers names only the CPU" not in server.output
 
 
 def test_runs_captures_and_memory_are_counted(server: ServerProcess) -> None:
@@ -274,11 +271,11 @@ def test_unloaded_model_releases_its_memory_and_can_be_reloaded(server: ServerPr
         assert free_bytes() == before
 
 
-def test_models_leave_a_gpu_whose_budget_they_exceed(tmp_path: Path) -> None:
-    environment, names = host_cuda(), ("first", "second", "third")
+def test_models_leave_a_gpu_whose_budget_they_exceed(server: ServerProcess, tmp_path: Path) -> None:
+    names = ("first", "second", "third")
     for name in names:
         folder = add_model(tmp_path, name, builders.identity)
-        options = {"execution_providers": ["cuda"], "max_rows": 4, "load_policy": "on_demand"}
+        options = WISHES["bound"] | {"load_policy": "on_demand"}
         (folder / "model.yaml").write_text(json.dumps(options))
 
     def ask(server: ServerProcess, model: str) -> None:
@@ -291,17 +288,15 @@ def test_models_leave_a_gpu_whose_budget_they_exceed(tmp_path: Path) -> None:
         samples = read_metrics(server).by_labels("ortserve_device_ledger_bytes", "owner")
         return {owner: nbytes for owner, nbytes in samples.items() if owner != "unloaded"}
 
-    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
-        ask(server, "first")
-        samples = read_metrics(server).by_labels("ortserve_device_ledger_bytes", "owner", "purpose")
-        one = int(sum(samples.values()))
-        assert samples["first/1 buffers"] > 0
-    with serving(tmp_path, *SHORT_WARMUP, "--gpu-memory-budget-bytes", str(2 * one), env=environment) as server:
+    samples = read_metrics(server).by_labels("ortserve_device_ledger_bytes", "owner", "purpose")
+    one = int(sum(nbytes for place, nbytes in samples.items() if place.startswith("bound/1 ")))
+    assert samples["bound/1 buffers"] > 0
+    with serving(tmp_path, *SHORT_WARMUP, "--gpu-memory-budget-bytes", str(2 * one), env=host_cuda()) as limited:
         for name in (*names, *names):
-            ask(server, name)
-        assert read_metrics(server).value("ortserve_gpu_memory_budget_bytes") == 2 * one
-        assert len(held(server)) == 2, "the third one is evicted"
-        evicted = read_metrics(server).by_labels("ortserve_model_evictions_total", "model")
+            ask(limited, name)
+        assert read_metrics(limited).value("ortserve_gpu_memory_budget_bytes") == 2 * one
+        assert len(held(limited)) == 2, "the third one is evicted"
+        evicted = read_metrics(limited).by_labels("ortserve_model_evictions_total", "model")
         assert sum(evicted.values()) >= 2
 
 
