@@ -26,6 +26,9 @@ from ortserve.model_file.protobuf import (
 _MODEL_IR_VERSION: Final = 1
 _MODEL_GRAPH: Final = 7
 _MODEL_OPSET: Final = 8
+_MODEL_FUNCTION: Final = 25
+_FUNCTION_KEY: Final = (10, 1, 13)
+_FUNCTION_NODE: Final = 7
 GRAPH_NODE: Final = 1
 GRAPH_INPUT: Final = 11
 GRAPH_OUTPUT: Final = 12
@@ -88,12 +91,18 @@ class Rewired:
 
 Edits: TypeAlias = Mapping[tuple[int, str], bytes | Rewired]
 """Replacements of fields of the graph, by field number and name. A node has the name of ``first_output``.
-The name begins with ``inner_scope`` in the graph of a node, such as a branch of If."""
+The name begins with ``inner_scope`` in the graph of a node, such as a branch of If, and with ``function_scope`` in a
+function of the model."""
 
 
 def inner_scope(scope: str, node: Node, attribute: str) -> str:
     """The beginning of names in a graph that is an attribute of a node; ``scope`` is that of the node."""
     return f"{scope}{first_output(node)}{_SCOPE}{attribute}{_SCOPE}"
+
+
+def function_scope(domain: str, name: str, overload: str) -> str:
+    """The beginning of names in a function of the model."""
+    return _SCOPE + "".join(each + _SCOPE for each in (domain, name, overload))
 
 
 def first_output(node: Node) -> str:
@@ -184,10 +193,33 @@ def _edit(model: memoryview, edits: Edits, opset: bytes) -> bytes:
         if number == _MODEL_GRAPH:
             graph = list(_edit_graph(model, start, end, edits))
             parts += [write_tag(_MODEL_GRAPH), write_varint(sum(map(len, graph))), *graph]
+        elif number == _MODEL_FUNCTION:
+            parts.append(write_message(_MODEL_FUNCTION, _edit_function(model[start:end], edits)))
         else:
             parts.append(model[kept:end])
         kept = end
     return b"".join((*parts, opset))
+
+
+def _edit_function(function: memoryview, edits: Edits) -> bytes:
+    """A function with edits of its nodes, which are edited as those of a graph."""
+    found = {number: span for number, _, span in fields(function, 0, len(function)) if number in _FUNCTION_KEY}
+    scope = function_scope(*(_text(function, found.get(number, (0, 0))) for number in _FUNCTION_KEY))
+    if not any(name.startswith(scope) for _, name in edits):
+        return bytes(function)
+    nodes: list[bytes] = []
+    parts: list[bytes | memoryview] = []
+    kept = 0
+    for number, _, (start, end) in fields(function, 0, len(function)):
+        if number == _FUNCTION_NODE:
+            nodes.append(write_message(GRAPH_NODE, bytes(function[start:end])))
+        else:
+            parts.append(function[kept:end])
+        kept = end
+    graph = memoryview(b"".join(nodes))
+    edited = memoryview(b"".join(_edit_graph(graph, 0, len(graph), edits, scope)))
+    spans = (slice(*span) for _, _, span in fields(edited, 0, len(edited)))
+    return b"".join((*parts, *(write_message(_FUNCTION_NODE, bytes(edited[span])) for span in spans)))
 
 
 def _rename_files(

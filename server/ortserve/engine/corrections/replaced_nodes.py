@@ -6,21 +6,31 @@
 - **Gather of texts.** Only the first text of each slice that an index selects is copied; the others stay empty.
   GatherND copies all of them.
 
-All other results stay the same. Nodes in functions of a model stay as they are.
+All other results stay the same. A node of a function stays as it is if calls of the function give it values of
+different types.
 """
 
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
 from ortserve.engine.corrections.checked_node import FindTensors
-from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, inner_scope, write_constant, write_node
+from ortserve.model_file.editing import (
+    GRAPH_NODE,
+    Edits,
+    Rewired,
+    function_scope,
+    inner_scope,
+    write_constant,
+    write_node,
+)
 from ortserve.model_file.graph import (
     INT32,
     INT64,
     STRING,
+    Function,
     Graph,
     Model,
     Node,
@@ -54,13 +64,13 @@ _TYPED_BY: Final = {"OneHot": 2, "Where": 1} | dict.fromkeys(_OF_FIRST_OPERAND.s
 
 
 def replacement_edits(model: Model, find_tensors: FindTensors | None = None) -> Edits:
-    """The edits that replace such nodes of the main graph and of the graphs of If, Loop and Scan.
+    """The edits that replace such nodes of the main graph, of the graphs of If, Loop and Scan, and of functions.
 
     ``find_tensors`` is called for element types and numbers of axes that nodes do not show.
     """
     replaced = _Replaced(model, find_tensors or cache(lambda: find_sizes(model).tensors))
     replaced.visit(model.graph, "", _Known().inside(model.graph, is_requested=True, is_sized=False))
-    return replaced.edits
+    return replaced.edits_of_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,15 @@ class _Replaced:
         self._has_where = opset >= _WHERE_SET
         self._operators = {op for op, least in _MIN_OPSETS.items() if opset >= least}
         self._has_texts = _has_texts(model)
+        self._functions = model.functions
+        self._called: dict[tuple[str, tuple[int, ...], bool, bool], tuple[int, ...]] = {}
+        """The types of the results of functions, by scope, types of the operands, and what they depend on."""
+
+    def edits_of_all(self) -> Edits:
+        """The edits, without those of functions that are called with operands of different types."""
+        calls = {(scope, types) for scope, types, *_ in self._called}
+        several = tuple(scope for scope, count in Counter(scope for scope, _ in calls).items() if count > 1)
+        return {key: edit for key, edit in self.edits.items() if not key[1].startswith(several)}
 
     def visit(self, graph: Graph, scope: str, known: _Known) -> None:
         """Find the nodes to replace in a graph and in those of its nodes.
@@ -121,6 +140,8 @@ class _Replaced:
                 if isinstance(inner, Graph):
                     within = known.inside(inner, is_requested=depends, is_sized=is_sized)
                     self.visit(inner, inner_scope(scope, node, name), within)
+            if function := self._functions.get((node.domain, node.op, node.overload)):
+                types.update(self._call(function, node, known, is_requested=depends, is_sized=is_sized))
             if node.op not in self._operators or node.domain or len(node.inputs) != 2 or not node.outputs:
                 continue
             nodes: Iterable[bytes] = ()
@@ -131,6 +152,21 @@ class _Replaced:
                 nodes = self._division(graph, node, known)
             if replacement := b"".join(nodes):
                 self.edits[GRAPH_NODE, scope + node.outputs[0]] = replacement
+
+    def _call(
+        self, function: Function, node: Node, known: _Known, *, is_requested: bool, is_sized: bool
+    ) -> dict[str, int]:
+        """Find the nodes to replace in a function that a node calls. Returns the types of the node's outputs."""
+        given = tuple(known.types.get(name, 0) for name in node.inputs)
+        scope = function_scope(node.domain, node.op, node.overload)
+        call = scope, given, is_requested, is_sized
+        if call not in self._called:
+            self._called[call] = ()  # a function that calls itself gets no types of its results
+            types = dict(zip(function.inputs, given, strict=False))
+            inner = _Known(types, {}, dict.fromkeys(types, is_requested), dict.fromkeys(types, is_sized))
+            self.visit(Graph(function.nodes), scope, inner)
+            self._called[call] = tuple(types.get(name, 0) for name in function.outputs)
+        return dict(zip(node.outputs, self._called[call], strict=False))
 
     def _value(self, graph: Graph, name: str) -> Value | None:
         return self._find_tensors().get(id(graph), {}).get(name)

@@ -1,5 +1,6 @@
 """Divisions of integers: ONNX Runtime's results, without the fault that would crash this process."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.model_file.reading import read_model
 
 
-def write(folder: Path, inputs: str, nodes: str, constants: str = "", opset: int = 21) -> Path:
+def write(
+    folder: Path, inputs: str, nodes: str, constants: str = "", opset: int = 21, functions: Sequence[str] = ()
+) -> Path:
     text = f"m ({inputs}) => (int64[n] y) <{constants}> {{ {nodes} }}".replace("<>", "")
-    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
+    text += "".join(f'<domain: "own", opset_import: ["": {opset}, "own": 1]> {function} ' for function in functions)
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}, "own": 1]> {text}')
     model.graph.output[0].type.tensor_type.elem_type = model.graph.input[0].type.tensor_type.elem_type
     onnx.save(model, str(folder / "model.onnx"))
     return folder / "model.onnx"
@@ -76,6 +80,53 @@ def test_divisions_in_and_behind_graphs_of_nodes_are_no_fault(tmp_path: Path, no
     feeds = {"a": np.full(2, -(2**31), np.int32), "b": np.full(2, -1, np.int32), "c": np.array(True)}
     (found,) = opened(path).run(None, feeds)
     assert found.tolist() == [-(2**31) if operator == "Div" else 0] * 2
+
+
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+@pytest.mark.parametrize(
+    ("nodes", "functions"),
+    [
+        ("y = own.f (a, b)", ["f (p, q) => (r) { o = Identity (q) r = DIVIDE (p, o) t = Neg (r) }"]),
+        (
+            "z = own.g (a, b) y = own.f (a, z)",
+            [
+                "f (p, q) => (r) { r = DIVIDE (p, q) }",
+                "g (a, b) => (y) { c = own.f (a, b) d = Sub (c, c) y = Add (d, b) }",
+            ],
+        ),
+        (
+            "y = own.f (a, b, c)",
+            [
+                (
+                    "f (p, q, k) => (r) { r = If (k) <then_branch = t () => (u) { u = DIVIDE (p, q) }, "
+                    "else_branch = e () => (v) { v = Neg (p) }> }"
+                )
+            ],
+        ),
+        (
+            (
+                "i = Identity (b) y = If (c) <then_branch = t () => (u) { u = own.f (a, i) }, "
+                "else_branch = e () => (v) { v = Neg (a) }>"
+            ),
+            ["f (p, q) => (r) { r = DIVIDE (p, q) }"],
+        ),
+    ],
+    ids=["a call", "nested calls", "If in a function", "a call in If"],
+)
+def test_divisions_in_functions_are_no_fault(tmp_path: Path, nodes: str, functions: list[str], operator: str) -> None:
+    functions = [function.replace("DIVIDE", operator) for function in functions]
+    path = write(tmp_path, "int32[n] a, int32[n] b, bool c", nodes, functions=functions)
+    feeds = {"a": np.array([-(2**31), 7], np.int32), "b": np.array([-1, -1], np.int32), "c": np.array(True)}
+    (found,) = opened(path).run(None, feeds)
+    assert found.tolist() == ([-(2**31), -7] if operator == "Div" else [0, 0])
+
+
+def test_division_in_a_function_for_several_types_stays_as_it_is(tmp_path: Path) -> None:
+    nodes = "f = Cast <to = 1> (a) g = own.f (f, f) h = Cast <to = 7> (g) i = own.f (a, b) y = Add (h, i)"
+    path = write(tmp_path, "int64[n] a, int64[n] b", nodes, functions=["f (p, q) => (r) { r = Div (p, q) }"])
+    assert replacement_edits(read_model(path)) == {}
+    (found,) = opened(path).run(None, {"a": np.array([6]), "b": np.array([2])})
+    assert found.tolist() == [4]
 
 
 def test_constant_divisor_of_minus_one_is_no_fault_either(tmp_path: Path) -> None:
