@@ -282,7 +282,10 @@ class Mirror:
                 self._placing[entry].is_outdated = True
             self._state.failures.keep(present)
             gone = [entry for entry in self._state.placed.keys() - present if _is_among(entry, names)]
-        self._remove(gone)
+        if gone:
+            self._remove(gone)
+            self._is_unwritten = True  # A start without the store must not bring them back.
+            self._write_listing()
         return bool(gone), begun
 
     def _key(self, entry: str, objects: Objects, with_all_versions: bool) -> PlacementKey:

@@ -68,6 +68,18 @@ def test_files_are_fetched_while_no_further_thread_can_start(tmp_path: Path) -> 
     assert (lab.content("a"), lab.content("b")) == (b"first", b"other")
 
 
+def test_model_that_is_gone_from_the_store_does_not_come_back_while_the_store_is_down(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, StoreInMemory(a=b"first", b=b"other"))
+    lab.mirror.sync()
+    del lab.store.files["a/1/model.onnx"]
+    assert not lab.poll()
+    lab.cache.close()
+    lab.store.is_up = False
+    after = Lab(tmp_path, lab.store)
+    after.mirror.sync()
+    assert after.mirror.names() == ["b"]
+
+
 def test_load_by_name_does_not_wait_for_the_next_retry(tmp_path: Path) -> None:
     lab = Lab(tmp_path, StoreInMemory(a=b"first"))
     lab.store.wrong = {"a/1/model.onnx"}
