@@ -190,7 +190,12 @@ class Reconciler:
     def _take_back(self, before: ModelSource, *, is_offered: bool) -> None:
         """Keep the source before a load by a client that has failed altogether, on demand if it was ``is_offered``."""
         self._sources[before.name] = before
-        if is_offered and not self._catalog.ready(before.name):
+        if self._catalog.ready(before.name):
+            known = self._catalog.of(before.name).values()
+            self._versions.forget(
+                record for record in known if record.state is State.FAILED and record.version not in before.versions
+            )
+        elif is_offered:
             self._versions.offer_on_demand(before)
 
     async def _load_versions(

@@ -128,6 +128,9 @@ async def test_server_stays_ready_after_a_failed_reload_and_after_an_unload(
     (tmp_path / "m" / "model.yaml").write_text("required: true")
     await registry.load_all()
     models = service(registry, strict=strict)
+    with pytest.raises(ServeError):
+        await registry.load("m", config="{}", files={"file:4/model.onnx": b"no model"})
+    assert models.is_ready(), "the version before stays that of the model"
     builders.not_onnx(tmp_path / "m" / "3" / "model.onnx")
     with pytest.raises(ServeError):
         await registry.load("m")
