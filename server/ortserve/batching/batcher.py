@@ -16,7 +16,7 @@ from ortserve.batching.queue import ShapeClass
 from ortserve.batching.statistics import Learned, describe_class, saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchTap, shallow_bytes
-from ortserve.core.inflight import NO_TERMS, InflightRequest, Terms
+from ortserve.core.inflight import NO_TERMS, QUEUED, InflightRequest, Terms
 from ortserve.errors import STOPPING, ErrorKind, ServeError
 
 _RATE_INTERVAL_NS: Final = 1e9
@@ -214,7 +214,11 @@ class Batcher:
         piece.nbytes = shallow_bytes(inputs)
         piece.level = request.level
         piece.finish_by_ns = request.finish_by_ns
-        piece.start_by_ns = request.start_by_ns
+        if request.state == QUEUED:
+            piece.is_later_piece = True
+        else:  # the request starts with its first piece, which is ahead of the others
+            piece.start_by_ns = request.start_by_ns
+            request.state = QUEUED
         if self._has_texts:
             piece.text_units = text_units(inputs)
         now_ns = self._clock()

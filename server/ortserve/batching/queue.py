@@ -209,7 +209,8 @@ class RequestQueue:
         shape_class.rows += request.rows
         self.rows += request.rows
         self.nbytes += request.nbytes
-        self._requests_by_level[request.level] = self._requests_by_level.get(request.level, 0) + 1
+        if not request.is_later_piece:
+            self._requests_by_level[request.level] = self._requests_by_level.get(request.level, 0) + 1
 
     def classes(self) -> list[ShapeClass]:
         """Every known class, least recently used first."""
@@ -218,6 +219,10 @@ class RequestQueue:
     def requests(self, level: int) -> int:
         """The number of queued requests of a priority level, in constant time."""
         return self._requests_by_level.get(level, 0)
+
+    def all_requests(self) -> int:
+        """The number of all queued requests. Any thread."""
+        return sum(list(self._requests_by_level.values()))
 
     def others(self, shape_class: ShapeClass) -> Iterable[ShapeClass]:
         """The other classes with queued requests, in the order in which they are served."""
@@ -261,7 +266,8 @@ class RequestQueue:
         for request in removed:
             rows += request.rows
             nbytes += request.nbytes
-            self._requests_by_level[request.level] -= 1
+            if not request.is_later_piece:
+                self._requests_by_level[request.level] -= 1
         self.rows -= rows
         self.nbytes -= nbytes
         shape_class.rows -= rows

@@ -109,6 +109,8 @@ class InflightRequest:
         nbytes: Size of the inputs.
         shape_class_key: Key of the shape class in whose queue the request waits.
         text_units: Amount of text, see ``batching/large_requests``; 0 for a model without texts.
+        is_later_piece: Whether it is a piece of a large request, but not the first one. It counts in the rows of its
+            queue, not in the requests.
         is_partly_run: Whether a model with states has run the request before it failed in another step of its ensemble.
         on_settled: Called once with this request while it is being settled. Its exceptions are logged, because the
             other requests of the batch must still be settled.
@@ -128,6 +130,7 @@ class InflightRequest:
         self.nbytes = 0
         self.shape_class_key: Hashable = None
         self.text_units = 0
+        self.is_later_piece = False
         self.is_partly_run = False
         self.on_settled: Callable[[Any], object] | None = None
         self.withdraw: Callable[[Any], object] | None = None

@@ -1131,6 +1131,21 @@ def test_queue_timeout_bounds_the_start_and_not_the_run() -> None:
     play(main)
 
 
+def test_large_request_counts_as_one_and_its_queue_timeout_ends_with_its_first_piece() -> None:
+    async def main(stage: Stage) -> None:
+        rows = rows_of(*range(6))
+        in_time = stage.submit(rows, terms=stage.within(start_ns=1))
+        assert (stage.queue.requests(1), stage.queue.all_requests(), stage.queue.rows) == (1, 1, 6)
+        await asyncio.sleep(1e-3)
+        assert (stage.queue.requests(1), stage.queue.all_requests(), stage.queue.rows) == (0, 0, 4)
+        late = stage.submit(rows, terms=stage.within(start_ns=MS))
+        assert_answered(await in_time, rows)
+        assert refusal_of(late).message == "Request timeout expired: its timeout passed in the queue"
+        assert len(stage.runner.runs) == 3
+
+    play(main, max_rows=2)
+
+
 def test_queue_delay_ends_early_for_a_tight_deadline() -> None:
     async def main(stage: Stage) -> None:
         await stage.submit(rows_of(1), terms=stage.within(start_ns=4 * MS))

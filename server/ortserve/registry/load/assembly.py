@@ -319,7 +319,7 @@ def _numbers(
         decisions=asdict(learned.decisions),
         latency_s={rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
         latency_error_s=latest.error_ms / 1e3 if latest else 0.0,
-        queue_requests=sum(len(shape_class.requests) for shape_class in queue.classes()) + waiting,
+        queue_requests=queue.all_requests() + waiting,
         row_checks={} if checks is None else checks.counts.copy(),
     )
 
