@@ -230,10 +230,8 @@ class BatchRuns:
         ``limit`` compares the batch, which has another size than usual, with others; None for a batch of usual size.
         """
         now_ns = self._clock()  # again: callbacks of late requests may have taken long, and enqueued requests
-        bucket = group.rows
-        if self.policy.buckets and not group.shape_class.runs_alone:
-            bucket = self.policy.bucket_for(bucket)
-        batch = form_batch(group, bucket)
+        is_whole = group.is_unpadded or group.shape_class.runs_alone or not self.policy.buckets
+        batch = form_batch(group, group.rows if is_whole else self.policy.bucket_for(group.rows))
         if self.share.overtakes and not self.share.may_start(group.shape_class.run_latency.predict_ns(batch.bucket)):
             self._scheduler.put_back(group)
             if not self._scheduler:  # a callback of a late request has cancelled the group
@@ -346,9 +344,12 @@ class BatchRuns:
         if self._row_checks is not None:
             self._row_checks.observe(group, result)
         try:
-            self.decisions.wasted_rows += settle_batch(group.requests, group.rows, taken_ns, result, self._ragged)
+            self.decisions.wasted_rows += settle_batch(group.requests, batch, taken_ns, result, self._ragged)
         except ServeError as error:  # outputs that cannot be divided are right for a request that runs alone
-            self._on_failed(group, batch, taken_ns, error)
+            if batch.bucket > batch.rows and len(group.requests) == 1:
+                self._scheduler.run_again([group.without_padding()])
+            else:
+                self._on_failed(group, batch, taken_ns, error)
         else:
             if self.tap is not None and not group.is_check:
                 self.tap.observe(batch, result.run_ns)

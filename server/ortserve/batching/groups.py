@@ -27,6 +27,7 @@ class RequestGroup:
             it. The whole request runs afterwards if it has more rows.
         is_check: Whether a request that was answered runs again for ``row_checks``. No client waits for it, and no
             metric counts it as a batch.
+        is_unpadded: Whether the batch has no padding rows, because outputs with such rows could not be cut back.
     """
 
     shape_class: ShapeClass
@@ -35,6 +36,7 @@ class RequestGroup:
     search: "Search | None"
     tries_one_row: bool
     is_check: bool
+    is_unpadded: bool
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class RequestGroup:
         *,
         tries_one_row: bool = False,
         is_check: bool = False,
+        is_unpadded: bool = False,
     ) -> None:
         self.shape_class = shape_class
         self.requests = requests
@@ -52,10 +55,17 @@ class RequestGroup:
         self.search = search
         self.tries_one_row = tries_one_row
         self.is_check = is_check
+        self.is_unpadded = is_unpadded
 
     def whole(self) -> "RequestGroup":
         """The group of the same request to run after a trial of its first row, even if that row failed."""
         return RequestGroup(self.shape_class, self.requests, self.rows)
+
+    def without_padding(self) -> "RequestGroup":
+        """The group to run after outputs of one request with padding rows could not be cut back."""
+        return RequestGroup(
+            self.shape_class, self.requests, self.rows, Search(0), is_check=self.is_check, is_unpadded=True
+        )
 
 
 @dataclass(slots=True)
@@ -77,12 +87,14 @@ def form_batch(group: RequestGroup, bucket: int) -> Batch:
 
 def settle_batch(
     requests: Sequence[InflightRequest],
-    rows: int,
+    batch: Batch,
     taken_ns: int,
     result: BatchResult,
     ragged: RaggedTensors | None = None,
 ) -> int:
     """Settle each request with its part of ``result``: views of the outputs of the batch (``divide_outputs``).
+
+    The outputs of one request are right in any shape, unless the batch has padding rows.
 
     Returns:
         The number of rows that were computed for requests that were cancelled meanwhile.
@@ -90,8 +102,9 @@ def settle_batch(
     Raises:
         ServeError: The error of ``divide_outputs``, before any request is settled.
     """
+    rows = batch.rows
     parts: Sequence[Arrays]
-    if len(requests) == 1 and ragged is None:
+    if len(requests) == 1 and ragged is None and batch.bucket == rows:
         parts = (result.outputs,)
     else:
         parts = divide_outputs(requests, rows, result.outputs, ragged)

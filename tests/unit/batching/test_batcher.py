@@ -447,6 +447,17 @@ def test_outputs_that_cannot_be_split_are_computed_for_each_request_alone() -> N
     play(main, compute=compute)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_outputs_of_padding_rows_that_cannot_be_cut_off_reach_no_request(others: int) -> None:
+    async def main(stage: Stage) -> None:
+        requests = [stage.submit(rows_of(value, value)) for value in range(1 + others)]
+        for value, outputs in enumerate(await asyncio.gather(*requests)):
+            assert outputs[0].tolist() == [value] * 4
+        assert [run.bucket for run in stage.runner.runs if run.rows == 2] == [*[8] * (1 + others), *[2] * (1 + others)]
+
+    play(main, buckets=(8,), compute=lambda rows: (rows.reshape(-1),))
+
+
 def test_cancelled_request_does_not_delay_the_others_of_its_batch() -> None:
     async def main(stage: Stage) -> None:
         kept, left, after = (stage.submit(rows_of(value)) for value in (1, 2, 3))
