@@ -37,7 +37,7 @@ from servers import LONG_S
 PAGE: Final = DOCS / "operations" / "containers.md"
 ENGINE: Final = shlex.split(os.environ.get("ORTSERVE_TEST_ENGINE", ""))
 BUILD_S: Final = 900.0
-DRAIN_S: Final = 60.0
+DRAIN_S: Final = 70.0
 """``terminationGracePeriodSeconds`` of the manifests."""
 
 pytestmark = [

@@ -16,6 +16,7 @@ from manifests import (
     read_documents,
 )
 from ortserve import __version__
+from ortserve.app.server import FLUSH_S
 from ortserve.config.option_groups import tls_problems
 from ortserve.config.options import ENV_PREFIX, ServerOptions, read_options, variable_name
 
@@ -97,7 +98,8 @@ def test_network_policy_opens_every_port_to_named_peers_only(installed: Installa
 
 def test_termination_grace_period_exceeds_the_drain(installed: Installation, options: ServerOptions) -> None:
     before = installed.server["lifecycle"]["preStop"]["sleep"]["seconds"]
-    longest = before + options.drain_delay_s + options.drain_timeout_s
+    writing_s = 2 * FLUSH_S + options.otlp_flush_timeout_s
+    longest = before + options.drain_delay_s + options.drain_timeout_s + writing_s
     assert installed.pod["spec"]["terminationGracePeriodSeconds"] > longest + 5  # 5 seconds to free models and exit
 
 

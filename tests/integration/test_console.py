@@ -278,10 +278,13 @@ def test_image_is_scaled_and_labels_are_never_markup(page: Page, server: ServerP
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("region", name="Values of scores", exact=True)).to_have_text("1 2 3 4 5")
     expect(page.get_by_role("row", name="4: <b>four</b> 5")).to_be_visible()
+    page.evaluate("() => { URL.revokeObjectURL = (url) => { window.revoked = url; }; }")
+    first = page.get_by_text("request.json").get_attribute("href")
     page.get_by_label("Scaling of data").select_option("0 to 255")
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("region", name="Values of scores", exact=True)).to_have_text("255 256 257 258 259")
     assert page.locator("b").count() == 0
+    assert page.evaluate("window.revoked") == first  # the browser keeps only the last body
 
 
 def draw(page: Page, *strokes: list[tuple[float, float]]) -> None:

@@ -29,7 +29,7 @@ _MIN_CLOSING_S: Final = 1.0
 _SEQUENCES_SHARE: Final = 0.75
 """Share of the drain timeout in which sequences may end. Admitted requests have at least the rest."""
 
-_FLUSH_S: Final = 5.0
+FLUSH_S: Final = 5.0
 """Time limit for writing the recorded requests that are still queued, and another one for trace files."""
 
 
@@ -166,7 +166,7 @@ class Server:
             message = "drain timed out; active runs are abandoned"
             log_event(logger, logging.WARNING, message, timeout_s=options.drain_timeout_s)
         if parts.recordings is not None:
-            await asyncio.to_thread(parts.recordings.close, _FLUSH_S)
+            await asyncio.to_thread(parts.recordings.close, FLUSH_S)
         if parts.tracing is not None:
             await asyncio.to_thread(parts.tracing.close, options.otlp_flush_timeout_s)
         if is_whole:
@@ -177,7 +177,7 @@ class Server:
         """Close everything that is still open. After ``drain`` that is the metrics port, which is open until then."""
         await asyncio.gather(self._parts.http.stop(0), self._parts.grpc.stop(0))
         self._parts.watchdog.stop()  # before the loop waits for the disk
-        self._parts.traces.close(_FLUSH_S)
+        self._parts.traces.close(FLUSH_S)
         for following in self._following:
             following.cancel()
         if self._metrics is not None:

@@ -12,6 +12,9 @@ const MOST_TYPED = 1024;
 const MOST_BARS = 10;
 const MOST_ROWS = 4;
 
+/** The address of the last body as a file. The browser keeps the body until the address is revoked. */
+let bodyUrl = "";
+
 /** The form that sends requests to one version. */
 export class TryForm {
   #name;
@@ -83,7 +86,9 @@ export class TryForm {
     const curl = curlCommand(location, path, body, needsKey);
     const { outputs } = this.#about;
     const python = pythonProgram(location, this.#name, this.#version, inputs, outputs, parameters, needsKey);
-    const saved = el("a", { download: "request.json", href: URL.createObjectURL(new Blob([body])) }, "request.json");
+    URL.revokeObjectURL(bodyUrl);
+    bodyUrl = URL.createObjectURL(new Blob([body]));
+    const saved = el("a", { download: "request.json", href: bodyUrl }, "request.json");
     return el(
       "details",
       {},
