@@ -184,6 +184,8 @@ def test_a_version_gets_the_external_data_and_the_other_files_of_the_version_bef
     assert (folder / "2" / "other.onnx").stat().st_mode & 0o777 == (new.stat().st_mode & 0o777)
     (tmp_path / "new.bin").unlink()
     assert "new.bin" in refused(capsys, new, folder)
+    new.write_bytes(new.read_bytes().replace(b"new.bin", b"new\0bin"))
+    assert "expected external data beside the model" in refused(capsys, new, folder)
 
 
 def test_what_clients_rely_on_changes_only_on_demand(

@@ -43,13 +43,13 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
     add("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
-    text = "Samples, .npz or a folder (default: synthetic inputs). With a URL, the command sends them."
+    text = "Samples, .npz or a folder. With a URL, the command sends them. Default: synthetic inputs."
     add("--inputs", type=Path, metavar="DATA", help=text)
-    add("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent (1).")
+    add("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent. Default: 1.")
     add = parser.add_argument_group("runs in this process").add_argument
-    text = "Number of runs with profiling, and of runs without (50)."
+    text = "Number of runs with profiling, and of runs without. Default: 50."
     add("--runs", type=count, default=50, metavar="N", help=text)
-    add("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
+    add("--seconds", type=seconds, default=60.0, help="Time limit of all runs. Default: 60.")
     add("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
     add("--threads", type=count, metavar="N", help="Threads per run.")
     text = "Session setting as in model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
@@ -57,9 +57,9 @@ def build_parser() -> ToolParser:
     text = f"Compare two models, or two settings of TARGET: KEY=VALUE[,…] (also threads and provider) or {UNCHANGED}."
     add("--compare", nargs=2, metavar=("A", "B"), help=text)
     add = parser.add_argument_group("batches of a server").add_argument
-    text = "Number of requests whose batches are copied (100)."
+    text = "Number of requests whose batches are copied. Default: 100."
     add("--requests", type=count, default=100, metavar="N", help=text)
-    add("--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for these requests (30).")
+    add("--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for these requests. Default: 30.")
     add_access(parser)
     text = "Write ONNX Runtime's trace to this file, for Perfetto."
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help=text)

@@ -141,7 +141,7 @@ def _stage_version(
     newest = place.newest()
     copies = {path: model}
     for other in graph.external_files:
-        if not (path.parent / other).resolve().is_relative_to(version.resolve()):
+        if "\0" in other or not (path.parent / other).resolve().is_relative_to(version.resolve()):
             raise invalid_input(f"{model}: expected external data beside the model, got '{other}'")
         copies[path.parent / other] = model.parent / other
     if newest is not None:
