@@ -1,6 +1,5 @@
 """Measures two builds of the package in turns; shared by ``compiled_cost`` and ``package_cost``."""
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +11,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
-import psutil  # noqa: E402
 
 from grpc_latency import Way, calls_us  # noqa: E402
-from harness import checking, circumstances, serving, spread, table, wrk  # noqa: E402
-from infer_requests import INFER, framed, grpc_request  # noqa: E402
+from harness import checking, circumstances, cpu_s, h2load, serving, spread, table, wrk  # noqa: E402
+from infer_requests import grpc_request  # noqa: E402
 from models.builders import mlp  # noqa: E402
 
 REST_CPU: Final = "REST, 32 connections, CPU µs"
@@ -86,18 +84,9 @@ def load_by_h2load(calls: int) -> Load:
     """Concurrent gRPC calls on 8 connections with 8 streams each."""
 
     def load(way: Way, folder: Path) -> Mapping[str, float]:
-        message = folder / "message"
-        message.write_bytes(framed(grpc_request("mlp", way.row)))
-        headers = ("-H", "content-type: application/grpc", "-H", "te: trailers")
-        url = f"http://127.0.0.1:{way.port + 1}{INFER}"
-        server = psutil.Process(way.pid)
-        before = server.cpu_times()
-        command = ["h2load", "-n", str(calls), "-c", "8", "-m", "8", "-d", str(message), *headers, url]
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-        after = server.cpu_times()
-        if f"{calls} succeeded" not in printed:
-            raise RuntimeError(f"expected {calls} answers, got: {printed}")
-        return {CALLS_CPU: (after.user + after.system - before.user - before.system) / calls * 1e6}
+        message, before_s = grpc_request("mlp", way.row), cpu_s(way.pid)
+        h2load(f"127.0.0.1:{way.port + 1}", message, folder, connections=8, streams=8, calls=calls)
+        return {CALLS_CPU: (cpu_s(way.pid) - before_s) / calls * 1e6}
 
     return load
 

@@ -19,9 +19,7 @@ scheduler counts it. Writes ``loadtests/results/busy_poll.md``.
 
 import argparse
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,8 +35,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import checking, serving, spread, table, write_report, wrk  # noqa: E402
-from infer_requests import INFER, framed, grpc_request, json_request  # noqa: E402
+from harness import checking, h2load, serving, spread, table, write_report, wrk  # noqa: E402
+from infer_requests import grpc_request, json_request  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from spinning_client import Caller, GrpcCaller, RestCaller  # noqa: E402
 
@@ -133,19 +131,12 @@ def by_wrk(arm: Arm, seconds: float, connections: int) -> dict[str, float]:
 
 
 def many_grpc(arm: Arm, seconds: float) -> dict[str, float]:
-    (arm.folder / "request").write_bytes(framed(grpc_request("mlp", arm.row)))
-    command = ["h2load", "-c32", "-m1", f"-D{max(1, round(seconds))}", "-d", str(arm.folder / "request")]
-    command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
-    command += [f"http://127.0.0.1:{arm.port + 1}{INFER}"]
+    message, whole_s = grpc_request("mlp", arm.row), max(1, round(seconds))
     before_ns = cpu_ns(arm.pid)
     with checking(arm.check):
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 30).stdout
+        calls = h2load(f"127.0.0.1:{arm.port + 1}", message, arm.folder, connections=32, streams=1, seconds=whole_s)
     used_ns = cpu_ns(arm.pid) - before_ns
-    found = re.search(r"(\d+) done, (\d+) succeeded, (\d+) failed", printed)
-    if found is None or found[3] != "0":
-        raise RuntimeError(printed)
-    calls = int(found[2])
-    return {"requests/s": calls / max(1, round(seconds)), "CPU µs/request": used_ns / calls / 1e3}
+    return {"requests/s": calls / whole_s, "CPU µs/request": used_ns / calls / 1e3}
 
 
 Measure = Callable[[Arm, int], dict[str, float]]

@@ -13,7 +13,6 @@ timed out, streamed and compressed. Connections are used for a while and closed,
 import argparse
 import asyncio
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +28,8 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
-from harness import serving, table, write_report  # noqa: E402
-from infer_requests import INFER, framed, grpc_request, numbers_of_grpc  # noqa: E402
+from harness import h2load, serving, table, write_report  # noqa: E402
+from infer_requests import INFER, grpc_request, numbers_of_grpc  # noqa: E402
 from models.builders import identity  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
@@ -64,18 +63,13 @@ class Soak:
     def __init__(self, address: str, folder: Path) -> None:
         self.address = address
         self.outcomes: Counter[str] = Counter()
-        self._body = folder / "request"
-        self._body.write_bytes(framed(message_with(1)))
+        self._folder = folder
 
     def bulk(self) -> None:
         """Make many calls with h2load on new connections."""
-        command = ["h2load", f"-n{BULK_CALLS}", "-c8", "-m16", "-d", str(self._body)]
-        command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
-        command.append(f"http://{self.address}{INFER}")
-        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-        if f"{BULK_CALLS} succeeded, 0 failed, 0 errored" not in output:
-            raise RuntimeError(output)
-        self.outcomes["answered"] += BULK_CALLS
+        self.outcomes["answered"] += h2load(
+            self.address, message_with(1), self._folder, connections=8, streams=16, calls=BULK_CALLS
+        )
 
     async def odd(self, rng: random.Random) -> None:
         """Open a connection and make a call of every kind."""

@@ -12,10 +12,7 @@ load. CPU is that of the server's process tree; the load generator shares its pr
 """
 
 import argparse
-import re
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,8 +32,8 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import checking, cpu_s, serving, spread, table, write_report  # noqa: E402
-from infer_requests import INFER, framed, grpc_request, numbers_of_grpc  # noqa: E402
+from harness import checking, cpu_s, h2load, serving, spread, table, write_report  # noqa: E402
+from infer_requests import INFER, grpc_request, numbers_of_grpc  # noqa: E402
 from models.builders import mlp  # noqa: E402
 
 PORTS = {"grpcio": 18100, "native": 18110}
@@ -63,24 +60,6 @@ class Arm:
 
     def check_answer(self, answer: bytes) -> None:
         np.testing.assert_allclose(numbers_of_grpc(answer), self.expected, rtol=1e-4, atol=1e-6)
-
-
-def by_h2load(arm: Arm, folder: Path, *, connections: int, streams: int, seconds: float) -> int:
-    """Run a closed loop with h2load. Returns the number of calls.
-
-    Raises:
-        RuntimeError: h2load is missing, or a call failed.
-    """
-    if shutil.which("h2load") is None:
-        raise RuntimeError("this benchmark needs h2load (Debian package nghttp2-client)")
-    (folder / "request").write_bytes(framed(arm.request))
-    command = ["h2load", f"-c{connections}", f"-m{streams}", f"-D{seconds}", "-d", str(folder / "request")]
-    command += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://{arm.address}{INFER}"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 60).stdout
-    found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", output)
-    if found is None or int(found[2]) or int(found[3]):
-        raise RuntimeError(output)
-    return int(found[1])
 
 
 def by_grpcio(arm: Arm, pool: Executor, *, connections: int, streams: int, seconds: float) -> int:
@@ -111,7 +90,7 @@ def call_in_threads(arm: Arm, *, threads: int, seconds: float) -> int:
             return sum(callers.map(offer, range(threads)))
 
 
-def measure(arm: Arm, offer: Callable[[Arm, float], int], seconds: float) -> Result:
+def measure(arm: Arm, offer: Callable[[Arm, int], int], seconds: int) -> Result:
     before_s, began = cpu_s(arm.pid), time.monotonic()
     calls = offer(arm, seconds)
     return Result(calls / (time.monotonic() - began), (cpu_s(arm.pid) - before_s) / calls * 1e6)
@@ -131,8 +110,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
         pool = servers.enter_context(ProcessPoolExecutor(options.connections, get_context("spawn")))
-        offers: dict[str, Callable[[Arm, float], int]] = {
-            "h2load": lambda arm, seconds: by_h2load(arm, folder, **load, seconds=seconds),
+        offers: dict[str, Callable[[Arm, int], int]] = {
+            "h2load": lambda arm, seconds: h2load(arm.address, arm.request, folder, **load, seconds=seconds),
             "grpcio clients": lambda arm, seconds: by_grpcio(arm, pool, **load, seconds=seconds),
         }
         (folder / "models" / "mlp" / "1").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: servers as processes, load by wrk, CPU time of a process tree, tables of results."""
+"""Shared by the benchmarks: servers as processes, load generators, CPU time of a process tree, tables of results."""
 
 import json
 import multiprocessing
@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import psutil
 
+from infer_requests import INFER, framed
 from ortserve.core.compiled import IS_COMPILED
 
 START_TIMEOUT_S = 60
@@ -121,6 +122,46 @@ def wrk(
         _milliseconds(_find(r"\n\s+99%\s+(\S+)", printed)),
         used_s / requests * 1e6,
     )
+
+
+def h2load(
+    address: str,
+    message: bytes,
+    folder: Path,
+    *,
+    connections: int,
+    streams: int,
+    calls: int | None = None,
+    seconds: int = 0,
+) -> int:
+    """Make gRPC calls in a closed loop with h2load: ``calls`` of them if it is given, else for ``seconds``.
+
+    Args:
+        address: Host and port of the server.
+        message: The request of each call.
+        folder: For a file with the request.
+        connections: Number of connections.
+        streams: Concurrent calls of each connection.
+        calls: Number of calls.
+        seconds: Duration.
+
+    Returns:
+        The number of calls.
+
+    Raises:
+        RuntimeError: h2load is missing, or a call failed.
+    """
+    if shutil.which("h2load") is None:
+        raise RuntimeError("this benchmark needs h2load (Debian package nghttp2-client)")
+    (folder / "request").write_bytes(framed(message))
+    length = f"-D{seconds}" if calls is None else f"-n{calls}"
+    command = ["h2load", f"-c{connections}", f"-m{streams}", length, "-d", str(folder / "request")]
+    command += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://{address}{INFER}"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 120).stdout
+    found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", printed)
+    if found is None or found[2] != "0" or found[3] != "0":
+        raise RuntimeError(printed)
+    return int(found[1])
 
 
 @contextmanager
