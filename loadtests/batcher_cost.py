@@ -24,7 +24,6 @@ import uvloop  # noqa: E402
 
 from harness import serving, spread, write_report, wrk  # noqa: E402
 from infer_requests import json_request  # noqa: E402
-from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batch_runs import BatchRuns  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
@@ -36,6 +35,7 @@ from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.core.batch import Batch, BatchDone, BatchResult  # noqa: E402
 from ortserve.core.inflight import InflightRequest  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
+from tiny_mlp import write_tiny_mlp  # noqa: E402
 
 CALLERS = 32
 TURNS = 3000
@@ -109,13 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    body = json_request(np.random.default_rng(0).uniform(-1, 1, (1, 64)), decimals=6)
     own: list[float] = []
     whole: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        (folder / "mlp" / "1").mkdir(parents=True)
-        mlp(folder / "mlp" / "1" / "model.onnx")
+        body = json_request(write_tiny_mlp(folder, decimals=6).row, decimals=6)
         with serving(folder, PORT) as pid:
             url = f"http://127.0.0.1:{PORT}/v2/models/mlp/infer"
             wrk(url, body, folder, pid=pid, connections=CALLERS, seconds=1)

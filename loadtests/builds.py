@@ -9,13 +9,9 @@ from typing import Final, TypeAlias
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
-import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
-
 from grpc_latency import Way, calls_us  # noqa: E402
 from harness import checking, circumstances, cpu_s, h2load, serving, spread, table, wrk  # noqa: E402
-from infer_requests import grpc_request  # noqa: E402
-from models.builders import mlp  # noqa: E402
+from tiny_mlp import write_tiny_mlp  # noqa: E402
 
 REST_CPU: Final = "REST, 32 connections, CPU µs"
 REST_RATE: Final = "REST, 32 connections, requests/s"
@@ -43,16 +39,12 @@ def measure(environments: Mapping[str, Mapping[str, str]], loads: Sequence[Load]
     measured: dict[str, dict[str, list[float]]] = {name: {} for name in environments}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
-        (folder / "models" / "mlp" / "1").mkdir(parents=True)
-        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
-        row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
-        session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        expected = session.run(None, {"x": row})[0].ravel()
+        model = write_tiny_mlp(folder / "models")
         ways: list[tuple[str, Way]] = []
         for index, (name, environment) in enumerate(environments.items()):
             port = _FIRST_PORT + 10 * index
             server = servers.enter_context(serving(folder / "models", port, environment=environment))
-            ways.append((name, Way(server, port, row, expected)))
+            ways.append((name, Way(server, port, model)))
         for number in range(rounds + 1):
             for name, way in ways if number % 2 else reversed(ways):
                 for load in loads:
@@ -77,15 +69,15 @@ def load_by_wrk(seconds: int) -> Load:
 
 def load_by_grpcio(calls: int) -> Load:
     """Sequential gRPC calls of one grpcio client."""
-    return lambda way, _: {CALL_P50: calls_us(way, "mlp", way.row, way.expected, calls)}
+    return lambda way, _: {CALL_P50: calls_us(way.grpc, way.message, way.model.expected, calls)}
 
 
 def load_by_h2load(calls: int) -> Load:
     """Concurrent gRPC calls on 8 connections with 8 streams each."""
 
     def load(way: Way, folder: Path) -> Mapping[str, float]:
-        message, before_s = grpc_request("mlp", way.row), cpu_s(way.pid)
-        h2load(f"127.0.0.1:{way.port + 1}", message, folder, connections=8, streams=8, calls=calls)
+        before_s = cpu_s(way.pid)
+        h2load(way.grpc, way.message, folder, connections=8, streams=8, calls=calls)
         return {CALLS_CPU: (cpu_s(way.pid) - before_s) / calls * 1e6}
 
     return load

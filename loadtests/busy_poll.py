@@ -33,17 +33,16 @@ import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
 
 from harness import checking, h2load, serving, spread, table, write_report, wrk  # noqa: E402
 from infer_requests import grpc_request, json_request  # noqa: E402
-from models.builders import mlp  # noqa: E402
 from spinning_client import Caller, GrpcCaller, RestCaller  # noqa: E402
+from tiny_mlp import NAME, TinyMlp, write_tiny_mlp  # noqa: E402
 
 FLAGS = {"sleeping": ("--busy-poll-us=0",), "polling": ("--busy-poll-us=200",), "base": ()}
 PORTS = {"sleeping": 18400, "polling": 18410, "base": 18420}
 OPEN_RATE = 200
-CALLERS: dict[str, Callable[[int, str, np.ndarray, np.ndarray], Caller]] = {"REST": RestCaller, "gRPC": GrpcCaller}
+CALLERS: dict[str, Callable[[int, TinyMlp], Caller]] = {"REST": RestCaller, "gRPC": GrpcCaller}
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,12 @@ class Arm:
 
     pid: int
     port: int
-    row: np.ndarray
-    expected: np.ndarray
+    model: TinyMlp
     folder: Path
 
     def caller(self, protocol: str) -> Caller:
         port = self.port + (protocol == "gRPC")
-        return CALLERS[protocol](port, "mlp", self.row, self.expected)
+        return CALLERS[protocol](port, self.model)
 
     def check(self) -> None:
         for protocol in CALLERS:
@@ -123,7 +121,7 @@ def idle(arm: Arm, seconds: float) -> dict[str, float]:
 
 def by_wrk(arm: Arm, seconds: float, connections: int) -> dict[str, float]:
     url = f"http://127.0.0.1:{arm.port}/v2/models/mlp/infer"
-    body = json_request(arm.row)
+    body = json_request(arm.model.row)
     with checking(arm.check) if connections > 1 else nullcontext():  # the checker would be a second client
         found = wrk(url, body, arm.folder, pid=arm.pid, connections=connections, seconds=max(1, round(seconds)))
     arm.check()
@@ -131,7 +129,7 @@ def by_wrk(arm: Arm, seconds: float, connections: int) -> dict[str, float]:
 
 
 def many_grpc(arm: Arm, seconds: float) -> dict[str, float]:
-    message, whole_s = grpc_request("mlp", arm.row), max(1, round(seconds))
+    message, whole_s = grpc_request(NAME, arm.model.row), max(1, round(seconds))
     before_ns = cpu_ns(arm.pid)
     with checking(arm.check):
         calls = h2load(f"127.0.0.1:{arm.port + 1}", message, arm.folder, connections=32, streams=1, seconds=whole_s)
@@ -177,19 +175,15 @@ def main() -> None:
     environment: dict[str, dict[str, str]] = {name: {} for name in ("sleeping", "polling")}
     if options.base:
         environment["base"] = {"PYTHONPATH": str(options.base)}
-    row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
     measured: dict[tuple[str, str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
-        (folder / "models" / "mlp" / "1").mkdir(parents=True)
-        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
-        expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": row})[0]
+        model = write_tiny_mlp(folder / "models")
         arms = {
             name: Arm(
                 servers.enter_context(serving(folder / "models", PORTS[name], *FLAGS[name], environment=variables)),
                 PORTS[name],
-                row,
-                expected,
+                model,
                 folder,
             )
             for name, variables in environment.items()

@@ -23,13 +23,11 @@ import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import httpx  # noqa: E402
-import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
 
 from certificates import HOST, Secret  # noqa: E402
 from harness import running, spread, table, write_report, wrk  # noqa: E402
 from infer_requests import json_request, numbers_of_json  # noqa: E402
-from models.builders import mlp  # noqa: E402
+from tiny_mlp import write_tiny_mlp  # noqa: E402
 
 PORT = 18300
 KEY = "a-key-for-a-benchmark-0123456789"
@@ -83,17 +81,12 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
-    body = json_request(row)
     costs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
-        for name in ("mlp", "cached"):
-            (folder / "models" / name / "1").mkdir(parents=True)
-            file = mlp(folder / "models" / name / "1" / "model.onnx")
+        model, _ = (write_tiny_mlp(folder / "models", name) for name in ("mlp", "cached"))
+        body = json_request(model.row)
         (folder / "models" / "cached" / "model.yaml").write_text("response_cache: true\n")
-        session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        expected = session.run(None, {"x": row})[0].ravel()
         secret = Secret(folder / "tls")
         arms = [
             start(servers, feature, folder / "models", PORT + 10 * number)
@@ -107,7 +100,7 @@ def main() -> None:
                 arm.url, body, folder, pid=arm.pid, connections=options.connections, seconds=seconds, headers=headers
             )
             answer = client.post(arm.url, content=body, headers=dict(headers)).content
-            np.testing.assert_allclose(numbers_of_json(answer), expected, rtol=1e-4, atol=1e-6)
+            model.check(numbers_of_json(answer))
             return found.cpu_us
 
         for arm in arms:  # warm-up, not counted

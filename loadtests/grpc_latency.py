@@ -26,11 +26,11 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import grpc  # noqa: E402
 import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
 
 from harness import post, serving, spread, table, write_report  # noqa: E402
 from infer_requests import INFER, grpc_request, json_request, numbers_of_grpc, numbers_of_json  # noqa: E402
-from models.builders import identity, mlp  # noqa: E402
+from models.builders import identity  # noqa: E402
+from tiny_mlp import NAME, TinyMlp, write_tiny_mlp  # noqa: E402
 
 TRANSPORTS = {"grpcio": "--grpc-transport=grpcio", "native": "--grpc-transport=native"}
 PORTS = {"grpcio": 18220, "native": 18230}
@@ -40,23 +40,31 @@ LARGE = {"600 KB": (150_000, 40), "16 MB": (4_000_000, 8)}
 
 @dataclass(frozen=True)
 class Way:
-    """A server with its port, and a row for the tiny MLP with its expected answer."""
+    """A server of the tiny MLP, and a request on both protocols."""
 
     pid: int
     port: int
-    row: np.ndarray
-    expected: np.ndarray
+    model: TinyMlp
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v2/models/mlp/infer"
+        return f"http://127.0.0.1:{self.port}/v2/models/{NAME}/infer"
+
+    @property
+    def grpc(self) -> str:
+        """The address of the gRPC port."""
+        return f"127.0.0.1:{self.port + 1}"
 
     @property
     def body(self) -> bytes:
-        return json_request(self.row)
+        return json_request(self.model.row)
+
+    @property
+    def message(self) -> bytes:
+        return grpc_request(NAME, self.model.row)
 
     def check(self) -> None:
-        np.testing.assert_allclose(numbers_of_json(post(self.url, self.body)), self.expected, rtol=1e-4, atol=1e-6)
+        self.model.check(numbers_of_json(post(self.url, self.body)))
 
 
 def main() -> None:
@@ -73,38 +81,36 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
-        for name in ("mlp", "wide"):
-            (folder / "models" / name / "1").mkdir(parents=True)
-        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
+        model = write_tiny_mlp(folder / "models")
+        (folder / "models" / "wide" / "1").mkdir(parents=True)
         identity(folder / "models" / "wide" / "1" / "model.onnx", shape=("batch", "width"))
-        row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
-        session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        expected = session.run(None, {"x": row})[0].ravel()
-
-        servers_by_name = {
-            name: Way(servers.enter_context(serving(folder / "models", PORTS[name], flag)), PORTS[name], row, expected)
+        ways = {
+            name: Way(servers.enter_context(serving(folder / "models", PORTS[name], flag)), PORTS[name], model)
             for name, flag in TRANSPORTS.items()
         }
-        for way in servers_by_name.values():  # warm-up, not counted
-            calls_us(way, "mlp", way.row, way.expected, 200)
+
+        def call_small(way: Way, calls: int = 2000) -> float:
+            return calls_us(way.grpc, way.message, model.expected, calls)
+
+        for way in ways.values():  # warm-up, not counted
+            call_small(way, 200)
         for number in range(1, options.rounds + 1):
-            take("one call", servers_by_name, lambda way: calls_us(way, "mlp", way.row, way.expected, 2000), number)
+            take("one call", ways, call_small, number)
             for size, (numbers, calls) in LARGE.items():
                 array = np.arange(numbers, dtype=np.float32).reshape(1, -1)
 
                 def call_large(way: Way, array: np.ndarray = array, calls: int = calls) -> float:
-                    return calls_us(way, "wide", array, array.ravel(), calls)
+                    return calls_us(way.grpc, grpc_request("wide", array), array.ravel(), calls)
 
-                take(size, servers_by_name, call_large, number)
+                take(size, ways, call_large, number)
     report(measured, options)
 
 
-def calls_us(way: Way, model: str, array: np.ndarray, expected: np.ndarray, calls: int) -> float:
+def calls_us(address: str, message: bytes, expected: np.ndarray, calls: int) -> float:
     """Median time of sequential calls by a grpcio client that sends a ``grpc-timeout`` with each call."""
-    message = grpc_request(model, array)
     taken = []
     sizes = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
-    with grpc.insecure_channel(f"127.0.0.1:{way.port + 1}", sizes) as channel:
+    with grpc.insecure_channel(address, sizes) as channel:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(INFER)
         for _ in range(calls + calls // 4):
             began = time.perf_counter()

@@ -29,12 +29,10 @@ import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import grpc  # noqa: E402
-import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
 
 from harness import checking, cpu_s, h2load, serving, spread, table, write_report  # noqa: E402
 from infer_requests import INFER, grpc_request, numbers_of_grpc  # noqa: E402
-from models.builders import mlp  # noqa: E402
+from tiny_mlp import NAME, TinyMlp, write_tiny_mlp  # noqa: E402
 
 PORTS = {"grpcio": 18100, "native": 18110}
 
@@ -51,7 +49,7 @@ class Arm:
     pid: int
     address: str
     request: bytes
-    expected: np.ndarray
+    model: TinyMlp
 
     def check(self) -> None:
         with grpc.insecure_channel(self.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
@@ -59,7 +57,7 @@ class Arm:
             self.check_answer(call(self.request, timeout=60))
 
     def check_answer(self, answer: bytes) -> None:
-        np.testing.assert_allclose(numbers_of_grpc(answer), self.expected, rtol=1e-4, atol=1e-6)
+        self.model.check(numbers_of_grpc(answer))
 
 
 def by_grpcio(arm: Arm, pool: Executor, *, connections: int, streams: int, seconds: float) -> int:
@@ -104,7 +102,6 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, help="calls of one connection at one time")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    array = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
     results: dict[tuple[str, str], list[Result]] = {}
     load = {"connections": options.connections, "streams": options.streams}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
@@ -114,15 +111,11 @@ def main() -> None:
             "h2load": lambda arm, seconds: h2load(arm.address, arm.request, folder, **load, seconds=seconds),
             "grpcio clients": lambda arm, seconds: by_grpcio(arm, pool, **load, seconds=seconds),
         }
-        (folder / "models" / "mlp" / "1").mkdir(parents=True)
-        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
-        expected = (
-            ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": array})[0].ravel()
-        )
+        model = write_tiny_mlp(folder / "models")
         arms = []
         for transport, port in PORTS.items():
             pid = servers.enter_context(serving(folder / "models", port, f"--grpc-transport={transport}"))
-            arms.append(Arm(transport, pid, f"127.0.0.1:{port + 1}", grpc_request("mlp", array), expected))
+            arms.append(Arm(transport, pid, f"127.0.0.1:{port + 1}", grpc_request(NAME, model.row), model))
         for offer in offers.values():  # warm-up, not counted
             for arm in arms:
                 measure(arm, offer, seconds=1)

@@ -43,7 +43,8 @@ import onnxruntime as ort  # noqa: E402
 
 from apart import CACHE, run_tool  # noqa: E402
 from harness import NOTHING, Load, checking, post, running, serving, spread, table, write_report, wrk  # noqa: E402
-from models.builders import mlp  # noqa: E402
+from infer_requests import json_request  # noqa: E402
+from tiny_mlp import write_tiny_mlp  # noqa: E402
 
 PORT: Final = 18200
 PEERS: Final = HERE / "peers"
@@ -128,12 +129,9 @@ class Servers:
         self._folder = folder
         self._port = port
         self._url = f"http://127.0.0.1:{port}"
-        write_model(folder / "models")
-        self._file = folder / "models" / "mlp" / "1" / "model.onnx"
-        row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).round(6).astype(np.float32)
-        session = ort.InferenceSession(str(self._file), providers=["CPUExecutionProvider"])
-        self._expected = session.run(None, {"x": row})[0].ravel()
-        self._numbers = [float(f"{value:.6f}") for value in row.ravel()]
+        model = write_tiny_mlp(folder / "models", decimals=6)
+        self._file, self._row, self._expected = model.file, model.row, model.expected
+        self._numbers = [round(value, 6) for value in model.row.ravel().tolist()]
 
     def ortserve(self) -> Arm:
         return self.by_address("ortserve", self._url, partial(serving, self._folder / "models", self._port))
@@ -182,8 +180,7 @@ class Servers:
 
     def by_address(self, name: str, url: str, start: Start = nullcontext) -> Arm:
         """The arm of a server with the Open Inference Protocol."""
-        tensor = {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": self._numbers}
-        body = json.dumps({"inputs": [tensor]}).encode()
+        body = json_request(self._row, decimals=6)
         infer = f"{url}/v2/models/mlp/infer"
         return Arm(name, start, infer, body, lambda answer: answer["outputs"][0]["data"], self._expected)
 
@@ -218,7 +215,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     if options.keep is not None:
-        write_model(options.keep)
+        write_tiny_mlp(options.keep)
         return
     results: dict[str, list[Load]] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -232,11 +229,6 @@ def main() -> None:
                 results.setdefault(arm.server, []).append(load)
                 print(f"round {number + 1} {arm.server:17} {load}", flush=True)
     report(results, {arm.server for arm in foreign}, options.connections, options.results)
-
-
-def write_model(repository: Path) -> None:
-    (repository / "mlp" / "1").mkdir(parents=True)
-    mlp(repository / "mlp" / "1" / "model.onnx")
 
 
 _CAVEATS: Final = (

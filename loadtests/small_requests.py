@@ -19,11 +19,10 @@ from typing import Final, Protocol
 
 import hpack
 import numpy as np
-import onnxruntime as ort
 
 from crafted_messages import http_request
 from infer_requests import INFER, framed, grpc_request, json_request, numbers_of_grpc, numbers_of_json
-from models.builders import mlp
+from tiny_mlp import NAME, write_tiny_mlp
 
 RATE: Final = 200.0
 """Requests per second on each protocol, evenly spaced; requests of the two protocols alternate."""
@@ -264,11 +263,8 @@ def _stretch(arms: tuple[_Arm, ...], seconds: float) -> list[Stretch]:
 
 def small_row(folder: Path) -> Row:
     """Write the model for small requests. Returns one request and its answer."""
-    (folder / "mlp" / "1").mkdir(parents=True)
-    file = mlp(folder / "mlp" / "1" / "model.onnx")
-    values = np.random.default_rng(0).uniform(-1, 1, 64).round(4).astype(np.float32)
-    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    return Row("mlp", values, session.run(None, {"x": values[None]})[0].ravel())
+    model = write_tiny_mlp(folder, decimals=4)
+    return Row(NAME, model.row[0], model.expected)
 
 
 def _connect(port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""One client over REST or gRPC that never sleeps: it polls its socket until the answer arrives.
+"""One client of the tiny MLP over REST or gRPC that never sleeps: it polls its socket until the answer arrives.
 
 Waking a sleeping client takes as long as waking a sleeping server, and would add to every figure. The first answer of
 each connection is checked against expected outputs, all others against the bytes of the first.
@@ -9,9 +9,9 @@ import struct
 from typing import Final, Protocol
 
 import hpack
-import numpy as np
 
 from infer_requests import INFER, framed, grpc_request, json_request, numbers_of_grpc, numbers_of_json
+from tiny_mlp import NAME, TinyMlp
 
 _DATA: Final = 0
 _HEADERS: Final = 1
@@ -36,14 +36,14 @@ class Caller(Protocol):
 class RestCaller:
     """Infers over REST with JSON."""
 
-    def __init__(self, port: int, model: str, row: np.ndarray, expected: np.ndarray) -> None:
-        body = json_request(row)
-        head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+    def __init__(self, port: int, model: TinyMlp) -> None:
+        body = json_request(model.row)
+        head = f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         self._request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         self._socket = _connect(port)
         self._answer = b""
         first = self._exchange()
-        np.testing.assert_allclose(numbers_of_json(first), expected.ravel(), rtol=1e-4, atol=1e-6)
+        model.check(numbers_of_json(first))
         self._answer = first
 
     def call(self) -> None:
@@ -69,13 +69,13 @@ class RestCaller:
 class GrpcCaller:
     """Infers over gRPC with raw contents, using HTTP/2 frames that are built in advance."""
 
-    def __init__(self, port: int, model: str, row: np.ndarray, expected: np.ndarray) -> None:
+    def __init__(self, port: int, model: TinyMlp) -> None:
         headers = {":method": "POST", ":scheme": "http", ":path": INFER}
         headers |= {":authority": f"127.0.0.1:{port}", "te": "trailers", "content-type": "application/grpc"}
         encoder = hpack.Encoder()
         # Never-indexed headers leave the dynamic table unchanged, so every stream can send the same block.
         self._block = encoder.encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers.items()])
-        self._data = framed(grpc_request(model, row))
+        self._data = framed(grpc_request(NAME, model.row))
         self._socket = _connect(port)
         credit = struct.pack(">I", 2**31 - 1 - 65535)
         opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0) + _frame(_WINDOW_UPDATE, 0, 0, credit)
@@ -84,7 +84,7 @@ class GrpcCaller:
         self._received = b""
         self._answer = b""
         first = self._exchange()
-        np.testing.assert_allclose(numbers_of_grpc(first[5:]), expected.ravel(), rtol=1e-4, atol=1e-6)
+        model.check(numbers_of_grpc(first[5:]))
         self._answer = first
 
     def call(self) -> None:
