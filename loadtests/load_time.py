@@ -27,22 +27,24 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 HERE = Path(__file__).parent
 CORPUS = HERE.parent / "tests" / "rows" / "corpus"
 
 Feeds = Mapping[str, Any]
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+def timed(work: Callable[_P, _Result], *arguments: _P.args, **named: _P.kwargs) -> tuple[_Result, float]:
     """Call a function. Returns its result and CPU time in seconds."""
     began = time.process_time()
-    return work(*arguments), time.process_time() - began
+    return work(*arguments, **named), time.process_time() - began
 
 
 def load_bare(models: Sequence[Path], folder: Path) -> dict[str, Any]:
@@ -70,14 +72,13 @@ def load_bare(models: Sequence[Path], folder: Path) -> dict[str, Any]:
 
 def load_served(models: Sequence[Path], folder: Path) -> dict[str, Any]:
     """Load each model as ortserve does, and write the inputs for the bare session to ``folder``."""
-    from ortserve.clock import monotonic_ns
     from ortserve.config.model import ModelOptions
     from ortserve.registry.load.pipeline import load_model
 
     load_s, loaded = 0.0, []
     began_bytes = resident_bytes()
     for number, path in enumerate(models):
-        model, took_s = timed(load_model, path, path.stem, ModelOptions(), monotonic_ns)
+        model, took_s = timed(load_model, path, path.stem, ModelOptions())
         load_s += took_s
         loaded.append(model)
         sizes = sorted({1, model.warm_up.max_rows}) if model.warm_up.inputs is not None else []
