@@ -25,6 +25,9 @@ def run_script(*arguments: str, path: str = "") -> subprocess.CompletedProcess[s
     left_out = [f"--deselect=tests/gpu/test_gpu.py::test_{name}" for name in ("every", "model", "networks", "provider")]
     folders = filter(None, (path, os.environ.get("PYTHONPATH")))
     env = os.environ | {"PYTEST_ADDOPTS": " ".join(left_out), "PYTHONPATH": os.pathsep.join(folders)}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = (
+        "1"  # the checks need no plugin; schemathesis alone takes a second to import
+    )
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
 
 
