@@ -27,6 +27,9 @@ Windows of time may contain no request on a busy machine. With ``--request-count
 first answers, sends no more requests, and waits forever: all requests are answered, its threads have ended, its main
 thread sleeps.
 """
+CONCURRENCY: Final = ("--concurrency-range", "4")
+"""As many requests as the server answers, which takes more processor time than a rate."""
+RATE: Final = ("--request-rate-range", "100")
 
 pytestmark = pytest.mark.timeout(400)  # the first test may need to install it
 
@@ -61,7 +64,9 @@ def run(perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, *argu
     address = server.http if protocol == "http" else server.grpc
     output = perf_analyzer.run("-i", protocol, "-u", address, *SHORT, *arguments)
     assert "Failed" not in output, output
-    (found,) = re.findall(r"^Concurrency: \d+, throughput: ([\d.]+) infer/sec", output, re.MULTILINE)
+    (found,) = re.findall(
+        r"^(?:Concurrency|Request Rate): [\d.]+, throughput: ([\d.]+) infer/sec", output, re.MULTILINE
+    )
     return float(found)
 
 
@@ -70,15 +75,20 @@ def run(perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, *argu
 def test_unary_requests_run_to_the_end(
     perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, way: str, shared_memory: tuple[str, str]
 ) -> None:
-    model = ("-m", "simple", "--concurrency-range", "4")
+    model = ("-m", "simple", *RATE)
     assert run(perf_analyzer, server, protocol, *model, way, *shared_memory) > 0
     assert regions(server) == []
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_concurrent_requests_run_to_the_end(perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str) -> None:
+    assert run(perf_analyzer, server, protocol, "-m", "simple", "--async", *CONCURRENCY) > 0
 
 
 def test_streamed_requests_run_to_the_end(
     perf_analyzer: PerfAnalyzer, server: ServerProcess, shared_memory: tuple[str, str]
 ) -> None:
-    model = ("-m", "simple", "--concurrency-range", "4")
+    model = ("-m", "simple", *RATE)
     assert run(perf_analyzer, server, "grpc", *model, "--async", "--streaming", *shared_memory) > 0
     assert regions(server) == []
 
@@ -87,25 +97,26 @@ def test_trace_files_are_written_as_its_options_say(
     perf_analyzer: PerfAnalyzer, server: ServerProcess, trace_file: Path
 ) -> None:
     traced = ("--trace-level", "TIMESTAMPS", "--trace-rate", "2", "--trace-count", "20", "--log-frequency", "10")
-    assert run(perf_analyzer, server, "http", "-m", "simple", *traced) > 0
+    assert run(perf_analyzer, server, "http", "-m", "simple", *RATE, *traced) > 0
     counts = {path.name: len(json.loads(path.read_bytes())) for path in trace_file.parent.iterdir()}
     assert counts == {"trace.0": 10, "trace.1": 10}
 
 
 def test_numbers_of_gpus_are_found_by_tritons_names(perf_analyzer: PerfAnalyzer, server: ServerProcess) -> None:
     gpus = {
-        GpuReading("GPU-a", 0.25, 2**37, 2**35, 312.5): ["25%", "312.5 watts", f"{2**35} bytes", f"{2**37} bytes"],
-        GpuReading("GPU-b", 0.75, 2**37, 2**36, 20.0): ["75%", "20 watts", f"{2**36} bytes", f"{2**37} bytes"],
+        GpuReading("GPU-a", 0.25, 2**37, 2**35, 312.5): [25, 312.5, 2**35, 2**37],
+        GpuReading("GPU-b", 0.75, 2**37, 2**36, 20.0): [75, 20, 2**36, 2**37],
     }
     registry = CollectorRegistry()
     TritonMetrics(registry, Metrics(registry), read_gpus=lambda: [*gpus])
     # In the test's process, because this machine may have no GPU.
     with closing(MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)) as metrics:
         flags = ("--collect-metrics", "--metrics-url", f"127.0.0.1:{metrics.port}/metrics", "--metrics-interval", "200")
-        output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, "-m", "simple", *flags)
+        output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, *RATE, "-m", "simple", *flags)
     assert "Unable to parse" not in output, output
     for gpu, figures in gpus.items():
-        assert re.findall(rf"^\s+{gpu.uuid} : (.+)$", output, re.MULTILINE) == figures, output
+        found = re.findall(rf"^\s+{gpu.uuid} : ([\d.]+)(?:%| watts| bytes)$", output, re.MULTILINE)
+        assert [float(figure) for figure in found] == figures, output
 
 
 def regions(server: ServerProcess) -> object:
