@@ -1,12 +1,13 @@
 """Under a memory limit the server rejects requests that do not fit and keeps serving; it never crashes.
 
-Each limit is real: ``ulimit -v`` in the process that becomes the server, and the memory controller of cgroup v2 where
+Each limit is real: that of the address space of the server's process, and the memory controller of cgroup v2 where
 tests may create a group. ``ORTSERVE_TEST_CGROUP`` names a folder in which they may, such as one that systemd has
 delegated; otherwise groups are created below the group that runs the tests.
 """
 
 import os
 import re
+import resource
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,9 +155,13 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPro
     repository = tmp_path / "limited"
     add_model(repository, "largest", costly.largest)
     add_model(repository, "largest_int32", costly.largest, datatype=DataType.INT32)
-    limit = _address_space if request.param == "address space" else _memory_cgroup
-    with limit() as through, serving(repository, "--example", *SHORT_WARMUP, through=through) as server:
-        yield server
+    arguments = (repository, "--example", *SHORT_WARMUP)
+    if request.param == "address space":
+        with serving(*arguments, limits={resource.RLIMIT_AS: (ADDRESS_SPACE_BYTES,) * 2}) as server:
+            yield server
+    else:
+        with _memory_cgroup() as through, serving(*arguments, through=through) as server:
+            yield server
 
 
 @pytest.mark.parametrize("name", BURSTS)
@@ -184,11 +189,6 @@ def _is_answering(server: ServerProcess) -> bool:
     answer = httpx.post(rest_url(server, "digits"), json=body, timeout=LONG_S)
     assert answer.status_code == 200, answer.text
     return True
-
-
-@contextmanager
-def _address_space() -> Iterator[Sequence[str]]:
-    yield "sh", "-c", 'ulimit -v "$0" && exec "$@"', str(ADDRESS_SPACE_BYTES // 1024)
 
 
 @contextmanager

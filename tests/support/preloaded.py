@@ -4,8 +4,8 @@
 ``subprocess.Popen`` for the commands of ``ortserve`` and for the processes that they start, which saves 0.6 to 1.2 s.
 
 Both are ordinary processes: they read their own arguments and environment, and are children of the test run, which
-waits for them. Starts that need ``sitecustomize``, except that of ``freezing/``, or limits set by another program, use
-``subprocess``; so do all starts for which the template cannot fork.
+waits for them. Starts that need ``sitecustomize``, except that of ``freezing/``, or another program that executes them,
+use ``subprocess``; so do all starts for which the template cannot fork.
 
 Two things differ from a start by the interpreter. All processes of one template share the seed of the hashes of texts.
 And commands are called as ``main(arguments)``, so they neither run ``__main__.py`` nor restart with huge pages: at
@@ -76,13 +76,15 @@ class PreloadedProcess:
     """
 
     @classmethod
-    def start(cls, arguments: Sequence[str], env: Mapping[str, str]) -> Self | None:
-        """Fork a server. Returns None if it has to be started by ``subprocess``."""
+    def start(
+        cls, arguments: Sequence[str], env: Mapping[str, str], limits: Mapping[int, tuple[int, int]]
+    ) -> Self | None:
+        """Fork a server with these soft and hard limits. Returns None if it has to be started by ``subprocess``."""
         customizes = "FREEZE_WAY" in env
         if _is_read_early(_with_own_path(env) if customizes else env):
             return None
         order: dict[str, Any] = {"module": "ortserve", "arguments": list(arguments), "env": dict(env)}
-        order |= {"cwd": str(Path.cwd()), "customizes": customizes}
+        order |= {"cwd": str(Path.cwd()), "customizes": customizes, "both_limits": list(limits.items())}
         reading, writing = os.pipe()
         output = os.fdopen(reading)
         try:
@@ -352,6 +354,8 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
         os.setsid()
     for limit, soft in zip(_LIMITS, order.get("limits", ()), strict=False):
         resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
+    for limit, soft_and_hard in order.get("both_limits", ()):
+        resource.setrlimit(limit, soft_and_hard)
     if processors := order.get("processors"):
         os.sched_setaffinity(0, processors)
     signal.pthread_sigmask(signal.SIG_SETMASK, order.get("mask", ()))

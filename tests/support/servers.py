@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import ssl
 import subprocess
@@ -11,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import httpx
@@ -37,9 +40,9 @@ class ServerProcess:
     """``ortserve serve`` with ``arguments``. A thread reads its output, so that tests can wait for lines.
 
     ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens. ``client`` is the context of a client
-    of the HTTP port if that uses TLS. ``through`` is a command that sets limits and then executes its arguments. A
-    server starts preloaded, unless it has ``through``, or variables other than options, credentials, OpenTelemetry's
-    and those of ``freezing``.
+    of the HTTP port if that uses TLS. ``through`` is a command that changes its process and then executes its
+    arguments. ``limits`` are soft and hard limits, by constants of the module ``resource``. A server starts preloaded,
+    unless it has ``through``, or variables other than options, credentials, OpenTelemetry's and those of ``freezing``.
     """
 
     def __init__(
@@ -48,19 +51,21 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         client: ssl.SSLContext | None = None,
         through: Sequence[str] = (),
+        limits: Mapping[int, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
         self.client = client
         words = ["serve", *map(str, arguments)]
         environment = _clean_environment() | dict(env or {})
         plain = ("ORTSERVE_", "AWS_", "OTEL_", *(("PYTHONPATH", "FREEZE_") if "FREEZE_WAY" in (env or ()) else ()))
         is_plain = not through and all(name.startswith(plain) for name in env or ())
-        forked = PreloadedProcess.start(words, environment) if is_plain else None
+        forked = PreloadedProcess.start(words, environment, limits) if is_plain else None
         self._process: Final = forked or subprocess.Popen(
             [*through, sys.executable, "-m", "ortserve", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
+            preexec_fn=partial(_set_limits, limits) if limits else None,
         )
         self.lines: list[str] = []
         self._is_closed = False
@@ -168,11 +173,12 @@ def starting(
     env: Mapping[str, str] | None = None,
     client: ssl.SSLContext | None = None,
     through: Sequence[str] = (),
+    limits: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> Iterator[ServerProcess]:
     """Start a server on free ports without waiting for it. It may exit in any way and is killed after the block."""
     flags = ("--http-port", "--grpc-port", "--metrics-port")
     ports = () if set(flags) & set(arguments) else [part for flag in flags for part in (flag, "0")]
-    server = ServerProcess(*arguments, *ports, env=env, client=client, through=through)
+    server = ServerProcess(*arguments, *ports, env=env, client=client, through=through, limits=limits)
     try:
         yield server
     except BaseException as error:
@@ -188,9 +194,10 @@ def serving(
     env: Mapping[str, str] | None = None,
     client: ssl.SSLContext | None = None,
     through: Sequence[str] = (),
+    limits: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> Iterator[ServerProcess]:
     """Serve with all models loaded. After the block the server must drain, exit with 0 and show no traceback."""
-    with starting(*arguments, env=env, client=client, through=through) as server:
+    with starting(*arguments, env=env, client=client, through=through, limits=limits) as server:
         server.wait_until_loaded()
         ready = httpx.get(f"{server.url}/v2/health/ready", timeout=LONG_S, verify=client or True)
         assert ready.status_code == 200, ready.text
@@ -325,6 +332,11 @@ def decisions(server: ServerProcess, model: str) -> dict[str, int]:
     answer = httpx.get(f"http://{server.http}/v2/models/{model}/batching", timeout=LONG_S).raise_for_status()
     taken: dict[str, int] = answer.json()["decisions"]
     return taken
+
+
+def _set_limits(limits: Mapping[int, tuple[int, int]]) -> None:
+    for limit, soft_and_hard in limits.items():
+        resource.setrlimit(limit, soft_and_hard)
 
 
 def _clean_environment() -> dict[str, str]:
