@@ -3,12 +3,15 @@
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from models import members, sequences
+from fakes.inflight import submit_to
+from models import builders, members, sequences
 from ortserve.config.model import LoadOptions
 from ortserve.registry.catalog import State
 from ortserve.registry.load.golden_samples import GOLDEN_MISSING
@@ -39,6 +42,19 @@ async def test_ensemble_without_the_samples_that_it_requires_fails(tmp_path: Pat
     (record,) = registry.records_of("strict")
     assert (record.state, record.reason) == (State.FAILED, GOLDEN_MISSING)
     assert registry.ready_versions("double") == [1]
+
+
+async def test_samples_of_an_ensemble_wait_for_a_member_whose_queue_is_full(tmp_path: Path, registry: Registry) -> None:
+    builders.slow(put(tmp_path, "slow", "{max_rows: 1, max_queue_rows: 1}"), steps=300)
+    members.add_ensemble(tmp_path, "e", ["x"], ["y"], [("slow", {"x": "x"}, {"y": "y"})])
+    await registry.load_all()
+    x = np.ones((1, 4), np.float32)
+    (y,) = await submit_to(registry.find("e", ""), (x,), 1)
+    (tmp_path / "e" / "1" / "golden").mkdir()
+    arrays: dict[str, Any] = {"input.x": x.repeat(8, 0), "output.y": y.repeat(8, 0)}
+    np.savez(tmp_path / "e" / "1" / "golden" / "a.npz", **arrays)
+    await registry.load("e")
+    assert registry.find("e", "").properties["golden"].startswith("8 samples agree")
 
 
 async def test_models_with_sequences_are_not_compared_by_speed(

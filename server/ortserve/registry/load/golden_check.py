@@ -24,7 +24,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import as_numbers, is_absent
 from ortserve.core.timing import Timing
 from ortserve.engine.provider_options import GPU_PROVIDERS
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import ErrorKind, RunTimeoutError, ServeError, invalid_input
 from ortserve.paths import is_folder
 from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.load.analysed_model import AnalysedModel
@@ -46,6 +46,11 @@ _MAX_TOGETHER: Final = 64
 """Maximum number of samples in a run. Larger batches compute rows in the same way."""
 _MAX_REQUESTS: Final = 16
 """Maximum number of concurrent requests to an ensemble."""
+_BUSY: Final = (ErrorKind.OVERLOADED, ErrorKind.DEADLINE)
+"""Kinds of errors with which a busy member rejects a request."""
+_BUSY_NS: Final = 10_000_000_000
+"""Maximum time in which a sample is sent again, because members reject it."""
+_BUSY_RETRY_S: Final = 0.005
 
 
 def check_loaded(model: AnalysedModel, loaded: LoadedModel, bounds: RunBounds) -> str:
@@ -92,10 +97,16 @@ async def check_ensemble(
 
     async def answer(sample: GoldenSample) -> Arrays:
         inputs = as_sent(signature, sample.inputs)
-        request = InflightRequest(Timing(clock()), inputs, 1)
-        served.submit(request, served.terms(clock()))
-        outputs = served.cut_back(await request, inputs)
-        return as_batched(signature, outputs)
+        stop_ns = clock() + _BUSY_NS
+        while True:
+            request = InflightRequest(Timing(clock()), inputs, 1)
+            try:
+                served.submit(request, served.terms(clock()))
+                return as_batched(signature, served.cut_back(await request, inputs))
+            except ServeError as error:  # The members serve: their queues may be full of requests of callers.
+                if error.kind not in _BUSY or isinstance(error, RunTimeoutError) or clock() >= stop_ns:
+                    raise
+            await asyncio.sleep(_BUSY_RETRY_S)
 
     async def answer_all(samples: Sequence[GoldenSample]) -> list[Arrays]:
         return await asyncio.gather(*map(answer, samples))
