@@ -141,7 +141,7 @@ class Reconciler:
                 self._take_back(before, is_offered=is_offered)
             await self.dependents.reconnect(name)
             return [source.problem]
-        if not is_by_client and self._versions.waits_for_request(source):
+        if not is_by_client:
             self._versions.offer_new(source)
         labels = self._catalog.labels(name)
         apply = self._labels.apply if is_by_client else self._labels.apply_configured

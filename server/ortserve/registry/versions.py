@@ -65,10 +65,10 @@ class Versions:
 
     def waits_for_request(self, source: ModelSource) -> bool:
         """Whether a model is not in memory, and the next request for it loads it."""
-        known = self._catalog.of(source.name).values()
-        if any(record.state is State.READY for record in known):
-            return False
-        return source.is_on_demand or any(record.is_on_demand for record in known)
+        return self._is_offered(source.name) or (source.is_on_demand and not self._catalog.ready(source.name))
+
+    def _is_offered(self, name: str) -> bool:
+        return any(one.is_on_demand for one in self._catalog.of(name).values()) and not self._catalog.ready(name)
 
     def plan(self, source: ModelSource) -> VersionChanges:
         """What leads from the versions of a model that serve to those of a source."""
@@ -83,7 +83,7 @@ class Versions:
         The catalog shows a record at once, unless the version already serves. If ``is_awaited``, requests may wait for
         the loads.
         """
-        is_awaited = is_awaited or self.waits_for_request(source)  # also for versions that were not on demand before
+        is_awaited = is_awaited or self._is_offered(source.name)  # also for versions that were not on demand before
         records = [self._make_record(source, version, is_awaited=is_awaited) for version in versions]
         for record in records:
             record.continues = record is not records[0]
@@ -120,8 +120,9 @@ class Versions:
         self._offer(source, source.versions.keys() - kept)
 
     def offer_new(self, source: ModelSource) -> None:
-        """Show the versions of a model on demand that the catalog lacks, before labels that name them take effect."""
-        self._offer(source, source.versions.keys() - self._catalog.of(source.name).keys())
+        """Show new versions of a model that is not in memory, before labels that name them take effect."""
+        if self._is_offered(source.name):
+            self._offer(source, source.versions.keys() - self._catalog.of(source.name).keys())
 
     def _offer(self, source: ModelSource, versions: Iterable[int]) -> None:
         for number in sorted(versions):

@@ -735,6 +735,14 @@ async def test_failed_load_holds_no_memory(tmp_path: Path, make: Make, prometheu
     assert families["ortserve_model_memory_bytes"] == []
 
 
+async def test_load_of_a_member_on_demand_has_no_priority_at_the_start(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    add_pair(tmp_path)
+    registry = make()
+    await registry.load_all()
+    assert [record.is_awaited for record in registry.records()] == [False, False]
+
+
 async def test_members_of_required_ensembles_get_their_memory_first(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "a")
     put(tmp_path, "m")
