@@ -17,6 +17,10 @@ MAX_ID_LENGTH: Final = 64 * 1024
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Maximum size of id, names, shapes and parameters of a gRPC request."""
 
+MAX_JSON_HEAD_BYTES: Final = 1024 * 1024
+"""Maximum size of names, shapes and parameters of a request in long JSON, as the process that parses it returns them.
+The event loop checks them, and quotes them in errors."""
+
 MAX_TEXTS: Final = 128 * 1024
 """Maximum number of elements of a BYTES tensor. Each becomes an object; freeing them takes 4 ms of the event loop."""
 

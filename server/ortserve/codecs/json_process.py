@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
+from ortserve.codecs.bounds import MAX_JSON_HEAD_BYTES, too_many
 from ortserve.codecs.embeddings import decode_embeddings_request
 from ortserve.codecs.generate import decode_generate_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
@@ -29,7 +30,11 @@ _READERS: Final[dict[str, Callable[..., Parts]]] = {
 
 
 def pack_request(request: InferRequest) -> Parts:
-    """Encode a request as parts: a pickled header, then the elements of each input as raw bytes."""
+    """Encode a request as parts: a pickled header, then the elements of each input as raw bytes.
+
+    Raises:
+        ServeError: invalid_input for too large a header.
+    """
     small = (
         request.model_name,
         request.model_version,
@@ -40,13 +45,16 @@ def pack_request(request: InferRequest) -> Parts:
         request.binary_output,
         request.regions,
     )
+    head = pack(small)
+    if len(head) > MAX_JSON_HEAD_BYTES:
+        raise too_many("bytes of names, shapes and parameters", MAX_JSON_HEAD_BYTES)
     elements: Parts = []
     for tensor in request.inputs:
         if tensor.datatype is DataType.BYTES:
             elements.append(encode_bytes_elements(tensor.array))
         else:
             elements.append(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data)
-    return [pack(small), *elements]
+    return [head, *elements]
 
 
 def _pack_load(parameters: dict[str, LoadParameter]) -> Parts:

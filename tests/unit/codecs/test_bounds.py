@@ -11,15 +11,23 @@ import pytest
 
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, INLINE_FLAG_BYTES, INLINE_TEXTS
+from ortserve.codecs.bounds import (
+    INLINE_BYTES,
+    INLINE_ELEMENTS,
+    INLINE_FLAG_BYTES,
+    INLINE_TEXTS,
+    MAX_JSON_HEAD_BYTES,
+)
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.codecs.json_process import pack_request
 from ortserve.codecs.json_text import encode_json_data
 from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.batch import deep_bytes
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
+from ortserve.errors import ServeError
 
 
 @pytest.fixture
@@ -159,3 +167,18 @@ def test_memory_of_texts_is_exact_and_quickly_summed() -> None:
     encoded = np.array([b"", b"a" * 9], object)
     assert deep_bytes((encoded, texts)) == encoded.nbytes + 2 * sys.getsizeof(b"") + 9 + deep_bytes((texts,))
     assert least_s(lambda: deep_bytes((texts,))) < least_s(lambda: [sys.getsizeof(text) for text in texts[0]])
+
+
+@pytest.mark.parametrize("part", ["parameter", "name of a parameter", "name of an input", "name of an output"])
+def test_long_names_and_parameters_do_not_reach_the_loop(part: str) -> None:
+    def parts(size: int) -> list[bytes]:
+        text = "x" * size
+        entry = {"name": text if part == "name of an input" else "x", "shape": [1], "datatype": "BYTES", "data": [text]}
+        parameters = {text: 1} if part == "name of a parameter" else {"a": text if part == "parameter" else ""}
+        outputs = [{"name": text if part == "name of an output" else "y"}]
+        document = {"inputs": [entry], "outputs": outputs, "parameters": parameters}
+        return [bytes(each) for each in pack_request(RestRequest(json.dumps(document).encode(), None, "m", "").read())]
+
+    assert len(parts(MAX_JSON_HEAD_BYTES - 1024)) == 2
+    with pytest.raises(ServeError, match=f"at most {MAX_JSON_HEAD_BYTES} bytes of names, shapes and parameters"):
+        parts(MAX_JSON_HEAD_BYTES)
