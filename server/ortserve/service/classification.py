@@ -1,11 +1,13 @@
 """The classification extension: an output's largest elements as texts, ``value:index`` or ``value:index:label``."""
 
+import time
 from collections.abc import Sequence
 from math import prod
 from typing import Final
 
 import numpy as np
 
+from ortserve.codecs.bounds import MAX_TEXTS
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
@@ -16,6 +18,9 @@ MAX_ELEMENTS: Final = 1_000_000
 
 _UNORDERED: Final = frozenset({DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES})
 """Datatypes that the extension does not classify."""
+
+_STEP: Final = 1024
+"""Number of texts after which a thread releases the interpreter lock. Compiled code never releases it by itself."""
 
 _SHORT_WORK: Final = 25_000
 _TEXT_WORK: Final = 40  # number of elements that are searched in the time in which one is formatted
@@ -55,7 +60,7 @@ def classify(output: Tensor, classes: int, labels: Sequence[str], *, is_batched:
         A BYTES tensor of shape ``(rows, k)``, or ``(k,)``; largest first, equal elements by their index.
 
     Raises:
-        ServeError: invalid_input for more than ``MAX_ELEMENTS`` elements.
+        ServeError: invalid_input for more than ``MAX_ELEMENTS`` elements, or more than ``MAX_TEXTS`` texts.
     """
     array = output.array
     if array.size > MAX_ELEMENTS:
@@ -64,15 +69,24 @@ def classify(output: Tensor, classes: int, labels: Sequence[str], *, is_batched:
         )
     rows = array.reshape(len(array) if is_batched else 1, prod(array.shape[1:] if is_batched else array.shape))
     count = min(classes, rows.shape[1])
+    if len(rows) * count > MAX_TEXTS:
+        raise invalid_input(
+            f"output '{output.name}' cannot be classified: expected at most {MAX_TEXTS} classes in all rows, got "
+            f"{len(rows) * count}"
+        )
     texts = np.empty((len(rows), count), object)
     for place, row in zip(texts, rows, strict=True):
-        place[:] = _format_largest(row, count, labels)
+        indices = _largest(row, count)
+        for begin in range(0, count, _STEP):
+            if begin:
+                time.sleep(0)
+            place[begin : begin + _STEP] = _format(row, indices[begin : begin + _STEP], labels)
     return Tensor(output.name, DataType.BYTES, texts if is_batched else texts[0])
 
 
-def _format_largest(row: np.ndarray, count: int, labels: Sequence[str]) -> list[str]:
-    indices = _largest(row, count).tolist()
-    values = row[indices].tolist()
+def _format(row: np.ndarray, chosen: np.ndarray, labels: Sequence[str]) -> list[str]:
+    indices = chosen.tolist()
+    values = row[chosen].tolist()
     form = "%f:%d" if row.dtype.kind == "f" else "%d:%d"
     texts = [form % pair for pair in zip(values, indices, strict=True)]
     if labels:

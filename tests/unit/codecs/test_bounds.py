@@ -28,6 +28,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ServeError
+from ortserve.service.classification import classify
 
 
 @pytest.fixture
@@ -57,6 +58,18 @@ def test_few_long_texts_leave_the_interpreter_to_other_threads(work: str, count:
             time.sleep(0)
             turns += 1
     assert turns > 5
+
+
+@pytest.mark.usefixtures("compiled_interpreter")
+def test_many_classes_leave_the_interpreter_to_other_threads() -> None:
+    output = Tensor("y", DataType.INT32, np.arange(20_000, dtype=np.int32).reshape(1, -1))
+    turns = 0
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(classify, output, 20_000, (), is_batched=True)
+        while not working.done():
+            time.sleep(0)
+            turns += 1
+    assert turns > 15
 
 
 def rest_request(*texts: np.ndarray) -> RestRequest:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ortserve.codecs.bounds import MAX_TEXTS
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
@@ -43,6 +44,12 @@ def test_model_without_a_batch_has_one_row_of_classes() -> None:
 
 def test_existing_labels_are_appended() -> None:
     assert texts([[1, 2, 3, 0]], 4, DataType.UINT8, ["cat", "", "dog"]) == [["3:2:dog", "2:1", "1:0:cat", "0:3"]]
+
+
+def test_many_classes_have_their_order_and_labels() -> None:
+    values = np.random.default_rng(0).permutation(5000)
+    expected = [f"{value}:{index}:{index}" for value, index in sorted(zip(values, range(5000), strict=True))[::-1]]
+    assert texts([values], 5000, DataType.INT32, [str(index) for index in range(5000)]) == [expected]
 
 
 def test_number_of_classes_is_limited_to_the_elements() -> None:
@@ -94,6 +101,8 @@ def test_too_many_elements_are_rejected_and_many_are_classified_on_a_thread() ->
     with pytest.raises(ServeError, match="at most 1000000 elements, got 1000001") as caught:
         classify(Tensor("y", DataType.INT8, np.empty((1, MAX_ELEMENTS + 1), np.int8)), 1, (), is_batched=True)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
+    with pytest.raises(ServeError, match=f"at most {MAX_TEXTS} classes in all rows, got {2 * MAX_TEXTS}"):
+        classify(Tensor("y", DataType.INT8, np.empty((2, MAX_TEXTS), np.int8)), 2 * MAX_TEXTS, (), is_batched=True)
     assert is_short(np.empty((8, 1000)), 5, is_batched=True)
     assert not is_short(np.empty((64, 1000)), 5, is_batched=True)
     assert not is_short(np.empty((8, 1000)), 1000, is_batched=True)
