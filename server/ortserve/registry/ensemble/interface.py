@@ -1,6 +1,6 @@
 """Checks the inputs and outputs of an ensemble against those of its members, and derives its signature."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -86,13 +86,13 @@ def _check_mapping(name: str, plan: Plan, members: Sequence[Member]) -> None:
             if own not in signature.inputs_by_name:
                 raise invalid_input(
                     f"in ensemble {name}, ensemble tensor {plan.tensors[tensor]} is mapping to non-existing input "
-                    f"{own} in model {member.name}"
+                    f"{own} in model {member.name}{_why_unserved(own, signature.unserved_inputs)}"
                 )
         for own, tensor in step.outputs.items():
             if own not in signature.output_index:
                 raise invalid_input(
                     f"in ensemble {name}, ensemble tensor {plan.tensors[tensor]} is mapped from non-existing output "
-                    f"{own} in model {member.name}"
+                    f"{own} in model {member.name}{_why_unserved(own, signature.unserved_outputs)}"
                 )
         for spec in signature.inputs:
             if spec.name not in step.inputs and not spec.is_optional:
@@ -100,6 +100,10 @@ def _check_mapping(name: str, plan: Plan, members: Sequence[Member]) -> None:
                     f"in ensemble {name}, input {spec.name} in model {member.name} is not mapped to any ensemble "
                     "tensors"
                 )
+
+
+def _why_unserved(name: str, unserved: Mapping[str, str]) -> str:
+    return f": it is not served, because {unserved[name]}" if name in unserved else ""
 
 
 def _declared(name: str, options: TensorOptions, *, is_batched: bool) -> _Use:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ServeError
+from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import find_cycle, make_plan
 
 Steps = list[tuple[str, dict[str, str], dict[str, str]]]
@@ -48,6 +51,32 @@ def test_faults_of_the_graph_are_found(inputs: list[str], outputs: list[str], st
     with pytest.raises(ServeError) as error:
         make_plan("e", options(inputs, outputs, steps))
     assert text in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("read", "made", "text"),
+    [
+        (
+            {"rare": "x"},
+            {"b": "y"},
+            "mapping to non-existing input rare in model m: it is not served, because why",
+        ),
+        (
+            {"a": "x"},
+            {"odd": "y"},
+            "mapped from non-existing output odd in model m: it is not served, because how",
+        ),
+    ],
+)
+def test_the_reason_for_an_unserved_tensor_of_a_member_is_named(
+    read: dict[str, str], made: dict[str, str], text: str
+) -> None:
+    inputs, outputs = [(TensorSpec(name, DataType.FP32, (-1, 4)),) for name in "ab"]
+    member = Member("m", ModelSignature(inputs, outputs, "", {"rare": "why"}, {"odd": "how"}), None)
+    given = options(["x"], ["y"], [("m", read, made)])
+    with pytest.raises(ServeError) as error:
+        resolve_signature("e", given, make_plan("e", given), [member])
+    assert error.value.message.endswith(text)
 
 
 def test_a_request_needs_only_the_steps_that_lead_to_its_outputs() -> None:
