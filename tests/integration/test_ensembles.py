@@ -90,6 +90,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_ensemble(folder, "apart", ["x", "f"], ["y"], both, batched="false")
     lacks = add_ensemble(folder, "lacks", ["x", "f"], ["y"], both)
     (lacks / "model.yaml").write_text((lacks / "model.yaml").read_text().replace("f: {}", "f: {optional: true}"))
+    spares = add_ensemble(
+        folder, "spares", ["x", "f"], ["t", "y"], [("plus", {"a": "x"}, {"b": "t"}), *both], response_cache="true"
+    )
+    (spares / "model.yaml").write_text((spares / "model.yaml").read_text().replace("f: {}", "f: {optional: true}"))
     add_ensemble(folder, "inner", ["x"], ["y"], [("picks", {"a": "x"}, {"b": "y"})])
     add_ensemble(folder, "outer", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "t"}), ("inner", {"x": "t"}, {"y": "y"})])
     return folder
@@ -135,6 +139,24 @@ def test_graphs_of_every_form_give_right_values(server: ServerProcess, infer: In
 def test_an_optional_input_may_be_left_out(server: ServerProcess, infer: Infer) -> None:
     assert infer(server, "maybe", {"x": X})["y"].tolist() == [[1, 2]]
     assert infer(server, "maybe", {"x": X, "f": X})["y"].tolist() == [[1, 4]]
+
+
+def test_a_cached_ensemble_answers_outputs_that_need_no_step_without_its_input(server: ServerProcess) -> None:
+    def ask(outputs: list[str], **inputs: np.ndarray) -> Any:
+        body = {
+            "inputs": [json_input(name, array) for name, array in inputs.items()],
+            "outputs": [{"name": name} for name in outputs],
+        }
+        answer = httpx.post(rest_url(server, "spares"), json=body, timeout=LONG_S).json()
+        return answer.get("error") or {output["name"]: output["data"] for output in answer["outputs"]}
+
+    for _ in range(2):
+        assert ask(["t"], x=X) == {"t": [2, 3]}
+        assert "model 'sums' requires its input 'b'" in ask(["y", "t"], x=X)
+        assert ask(["t"], x=X, f=X) == {"t": [2, 3]}
+        assert ask(["y"], x=X, f=X) == {"y": [2, 4]}
+    cached = statistics(server, "spares")["inference_stats"]
+    assert (cached["cache_hit"]["count"], cached["cache_miss"]["count"]) == (4, 4)
 
 
 @pytest.mark.parametrize(

@@ -49,18 +49,20 @@ class CachedRuns:
         """Done when a request was digested and answered, or when requests were submitted again."""
         self._idle: asyncio.Event | None = None
 
-    def submit(self, request: InflightRequest, terms: Terms, enqueue: Enqueue) -> None:
+    def submit(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, wanted: tuple[str, ...] = ()) -> None:
         """Settle a request from the cache, with the outputs of an equal request that runs, or by a run of its own.
+
+        ``wanted`` names the outputs that a run by ``enqueue`` computes; empty for all.
 
         Raises:
             ServeError: The error of ``enqueue``.
         """
         if _is_large(request.inputs):
-            task = request.settle_by(self._submit_large(request, terms, enqueue))
+            task = request.settle_by(self._submit_large(request, terms, enqueue, wanted))
             self._unfinished.add(task)
             task.add_done_callback(self._on_finished)
         else:
-            self._look_up(request, terms, enqueue, self.cache.key(self._load, request.inputs), self.clock())
+            self._look_up(request, terms, enqueue, self.cache.key(self._load, request.inputs, wanted), self.clock())
 
     async def wait_until_idle(self) -> None:
         """Wait until every submitted request was enqueued or needs no run.
@@ -103,9 +105,11 @@ class CachedRuns:
             self._copies.add(task)
             task.add_done_callback(self._copies.discard)
 
-    async def _submit_large(self, request: InflightRequest, terms: Terms, enqueue: Enqueue) -> Arrays:
+    async def _submit_large(
+        self, request: InflightRequest, terms: Terms, enqueue: Enqueue, wanted: tuple[str, ...]
+    ) -> Arrays:
         began_ns = self.clock()
-        key = await asyncio.to_thread(self.cache.key, self._load, request.inputs)
+        key = await asyncio.to_thread(self.cache.key, self._load, request.inputs, wanted)
         child = request.child(request.inputs, request.rows)
         self._look_up(child, terms, enqueue, key, began_ns)
         return await child

@@ -1,6 +1,7 @@
 """A cache of model outputs for equal requests: those with the same inputs to the same load of a model version.
 
-An entry holds all outputs of the model. The requested ones are selected and encoded afterwards. ``cached_runs`` looks
+An entry holds all outputs of the model, or those of some steps of an ensemble. The requested ones are selected and
+encoded afterwards. ``cached_runs`` looks
 up requests and stores the outputs of their runs.
 """
 
@@ -18,7 +19,7 @@ from ortserve.core.tensor import is_absent
 from ortserve.telemetry.readings import CacheReading
 
 Key: TypeAlias = tuple[int, bytes]
-"""The number of a load, and the digest of a request's inputs."""
+"""The number of a load, and the digest of a request's inputs and of the outputs that its run computes."""
 
 _ENTRY_BYTES: Final = 512
 """Memory of an entry in addition to its elements."""
@@ -79,14 +80,17 @@ class ResponseCache:
         self._loads += 1
         return self._loads
 
-    def key(self, load: int, inputs: Arrays) -> Key:
+    def key(self, load: int, inputs: Arrays, wanted: tuple[str, ...] = ()) -> Key:
         """The key of a request. Any thread.
 
         Args:
             load: From ``begin_load``.
             inputs: Inputs in the order of the signature; texts are ``str`` or ``bytes`` in arrays of objects.
+            wanted: Names of the outputs, if the run computes only these; empty for all.
         """
         digest = blake2b(key=self._secret, digest_size=16)
+        if wanted:
+            digest.update(repr(wanted).encode())
         for array in inputs:
             digest.update(f"{array.dtype.str}{array.shape}".encode())
             if is_absent(array) or not array.size:

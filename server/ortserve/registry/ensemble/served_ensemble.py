@@ -16,6 +16,7 @@ from ortserve.core.inflight import NO_SCHEDULING, InflightRequest, Scheduling, T
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import is_absent
 from ortserve.errors import STOPPING, ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import Plan
@@ -124,9 +125,7 @@ class ServedEnsemble(ServedVersion):
         if timeout_ns is None and self.options.slo_s is not None:
             timeout_ns = int(self.options.slo_s * 1e9)
         answer_by_ns = None if timeout_ns is None else received_ns + timeout_ns
-        # The cache stores all outputs of a request.
-        names = () if self._cached is not None else tuple([output.name for output in outputs])
-        return EnsembleTerms(answer_by_ns, scheduling, names)
+        return EnsembleTerms(answer_by_ns, scheduling, tuple([output.name for output in outputs]))
 
     def submit(self, request: InflightRequest, terms: Terms) -> None:
         """As ``ServedVersion.submit``.
@@ -142,7 +141,10 @@ class ServedEnsemble(ServedVersion):
         if self._cached is None:
             self._run(own_terms, None, request)
         else:
-            self._cached.submit(request, own_terms, partial(self._run, own_terms, None))
+            # The cache stores all outputs, unless steps that the requested ones do not need may lack an input.
+            wanted = self._in_order(own_terms.outputs) if any(map(is_absent, request.inputs)) else ()
+            own_terms = EnsembleTerms(own_terms.answer_by_ns, own_terms.scheduling, wanted)
+            self._cached.submit(request, own_terms, partial(self._run, own_terms, None), wanted)
 
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """As ``ServedVersion.submit_part``. Each step with sequences receives the part. The cache is not used.
@@ -300,9 +302,12 @@ class ServedEnsemble(ServedVersion):
         turn.request.inputs = ()
         turn.request.fail(ServeError(ErrorKind.DEADLINE, f"in ensemble '{self.name}', {_LATE}"))
 
+    def _in_order(self, outputs: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple([spec.name for spec in self.signature.outputs if spec.name in outputs])
+
     def _add_route(self, outputs: tuple[str, ...], *, has_part: bool) -> Route:
         """Add the route for a new list of outputs. A list with the same outputs in another order shares its route."""
-        in_order = tuple([spec.name for spec in self.signature.outputs if spec.name in outputs])
+        in_order = self._in_order(outputs)
         route = self._routes.get((in_order, has_part))
         if route is None:
             route = make_route(self.name, self.signature, self.plan, self.members, in_order, has_part=has_part)
