@@ -11,6 +11,7 @@ import yaml
 
 from manifests import DEPLOY, ROOT, is_pinned, n_bytes
 from ortserve import __version__
+from ortserve.app.server import FLUSH_S
 from ortserve.config.option_groups import tls_problems
 from ortserve.config.options import ServerOptions, read_options
 from servers import SHORT_WARMUP, serving
@@ -67,7 +68,8 @@ def test_options_exist_and_agree_with_the_container(name: str, monkeypatch: pyte
         monkeypatch.setenv(variable, value)
     options = read_options({})
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
-    assert grace_s > options.drain_delay_s + options.drain_timeout_s + 5
+    writing_s = 2 * FLUSH_S + options.otlp_flush_timeout_s
+    assert grace_s > options.drain_delay_s + options.drain_timeout_s + writing_s + 5
     memory = n_bytes(service["mem_limit"].upper() + "i")
     assert (options.max_inflight_bytes or memory // 4) + options.max_queue_bytes < memory
     published = [int(port.rpartition(":")[2]) for port in service["ports"]]
