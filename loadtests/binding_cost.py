@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime  # noqa: E402
 
-from harness import write_report  # noqa: E402
+from harness import table, write_report  # noqa: E402
 from models.builders import identity, mlp  # noqa: E402
 from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.core.batch import Batch  # noqa: E402
@@ -162,15 +162,10 @@ def lone(session: onnxruntime.InferenceSession, width: int) -> dict[str, Arm]:
     return {"copied, bound": copied, "not copied, bound": lent, "not copied, plain": plain}
 
 
-def table(head: str, lines: Mapping[str, Mapping[str, float]]) -> str:
-    names = list(next(iter(lines.values())))
-    return "\n".join(
-        (
-            f"| {head} | {' | '.join(names)} |",
-            "|---" * (len(names) + 1) + "|",
-            *[f"| {label} | {' | '.join(f'{us:.2f}' for us in line.values())} |" for label, line in lines.items()],
-        )
-    )
+def costs(head: str, lines: Mapping[str, Mapping[str, float]]) -> str:
+    """A table with a line for each case and a column for each arm."""
+    arms = next(iter(lines.values()))
+    return table([head, *arms], [[label, *(f"{us:.2f}" for us in line.values())] for label, line in lines.items()])
 
 
 def main() -> None:
@@ -210,12 +205,12 @@ def main() -> None:
         "CPU of a run, bound and plain",
         f"CPU µs a run, lowest of {rounds} rounds.",
         "## Ways of running, staging included",
-        table("session", ways),
+        costs("session", ways),
         "## Instances, as they serve",
         "A set of outputs over 8 MiB, for the next power of two of the rows, is not bound: both arms are the same.",
-        table("instance", served),
+        costs("instance", served),
         "## A request that fills its bucket alone",
-        table("input", alone),
+        costs("input", alone),
     )
 
 

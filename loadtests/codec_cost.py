@@ -41,7 +41,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import circumstances, table
+from harness import table, write_report
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
@@ -244,6 +244,15 @@ def waits(arms: Sequence[Arm], rounds: int) -> str:
     )
 
 
+_COPIES = """\
+A copy is memory of the tensor's size. Other memory of a call is left out; at 1 KB of binary it is all there is. A
+binary tensor is read as a view of the body and staged from there, as are floats in typed contents over 2 KiB; protobuf
+reads smaller contents. A binary tensor is written with one copy, which joins it with the head, because the servers of
+both protocols take an answer as one piece. The copies of JSON are the text, the objects of its numbers, and above all
+the memory that orjson allocates before it reads: 12 bytes for each byte of text, of which it touches only a part.
+Answers to typed contents are raw, like all answers."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
@@ -258,36 +267,19 @@ def main(arguments: list[str] | None = None) -> None:
     with server_switch_interval():
         waited = waits([arm for arm in arms if SIZES[arm.size] > SIZES["1 KB"]], options.rounds)
     libraries = ", ".join(f"{name} {version(name)}" for name in ("orjson", "protobuf"))
-    text = f"""\
-# CPU of reading a request and writing its answer
-
-{circumstances()}
-
-{libraries}. Load average at the beginning: {load:.1f} (0 means an idle machine).
-
-One FP32 tensor each way.
-
-## CPU of the thread, and copies
-
-Medians of {options.rounds} rounds in which all arms took turns, and their range.
-
-{measured}
-
-A copy is memory of the tensor's size. Other memory of a call is left out; at 1 KB of binary it is all there is. A
-binary tensor is read as a view of the body and staged from there, as are floats in typed contents over 2 KiB; protobuf
-reads smaller contents. A binary tensor is written with one copy, which joins it with the head, because the servers of
-both protocols take an answer as one piece. The copies of JSON are the text, the objects of its numbers, and above all
-the memory that orjson allocates before it reads: 12 bytes for each byte of text, of which it touches only a part.
-Answers to typed contents are raw, like all answers.
-
-## Time that a thread would save the event loop
-
-The lowest of {options.rounds} rounds, which other work on the machine disturbs least.
-
-{waited}
-"""
-    options.report.write_text(text)
-    print(text, end="")
+    write_report(
+        options.report,
+        "CPU of reading a request and writing its answer",
+        f"{libraries}. Load average at the beginning: {load:.1f} (0 means an idle machine).",
+        "One FP32 tensor each way.",
+        "## CPU of the thread, and copies",
+        f"Medians of {options.rounds} rounds in which all arms took turns, and their range.",
+        measured,
+        _COPIES,
+        "## Time that a thread would save the event loop",
+        f"The lowest of {options.rounds} rounds, which other work on the machine disturbs least.",
+        waited,
+    )
 
 
 if __name__ == "__main__":

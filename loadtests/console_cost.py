@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from harness import circumstances, cpu_s, serving, spread, table
+from harness import cpu_s, serving, spread, table, write_report
 from ortserve.clock import monotonic_ns
 from ortserve.core.timing import Timing
 from ortserve.example import repository_path
@@ -141,21 +141,21 @@ def main() -> None:
                 taken[name].append(share)
     sampled, shown, ring_bytes = asyncio.run(passes(max(11, chosen.rounds)))
     rows = [[name, spread(values)] for name, values in taken.items()]
-    RESULTS.write_text(
-        f"# Cost of the console\n\n{circumstances()}\n\n"
-        f"## {MODELS} idle models, percent of one processor\n\n"
-        f"Medians of {chosen.rounds} stretches of {chosen.seconds:g} s, all servers side by side, and their range.\n\n"
-        + table(["server", "% of a processor"], rows)
-        + f"\n\n## {VERSIONS} versions that all answer requests\n\n"
-        + table(
+    write_report(
+        RESULTS,
+        "Cost of the console",
+        f"## {MODELS} idle models, percent of one processor",
+        f"Medians of {chosen.rounds} stretches of {chosen.seconds:g} s, all servers side by side, and their range.",
+        table(["server", "% of a processor"], rows),
+        f"## {VERSIONS} versions that all answer requests",
+        table(
             ["what", "figure"],
             [
                 ["pass for the history, every 5 s", f"{spread(sampled)} ms"],
                 ["pass for viewers, each second, in turns of 50 versions", f"{spread(shown)} ms"],
                 ["memory of a version's history", f"{ring_bytes / 1024:.1f} KiB"],
             ],
-        )
-        + "\n"
+        ),
     )
 
 

@@ -126,8 +126,8 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
 
 
-def table(corpus: str, models: Sequence[Path], rounds: int) -> str:
-    """A row of the results."""
+def measure(corpus: str, models: Sequence[Path], rounds: int) -> list[str]:
+    """Load a corpus in both arms. Returns its row of the results."""
     served: list[dict[str, float]] = []
     bare: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -136,16 +136,21 @@ def table(corpus: str, models: Sequence[Path], rounds: int) -> str:
             bare.append(run_arm("bare", models, Path(folder)))
     ours, theirs = medians(served), medians(bare)
     own_s = theirs["open_s"] + theirs["run_s"]
-    spread = [a["load_s"] / (b["open_s"] + b["run_s"]) for a, b in zip(served, bare, strict=True)]
+    ratios = [a["load_s"] / (b["open_s"] + b["run_s"]) for a, b in zip(served, bare, strict=True)]
     mib = 2**20
-    return (
-        f"| {corpus}, {len(models)} models | {theirs['open_s']:.2f} | {own_s:.2f} | {ours['load_s']:.2f} "
-        f"| {ours['load_s'] / own_s:.2f} ({min(spread):.2f} to {max(spread):.2f}) | {theirs['bytes'] / mib:,.0f} "
-        f"| {ours['bytes'] / mib:,.0f} | {ours['bytes'] / theirs['bytes']:.2f} |"
-    )
+    return [
+        f"{corpus}, {len(models)} models",
+        f"{theirs['open_s']:.2f}",
+        f"{own_s:.2f}",
+        f"{ours['load_s']:.2f}",
+        f"{ours['load_s'] / own_s:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        f"{theirs['bytes'] / mib:,.0f}",
+        f"{ours['bytes'] / mib:,.0f}",
+        f"{ours['bytes'] / theirs['bytes']:.2f}",
+    ]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="*", default=[], help="folders with further models")
     parser.add_argument("--rounds", type=int, default=3)
@@ -156,33 +161,24 @@ def main() -> int:
     if chosen.arm:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         print(json.dumps(ARMS[chosen.arm](chosen.files, chosen.folder)))
-        return 0
+        return
 
-    from harness import circumstances
+    from harness import table, write_report
 
     corpora = {"by exporters, small": sorted(CORPUS.glob("*.onnx"))}
     for folder in chosen.models:
         corpora["from packages"] = sorted([*corpora.get("from packages", []), *folder.rglob("*.onnx")])
     if chosen.models:
         corpora["all"] = [path for models in corpora.values() for path in models]
-    page = "\n".join(
-        (
-            "# Time and memory of loading, against bare ONNX Runtime",
-            "",
-            f"{circumstances()}",
-            "",
-            "CPU seconds on one processor, and MiB of resident memory beyond what the process had before.",
-            "",
-            "| corpus | open | open, run one row | load | load / open, run one row | bare MiB | loaded MiB | ratio |",
-            "|---|---|---|---|---|---|---|---|",
-            *(table(corpus, models, chosen.rounds) for corpus, models in corpora.items()),
-            "",
-        )
+    header = ["corpus", "open", "open, run one row", "load", "load / open, run one row"]
+    rows = [measure(corpus, models, chosen.rounds) for corpus, models in corpora.items()]
+    write_report(
+        HERE / "results" / "load_time.md",
+        "Time and memory of loading, against bare ONNX Runtime",
+        "CPU seconds on one processor, and MiB of resident memory beyond what the process had before.",
+        table([*header, "bare MiB", "loaded MiB", "ratio"], rows),
     )
-    print(page)
-    (HERE / "results" / "load_time.md").write_text(page)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

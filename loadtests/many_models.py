@@ -40,7 +40,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from harness import circumstances, cpu_s, spread, table
+from harness import cpu_s, spread, table, write_report
 from infer_requests import json_request, numbers_of_json
 from ortserve.engine.thread_priority import put_loop_first
 
@@ -256,7 +256,7 @@ def keep_loading(server: Server, model: str, is_over: threading.Event) -> None:
             assert response.status == 200, f"the {action} of {model} failed: {text}"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--room", type=int, default=50)
@@ -322,10 +322,8 @@ def main() -> int:
                 loads_beside(Path(folder) / "loads", given.seconds),
             ),
         )
-    result = HERE / "results" / "many_models.md"
-    result.write_text("# Many models\n\n" + circumstances() + "\n\n" + "\n\n".join(parts) + "\n")
-    return 0
+    write_report(HERE / "results" / "many_models.md", "Many models", *parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

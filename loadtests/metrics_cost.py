@@ -25,7 +25,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from harness import circumstances, spread, table
+from harness import spread, table, write_report
 from ortserve.core.timing import PHASES, Timing
 from ortserve.telemetry.declarations import PHASE_DURATION, REQUEST_DURATION
 from ortserve.telemetry.families import TextFormat
@@ -128,25 +128,17 @@ def main(arguments: list[str] | None = None) -> None:
     load = os.getloadavg()[0]
     counting = compare_counting(options.rounds, options.requests)
     scraping, size_mb = compare_scrapes(options.rounds, options.models)
-    text = f"""\
-# Cost of counting a request, and of a scrape
-
-{circumstances()}
-
-prometheus_client {version("prometheus_client")}. Load average at the beginning: {load:.1f} (0 means an idle machine).
-
-Medians of {options.rounds} rounds in which both arms took turns, and their range.
-
-## Counting an answered request
-
-{counting}
-
-## A scrape of {options.models} models, a tenth of them used since the last one: {size_mb:.1f} MB
-
-{scraping}
-"""
-    options.report.write_text(text)
-    print(text, end="")
+    library = f"prometheus_client {version('prometheus_client')}"
+    write_report(
+        options.report,
+        "Cost of counting a request, and of a scrape",
+        f"{library}. Load average at the beginning: {load:.1f} (0 means an idle machine).",
+        f"Medians of {options.rounds} rounds in which both arms took turns, and their range.",
+        "## Counting an answered request",
+        counting,
+        f"## A scrape of {options.models} models, a tenth of them used since the last one: {size_mb:.1f} MB",
+        scraping,
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from sklearn.datasets import load_digits  # noqa: E402
 from sklearn.model_selection import train_test_split  # noqa: E402
 
 from gpu_models import encoder, residual  # noqa: E402
-from harness import circumstances, table  # noqa: E402
+from harness import table, write_report  # noqa: E402
 
 DIGITS: Final = HERE.parent / "server" / "ortserve" / "example" / "repository" / "digits"
 VOCABULARY: Final = 30_522
@@ -159,17 +159,12 @@ def main() -> None:
             known = f", accuracy {accuracy:.2%}" if accuracy is not None else ""
             sources.append(f"{case.name} {result['source_nbytes'] / 1e6:.3g} MB{known}")
     header = ("model", "variant", "nodes quantized", "accuracy", "worst cosine error", "size", "times as fast", "bound")
-    text = f"""# Accuracy, size and speed of quantized models
-
-{circumstances()}
-
+    setting = f"""\
 In float32: {"; ".join(sources)}. Speed: runs of one row, median of paired blocks with its 95 % interval. Errors and
 accuracy: against the source, on samples that were not used for calibration. The encoder and the residual network have
-random weights, so that their errors say little about trained ones.
-
-{table(header, rows)}
-"""
-    (options.results / "precision_variants.md").write_text(text)
+random weights, so that their errors say little about trained ones."""
+    page = options.results / "precision_variants.md"
+    write_report(page, "Accuracy, size and speed of quantized models", setting, table(header, rows))
     if misses:
         raise SystemExit(f"int8 costs digits more than {LOST_ACCURACY:.1%}: {', '.join(misses)}")
 

@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import psutil  # noqa: E402
 
-from harness import circumstances, cpu_s, process, receive, serving, spread, table  # noqa: E402
+from harness import cpu_s, process, receive, serving, spread, table, write_report  # noqa: E402
 from small_requests import PATIENCE_S, PROTOCOLS, Stretch, probe, small_row  # noqa: E402
 
 PORT: Final = 18500
@@ -173,14 +173,16 @@ def main() -> int:
         parser.error(f"--swaps: expected at least {SETTLED}, after which memory is compared, got {options.swaps}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found, swaps = measure(options)
-    text = report(found, swaps)
-    print(text)
+    parts = report(found, swaps)
     if options.swaps >= 1000:
-        (HERE / "results" / "swaps.md").write_text(text + "\n")
+        write_report(HERE / "results" / "swaps.md", "Swaps of versions under load", *parts)
+    else:
+        print("\n\n".join(parts))
     return 1 if found.failed else 0
 
 
-def report(found: Found, swaps: Swaps) -> str:
+def report(found: Found, swaps: Swaps) -> list[str]:
+    """The parts of the report, in Markdown."""
     rows = []
     for protocol in PROTOCOLS:
         for share in (0.5, 0.99, 0.999):
@@ -198,20 +200,16 @@ def report(found: Found, swaps: Swaps) -> str:
     growth = {name: kept[-1][1][name] / kept[0][1][name] for name in kept[0][1]}
     missed = [f"p99 of {one} {ratio}" for one, ratio in _slow(found)]
     missed += [f"{name} grew to {ratio:.3f}" for name, ratio in growth.items() if ratio > MAX_GROWTH]
-    return "\n\n".join(
-        [
-            "# Swaps of versions under load",
-            circumstances(),
-            (
-                f"{swaps.count} swaps, each {took[len(took) // 2] * 1e3:.0f} ms (slowest {took[-1] * 1e3:.0f} ms), "
-                f"{answered} right answers, {found.failed} failed or wrong. Beside swaps the server used "
-                f"{sum(found.processors) / len(found.processors):.2f} processors."
-            ),
-            table(["protocol", "", "beside swaps", "without", "ratio of neighbouring stretches"], rows),
-            table(["", *kept[0][1]], [[name, *(f"{value:.1f}" for value in one.values())] for name, one in kept]),
-            f"Missed: {'; '.join(missed)}." if missed else "All expected figures are reached.",
-        ]
-    )
+    return [
+        (
+            f"{swaps.count} swaps, each {took[len(took) // 2] * 1e3:.0f} ms (slowest {took[-1] * 1e3:.0f} ms), "
+            f"{answered} right answers, {found.failed} failed or wrong. Beside swaps the server used "
+            f"{sum(found.processors) / len(found.processors):.2f} processors."
+        ),
+        table(["protocol", "", "beside swaps", "without", "ratio of neighbouring stretches"], rows),
+        table(["", *kept[0][1]], [[name, *(f"{value:.1f}" for value in one.values())] for name, one in kept]),
+        f"Missed: {'; '.join(missed)}." if missed else "All expected figures are reached.",
+    ]
 
 
 def _slow(found: Found) -> list[tuple[str, str]]:

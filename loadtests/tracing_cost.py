@@ -31,7 +31,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from harness import circumstances, spread, table
+from harness import spread, table, write_report
 from ortserve.clock import monotonic_ns
 from ortserve.core.timing import PHASES, Timing
 from ortserve.frontends.trace_headers import HttpTraces
@@ -131,25 +131,17 @@ def main(arguments: list[str] | None = None) -> None:
         exporting_us.append(export_us())
     for one in (never, always):
         one.close(0)
-    text = f"""\
-# Cost of a trace
-
-{circumstances()}
-
-opentelemetry-sdk {version("opentelemetry-sdk")}. Load average at the beginning: {load:.1f} (0 means an idle machine).
-
-Medians of {options.rounds} rounds in which all cases took turns, and their range.
-
-## On the event loop
-
-{table(("request", "µs a request"), [(name, spread(samples)) for name, samples in taken_us.items()])}
-
-## On the exporting thread
-
-{table(("", "µs a request"), [("spans made and encoded", spread(exporting_us))])}
-"""
-    options.report.write_text(text)
-    print(text, end="")
+    library = f"opentelemetry-sdk {version('opentelemetry-sdk')}"
+    write_report(
+        options.report,
+        "Cost of a trace",
+        f"{library}. Load average at the beginning: {load:.1f} (0 means an idle machine).",
+        f"Medians of {options.rounds} rounds in which all cases took turns, and their range.",
+        "## On the event loop",
+        table(("request", "µs a request"), [(name, spread(samples)) for name, samples in taken_us.items()]),
+        "## On the exporting thread",
+        table(("", "µs a request"), [("spans made and encoded", spread(exporting_us))]),
+    )
 
 
 if __name__ == "__main__":

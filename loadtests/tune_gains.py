@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from gpu_models import encoder, residual
-from harness import circumstances, table
+from harness import table, write_report
 from ortserve.engine.child_process import call_in_child
 from ortserve.tools.statistics import estimate_ratio
 from ortserve.tools.subject import find_model
@@ -107,18 +107,11 @@ def main() -> None:
             rows.append([name, str(SLO_MS[name]), str(len(result["trials"])), noise, keys, confirmed, again])
             print(" | ".join(rows[-1]), flush=True)
     columns = ["model", "p99 within ms", "trials", "defaults against themselves", "written", "confirmed", "once more"]
-    text = [
-        "# What tune gains over the defaults",
-        "",
-        circumstances(),
-        "",
-        f"{given.minutes:g} minutes for each model. Ratios of the rates that are sustained within the bound, with 95 %",
-        "intervals: of the search's own confirmation, and of a run of new processes in turn afterwards.",
-        "",
-        table(columns, rows),
-        "",
-    ]
-    RESULTS.write_text("\n".join(text), encoding="utf-8")
+    setting = (
+        f"{given.minutes:g} minutes for each model. Ratios of the rates that are sustained within the bound, with 95 % "
+        "intervals: of the search's own confirmation, and of a run of new processes in turn afterwards."
+    )
+    write_report(RESULTS, "What tune gains over the defaults", setting, table(columns, rows))
 
 
 if __name__ == "__main__":
