@@ -3,7 +3,7 @@
 ``model.yaml`` declares the padded axes and the registry checks them; the engine pads rows when it stages them.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from ortserve.core.batch import Arrays
@@ -94,28 +94,23 @@ class Padding:
             ServeError: internal, if the length of an output differs from the dimension that it shares with an input, so
                 that its padding cannot be identified.
         """
-        cut = list(outputs)
-        for output, length in self._shortened(outputs, inputs):
-            cut[output.output] = cut[output.output][(slice(None),) * output.axis + (slice(length),)]
-        return tuple(cut)
-
-    def _shortened(self, outputs: Arrays, inputs: Arrays) -> Iterator[tuple[CutAxis, int]]:
-        """Yield the axes of outputs that contain padding, with their length without it."""
-        for output in self.cuts:
-            padded = self.axes[output.source]
+        shortened = list(outputs)
+        for cut in self.cuts:
+            padded = self.axes[cut.source]
             assert padded is not None
-            length = inputs[output.source].shape[padded.axis]
+            length = inputs[cut.source].shape[padded.axis]
             expected = padded.padded_length(length)
             if length == expected:
                 continue
-            shape = outputs[output.output].shape
-            if len(shape) <= output.axis or shape[output.axis] != expected:
+            shape = outputs[cut.output].shape
+            if len(shape) <= cut.axis or shape[cut.axis] != expected:
                 raise ServeError(
                     ErrorKind.INTERNAL,
-                    f"output '{output.name}' has shape {format_shape(shape)}, but its axis {output.axis} is dimension "
+                    f"output '{cut.name}' has shape {format_shape(shape)}, but its axis {cut.axis} is dimension "
                     f"'{padded.dim_name}', which is {expected} long with padding",
                 )
-            yield output, length
+            shortened[cut.output] = shortened[cut.output][(slice(None),) * cut.axis + (slice(length),)]
+        return tuple(shortened)
 
 
 def padding_of_requests(padding: Padding | None) -> Padding | None:
