@@ -173,7 +173,7 @@ class SequenceTensors:
 
     def first(self, inputs: Arrays, rows: int) -> Arrays:
         """The inputs of ``rows`` requests that start sequences, for warm-up."""
-        whole = self.extend((), None, True, False, self.initial)
+        whole = self.extend((), None, is_start=True, is_end=False, states=self.initial)
         return (*inputs, *[array if rows == 1 else np.repeat(array, rows, axis=0) for array in whole])
 
     def padding_row(self, inputs: Arrays) -> Arrays:

@@ -1,6 +1,6 @@
-"""Starts threads, and names the ones that the system does not permit.
+"""Starts threads. The error names the thread if the system permits no further one.
 
-The work of a pool is never refused: it waits while the system has no further thread.
+The work of a pool is never rejected: it waits while the system has no further thread.
 """
 
 import threading
