@@ -142,15 +142,15 @@ class TextFormat:
             old_histograms, self._histograms = self._histograms, {}
             parts: list[str] = []
             for metric in self._registry.collect():
-                parts.extend(_head_of_family(metric))
+                parts.extend(_help_and_type(metric))
                 if isinstance(metric, Family):
-                    parts.extend(self._values(metric, old_heads))
-                    parts.extend(self._texts(metric, old_histograms))
+                    parts.extend(self._value_lines(metric, old_heads))
+                    parts.extend(self._histogram_texts(metric, old_histograms))
                 else:
                     parts.extend(_foreign(metric))
             return "".join(parts).encode()
 
-    def _values(self, family: Family, old: dict[SeriesKey, str]) -> Iterator[str]:
+    def _value_lines(self, family: Family, old: dict[SeriesKey, str]) -> Iterator[str]:
         name = family.declaration.name
         for labels, value in family.values.items():
             key = name, labels, family.tags_of(labels)
@@ -158,17 +158,18 @@ class TextFormat:
             self._heads[key] = head
             yield f"{head}{spell_number(value)}\n"
 
-    def _texts(self, family: Family, old: dict[SeriesKey, tuple[HistogramCounts, str]]) -> Iterator[str]:
+    def _histogram_texts(self, family: Family, old: dict[SeriesKey, tuple[HistogramCounts, str]]) -> Iterator[str]:
         for counts in family.histograms:
             key = family.declaration.name, counts.labels, family.tags_of(counts.labels)
             known = old.get(key)
             if known is None or known[0] != counts:
-                known = counts, _histogram(family, counts)
+                known = counts, _histogram_text(family, counts)
             self._histograms[key] = known
             yield known[1]
 
 
-def _head_of_family(metric: Metric) -> tuple[str, str]:
+def _help_and_type(metric: Metric) -> tuple[str, str]:
+    """The two comment lines before the samples of a family."""
     name = f"{metric.name}_total" if metric.type == "counter" else metric.name
     # Counters under Triton's names are counters in this format, as Triton writes them.
     kind = metric.declaration.type if isinstance(metric, Family) else metric.type
@@ -176,11 +177,11 @@ def _head_of_family(metric: Metric) -> tuple[str, str]:
     return f"# HELP {name} {text}\n", f"# TYPE {name} {'untyped' if kind == 'unknown' else kind}\n"
 
 
-def _histogram(family: Family, known: HistogramCounts) -> str:
+def _histogram_text(family: Family, counts: HistogramCounts) -> str:
     name = family.declaration.name
-    labels = _labels(family.pairs(known.labels))
+    labels = _labels(family.pairs(counts.labels))
     before_bound = f'{name}_bucket{{{labels},le="'  # every histogram has labels
-    cumulative = list(known.cumulative())
+    cumulative = list(counts.cumulative())
     return "".join(
         [
             *(
@@ -188,7 +189,7 @@ def _histogram(family: Family, known: HistogramCounts) -> str:
                 for bound, count in zip(bucket_bounds(family.declaration), cumulative, strict=True)
             ),
             f"{name}_count{{{labels}}} {cumulative[-1]}\n",
-            f"{name}_sum{{{labels}}} {spell_number(known.total / family.scale)}\n",
+            f"{name}_sum{{{labels}}} {spell_number(counts.total / family.scale)}\n",
         ]
     )
 
@@ -200,6 +201,7 @@ def _foreign(metric: Metric) -> Iterator[str]:
 
 
 def _head(name: str, labels: Iterable[tuple[str, str]]) -> str:
+    """The part of a line before the value."""
     inside = _labels(labels)
     return f"{name}{{{inside}}} " if inside else f"{name} "
 
