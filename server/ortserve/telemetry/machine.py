@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.telemetry.declarations import Declaration, counter, gauge
@@ -53,13 +53,9 @@ class CpuReading:
     memory_used_bytes: int | None = None
 
 
-GpuValue: TypeAlias = Callable[[GpuReading], float | None]
-CpuValue: TypeAlias = Callable[[CpuReading], float | None]
-
-
 _OF_GPU: Final = ("gpu_uuid",)
 
-_GPU: Final[tuple[tuple[Declaration, GpuValue], ...]] = (
+_GPU: Final[tuple[tuple[Declaration, Callable[[GpuReading], float | None]], ...]] = (
     (gauge("nv_gpu_utilization", _OF_GPU, "GPU utilization rate [0.0 - 1.0)"), lambda gpu: gpu.utilization),
     (gauge("nv_gpu_memory_total_bytes", _OF_GPU, "GPU total memory, in bytes"), lambda gpu: gpu.memory_total_bytes),
     (gauge("nv_gpu_memory_used_bytes", _OF_GPU, "GPU used memory, in bytes"), lambda gpu: gpu.memory_used_bytes),
@@ -71,7 +67,7 @@ _GPU: Final[tuple[tuple[Declaration, GpuValue], ...]] = (
     ),
 )
 
-_CPU: Final[tuple[tuple[Declaration, CpuValue], ...]] = (
+_CPU: Final[tuple[tuple[Declaration, Callable[[CpuReading], float | None]], ...]] = (
     (gauge("nv_cpu_utilization", (), "CPU utilization rate [0.0 - 1.0]"), lambda cpu: cpu.utilization),
     (gauge("nv_cpu_memory_total_bytes", (), "CPU total memory (RAM), in bytes"), lambda cpu: cpu.memory_total_bytes),
     (gauge("nv_cpu_memory_used_bytes", (), "CPU used memory (RAM), in bytes"), lambda cpu: cpu.memory_used_bytes),
@@ -155,7 +151,7 @@ def _read_memory(folder: Path) -> tuple[int | None, int | None]:
     """Total and available memory in bytes, from ``/proc/meminfo``, which counts kibibytes."""
     try:
         lines = (folder / "meminfo").read_text().splitlines()
-        kibibytes = {name: int(rest.split()[0]) for name, colon, rest in (line.partition(":") for line in lines)}
+        kibibytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     except (OSError, ValueError, IndexError):
         return None, None
     total, available = kibibytes.get("MemTotal"), kibibytes.get("MemAvailable")
