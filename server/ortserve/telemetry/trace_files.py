@@ -26,7 +26,7 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_NAMED_CHARACTERS: Final = 256
+_MAX_ID_CHARACTERS: Final = 256
 """Maximum number of characters of a request id, whose length callers choose."""
 
 
@@ -87,7 +87,7 @@ def encode_record(traced: Traced, timing: Timing, *, ended_ns: int, sent_ns: int
     if traced.parent:
         document["parent_id"] = traced.parent
     if traced.request_id:
-        document["request_id"] = traced.request_id[:_NAMED_CHARACTERS]
+        document["request_id"] = traced.request_id[:_MAX_ID_CHARACTERS]
     document["timestamps"] = [{"name": name, "ns": ns} for name, ns in points]
     return json.dumps(document, separators=(",", ":")).encode()
 
@@ -137,12 +137,12 @@ class TraceFiles:
 
     def append(self, records: Sequence[bytes]) -> None:
         """Append records to the growing file."""
-        if self._enter(records, 0):
+        if self._can_queue(records, 0):
             self._writer.submit(self._append, records)
 
-    def number(self, records: Sequence[bytes]) -> None:
+    def write_numbered(self, records: Sequence[bytes]) -> None:
         """Write records to the next numbered file."""
-        if self._enter(records, _MIN_FILE_BYTES):
+        if self._can_queue(records, _MIN_FILE_BYTES):
             path = self._path.with_name(f"{self._path.name}.{self._next_number}")
             self._next_number += 1
             self._writer.submit(self._write_whole, path, records)
@@ -162,7 +162,7 @@ class TraceFiles:
         if dropped := self._dropped + self._failed:
             log_event(logger, logging.WARNING, "traces were dropped", count=dropped)
 
-    def _enter(self, records: Sequence[bytes], least: int) -> bool:
+    def _can_queue(self, records: Sequence[bytes], least: int) -> bool:
         """Count records as queued and return True, or as dropped if a limit is reached."""
         size = _size(records, least)
         if self._is_closed:
@@ -246,6 +246,7 @@ def _can_hold_file(path: Path) -> bool:
 
 
 def _size(records: Sequence[bytes], least: int) -> int:
+    """The bytes that records take in a file, with brackets and commas; at least ``least``."""
     return max(sum(map(len, records)) + len(records) + 1, least)
 
 
@@ -322,6 +323,6 @@ class Sampling:
         assert self._files is not None
         records, self._records, self._size = self._records, [], 0
         if numbered:
-            self._files.number(records)
+            self._files.write_numbered(records)
         else:
             self._files.append(records)

@@ -52,9 +52,9 @@ def test_growing_file_replaces_an_old_one_and_is_valid_json(tmp_path: Path) -> N
 def test_numbered_files_count_from_zero(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=MANY)
-    files.number(records(1, 2))
+    files.write_numbered(records(1, 2))
     files.append(records(3))
-    files.number(records(4))
+    files.write_numbered(records(4))
     files.close(LONG_S)
     assert names(tmp_path) == ["trace.json", "trace.json.0", "trace.json.1"]
     assert [ids(tmp_path / f"trace.json.{number}") for number in (0, 1)] == [[1, 2], [4]]
@@ -78,7 +78,7 @@ def test_symbolic_links_are_never_followed(tmp_path: Path, caplog: pytest.LogCap
     for name in ("trace.json", "trace.json.0", "trace.json.0.unfinished"):
         (tmp_path / name).symlink_to(victim)
     files.append(records(1))
-    files.number(records(2))
+    files.write_numbered(records(2))
     files.close(LONG_S)
     assert victim.read_text() == "precious"
     assert ids(tmp_path / "trace.json.0") == [2]
@@ -99,7 +99,7 @@ def test_full_disk_drops_traces_logs_once_and_leaves_valid_files(
     with files_of_at_most(path.stat().st_size + 50):
         for _ in range(3):
             files.append(records(*range(100)))
-        files.number(records(*range(100)))
+        files.write_numbered(records(*range(100)))
         files._writer.submit(int).result()
         assert ids(path) == list(range(20))
     files.append(records(99))
@@ -113,7 +113,7 @@ def test_full_disk_drops_traces_logs_once_and_leaves_valid_files(
 def test_trace_bytes_stay_within_the_configured_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = TraceFiles(tmp_path / "trace.json", max_bytes=3 * 4096)
     for number in range(10):
-        files.number(records(number))
+        files.write_numbered(records(number))
     files.append(records(0))
     files.close(LONG_S)
     assert names(tmp_path) == ["trace.json.0", "trace.json.1", "trace.json.2"]
