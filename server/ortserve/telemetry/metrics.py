@@ -75,9 +75,9 @@ class Metrics(Collector):
         self._overdue_batches: Counter[Labels] = Counter()
         self._unauthorized: Counter[Labels] = Counter()
         self._unauthorized_lock = threading.Lock()
-        self._cut_answers: Counter[Labels] = Counter()
+        self._grpc_cut_answers: Counter[Labels] = Counter()
         self._http_cut_answers: Counter[Labels] = Counter()
-        self._connection_errors: Counter[Labels] = Counter()
+        self._grpc_connection_errors: Counter[Labels] = Counter()
         self._idle_evictions: Counter[Labels] = Counter()
         self.read_streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
@@ -149,17 +149,17 @@ class Metrics(Collector):
         """Count a change of the certificate's files."""
         self._certificate_reloads["ok" if is_ok else "failed",] += 1
 
-    def cut_answer(self, cause: str) -> None:
+    def grpc_cut_answer(self, cause: str) -> None:
         """Count a gRPC answer that ended before the caller had received it completely."""
-        self._cut_answers[cause,] += 1
+        self._grpc_cut_answers[cause,] += 1
 
     def http_cut_answer(self, cause: str) -> None:
         """Count an HTTP answer that ended before the caller had received it completely."""
         self._http_cut_answers[cause,] += 1
 
-    def connection_error(self, code: str) -> None:
+    def grpc_connection_error(self, code: str) -> None:
         """Count a gRPC connection that the server closed with an error; ``code`` is the name of its code."""
-        self._connection_errors[code,] += 1
+        self._grpc_connection_errors[code,] += 1
 
     def evicted_idle(self, kind: str) -> None:
         """Count an idle connection or stream that was closed for a new one; ``kind`` as in ``IDLE_EVICTIONS``."""
@@ -251,8 +251,8 @@ class Metrics(Collector):
             yield from _stores(self.read_stores())
         yield Family(declared.GRPC_STREAMS, {(): self.read_streams()})
         yield Family(declared.HTTP_CUT_ANSWERS, self._http_cut_answers.copy())
-        yield Family(declared.GRPC_CUT_ANSWERS, self._cut_answers.copy())
-        yield Family(declared.GRPC_CONNECTION_ERRORS, self._connection_errors.copy())
+        yield Family(declared.GRPC_CUT_ANSWERS, self._grpc_cut_answers.copy())
+        yield Family(declared.GRPC_CONNECTION_ERRORS, self._grpc_connection_errors.copy())
         yield Family(declared.IDLE_EVICTIONS, self._idle_evictions.copy())
         if self._certificate_expires_s is not None:
             yield Family(declared.CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})

@@ -192,9 +192,9 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     metrics.read_rollouts = lambda: [rollout]
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
-    metrics.cut_answer("disconnected")
+    metrics.grpc_cut_answer("disconnected")
     metrics.http_cut_answer("too_slow")
-    metrics.connection_error("enhance_your_calm")
+    metrics.grpc_connection_error("enhance_your_calm")
     metrics.evicted_idle("http_connection")
     metrics.loaded("m", is_ok=True)
     metrics.certificate_serves(1.5e9)
