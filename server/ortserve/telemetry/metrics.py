@@ -37,7 +37,7 @@ from ortserve.telemetry.readings import (
     RolloutReading,
     StoresReading,
 )
-from ortserve.telemetry.series import HistogramSeries, ModelMetrics, observe_failure
+from ortserve.telemetry.series import HistogramSeries, ModelMetrics, add_failure
 from ortserve.telemetry.tracing import Tracing
 
 _NS_PER_S: Final = 1_000_000_000
@@ -167,7 +167,7 @@ class Metrics(Collector):
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before its model was found."""
-        observe_failure(self._unknown, protocol, kind, duration_ns)
+        add_failure(self._unknown, protocol, kind, duration_ns)
 
     def rejected(self, model: str, reason: str) -> None:
         """Count a rejected request. ``model`` may be unknown text of the caller; ``reason`` is an ``ErrorKind``."""

@@ -169,7 +169,7 @@ class ModelMetrics:
 
     def observe_failure(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed or was cancelled ``duration_ns`` after it was received."""
-        observe_failure(self.failed, protocol, kind, duration_ns)
+        add_failure(self.failed, protocol, kind, duration_ns)
 
     def observe_batch(self, rows: int, taken_ns: int, result: BatchResult, returned_ns: int) -> None:
         """Count a batch that ran: scheduled at ``taken_ns``, its result received by the loop at ``returned_ns``."""
@@ -200,7 +200,7 @@ class ModelMetrics:
         self.state = state
 
 
-def observe_failure(
+def add_failure(
     failed: dict[tuple[str, ErrorKind], HistogramSeries], protocol: str, kind: ErrorKind, duration_ns: int
 ) -> None:
     """Observe a duration in the series of a protocol and a kind of error."""
