@@ -252,7 +252,7 @@ class FakeFiles:
     def append(self, records: Sequence[bytes]) -> None:
         self.grown += records
 
-    def number(self, records: Sequence[bytes]) -> None:
+    def write_numbered(self, records: Sequence[bytes]) -> None:
         self.numbered.append([*records])
 
 
