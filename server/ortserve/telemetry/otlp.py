@@ -37,6 +37,8 @@ from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.otlp_exporter import make_exporter
 from ortserve.telemetry.tracing import EndedRequest, Operation
 
+logger: Final = logging.getLogger(__name__)
+
 IDS: Final = RandomIdGenerator()
 """Generates ids of traces and spans; never 0, which is invalid."""
 
@@ -44,6 +46,22 @@ _SCOPE: Final = InstrumentationScope("ortserve", __version__)
 
 _MAX_TEXT: Final = 256
 """Maximum number of characters of a caller's text."""
+
+_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+
+_IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]").fullmatch
+"""A ``traceparent`` without the sampled flag. Matching it here is cheaper than parsing it with the library."""
+
+_LIBRARY_LOGGER: Final = logging.getLogger("opentelemetry.exporter")
+"""Logs each failed export, dozens in a second if a collector rejects them at once. Only the first one of a row is
+logged."""
+
+_QUEUED_REQUESTS: Final = 2048
+"""Maximum number of requests that wait for export. Each has at most six spans, and six more for each step."""
+
+_EXPORTED_REQUESTS: Final = 256
+"""Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""
 
 
 class OtlpTrace:
@@ -165,7 +183,13 @@ class _Maker:
 
 def _below(context: SpanContext) -> SpanContext:
     """The context of a new span in the same trace."""
-    return SpanContext(context.trace_id, IDS.generate_span_id(), False, context.trace_flags, context.trace_state)
+    return SpanContext(
+        context.trace_id,
+        IDS.generate_span_id(),
+        is_remote=False,
+        trace_flags=context.trace_flags,
+        trace_state=context.trace_state,
+    )
 
 
 def _count(ended: EndedRequest | EndedStep) -> int:
@@ -213,25 +237,6 @@ def _phases(request: EndedRequest | EndedStep) -> Iterator[tuple[str, int, int]]
         begin_ns = end_ns
 
 
-logger: Final = logging.getLogger(__name__)
-
-_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-_PROPAGATOR: Final = TraceContextTextMapPropagator()
-
-_IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]").fullmatch
-"""A ``traceparent`` without the sampled flag. Matching it here is cheaper than parsing it with the library."""
-
-_LIBRARY_LOGGER: Final = logging.getLogger("opentelemetry.exporter")
-"""Logs each failed export, dozens in a second if a collector rejects them at once. Only the first one of a row is
-logged."""
-
-_QUEUED_REQUESTS: Final = 2048
-"""Maximum number of requests that wait for export. Each has at most six spans, and six more for each step."""
-
-_EXPORTED_REQUESTS: Final = 256
-"""Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""
-
-
 class OtlpTracing:
     """Exports traces from construction until ``close``; see ``Tracing``."""
 
@@ -270,26 +275,23 @@ class OtlpTracing:
     def begin(
         self, operation: Operation, traceparent: str | None, tracestate: Sequence[str], path: bytes = b""
     ) -> OtlpTrace | None:
+        parent: SpanContext | None = None
         if traceparent is not None:
             if _IS_UNSAMPLED(traceparent):
                 return None
             parent = _read_parent(traceparent, tracestate)
-            if parent is not None:
-                if not parent.trace_flags.sampled:
-                    return None
-                context = SpanContext(
-                    parent.trace_id,
-                    IDS.generate_span_id(),
-                    is_remote=False,
-                    trace_flags=_SAMPLED,
-                    trace_state=parent.trace_state,
-                )
-                return OtlpTrace(self._queue, operation, path, context, parent)
-        trace_id = IDS.generate_trace_id()
-        if trace_id & TraceIdRatioBased.TRACE_ID_LIMIT >= self._root_bound:
+        if parent is None:
+            trace_id, state = IDS.generate_trace_id(), None
+            is_sampled = trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < self._root_bound
+        else:
+            trace_id, state = parent.trace_id, parent.trace_state
+            is_sampled = parent.trace_flags.sampled
+        if not is_sampled:
             return None
-        context = SpanContext(trace_id, IDS.generate_span_id(), False, _SAMPLED)
-        return OtlpTrace(self._queue, operation, path, context, None)
+        context = SpanContext(
+            trace_id, IDS.generate_span_id(), is_remote=False, trace_flags=_SAMPLED, trace_state=state
+        )
+        return OtlpTrace(self._queue, operation, path, context, parent)
 
     def _queue(self, trace: OtlpTrace) -> None:
         """Queue a trace that has ended for export, or drop it if the queue is full."""
