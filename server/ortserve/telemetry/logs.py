@@ -18,6 +18,8 @@ from typing import Final, Literal, TextIO, TypeAlias
 from ortserve.errors import ModelRejectionError
 from ortserve.telemetry.standard_error import StandardError
 
+logger: Final = logging.getLogger(__name__)
+
 LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
@@ -34,6 +36,9 @@ _KEYS: Final = ("time", "level", "logger", "message", "exception")
 
 _MAX_IN_LINE: Final = 399
 """Maximum number of characters of a text line, so that logs stay readable."""
+
+_REJECTIONS_EVERY_NS: Final = 60_000_000_000
+"""Minimum time between two lines of a ``RejectionLog``."""
 
 
 def text_line(
@@ -261,11 +266,6 @@ class AccessLog:
             self._stream.flush()
 
 
-logger: Final = logging.getLogger(__name__)
-
-_PERIOD_NS: Final = 60_000_000_000
-
-
 class RejectionLog:
     """Logs the requests that one model version rejected: at most one line per minute. Loop thread only."""
 
@@ -284,7 +284,7 @@ class RejectionLog:
         if self._due_ns is not None and now_ns < self._due_ns:
             return
         requests, self._unlogged = self._unlogged, 0
-        self._due_ns = now_ns + _PERIOD_NS
+        self._due_ns = now_ns + _REJECTIONS_EVERY_NS
         log_event(
             logger,
             logging.INFO,
