@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,8 +46,8 @@ def describe_option(name: str, field: FieldInfo) -> str:
 
 def describe_values(field: FieldInfo) -> str:
     """Describe the values of a field: ``integer, 0 to 65535``, or the ``expects`` of its declaration."""
-    if isinstance(field.json_schema_extra, dict) and "expects" in field.json_schema_extra:
-        return str(field.json_schema_extra["expects"])
+    if expects := _expects(field):
+        return expects
     lowest = next((mark.ge for mark in field.metadata if isinstance(mark, annotated_types.Ge)), None)
     above = next((mark.gt for mark in field.metadata if isinstance(mark, annotated_types.Gt)), None)
     highest = next((mark.le for mark in field.metadata if isinstance(mark, annotated_types.Le)), None)
@@ -166,14 +166,16 @@ def _suggestion(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> 
 
 def nested_fields(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
     """The fields of a value that is a mapping, or of the values of a list or mapping; None for plain values."""
-    annotation = field.annotation
-    if isinstance(field.json_schema_extra, dict) and "expects" in field.json_schema_extra:
+    if _expects(field):
         return None
-    candidates = [annotation, *get_args(annotation)]
-    return next(
-        (one.model_fields for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)),
-        None,
-    )
+    candidates = (field.annotation, *get_args(field.annotation))
+    return next((one.model_fields for one in candidates if _is_model(one)), None)
+
+
+def _expects(field: FieldInfo) -> str:
+    """The description of a field's values that its declaration gives; empty without one."""
+    extra = field.json_schema_extra
+    return str(extra.get("expects", "")) if isinstance(extra, dict) else ""
 
 
 def _locate(
@@ -203,7 +205,7 @@ def _locate(
     return f"{path}.{name}", found, value
 
 
-def _is_model(annotation: object) -> bool:
+def _is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 

@@ -80,26 +80,40 @@ def _model_key(name: str, field: FieldInfo) -> str:
 
 
 def _facts(name: str, field: FieldInfo, places: str) -> str:
-    default = describe_default(field)
-    text = " ".join((field.description or "").replace("``", "`").split())
+    text = _markdown(field.description or "")
     inner = nested_fields(field)
     if inner is None:
-        return f"{places}{describe_option(name, field)} · default: {f'`{default}`' if default else 'unset'}\n\n{text}\n"
-    kind = describe_values(field).partition("{")[0]
+        return f"{places}{describe_option(name, field)} · {_describe_default(field)}\n\n{text}\n"
     keys = "".join(_nested_key(key, one) for key, one in inner.items())
-    return f"{places}{kind}keys with values · default: none\n\n{text}\n\n{keys}"
+    return f"{places}{_describe_nested(field)} · default: none\n\n{text}\n\n{keys}"
+
+
+def _describe_default(field: FieldInfo) -> str:
+    default = describe_default(field)
+    return f"default: `{default}`" if default else "default: unset"
+
+
+def _describe_nested(field: FieldInfo) -> str:
+    """The form of a value whose keys are listed below it."""
+    return f"{describe_values(field).partition('{')[0]}keys with values"
 
 
 def _nested_key(name: str, field: FieldInfo) -> str:
-    default = "" if field.is_required() else describe_default(field)
-    presence = "required" if field.is_required() else f"default: {f'`{default}`' if default else 'unset'}"
-    values = f"{describe_option(name, field)} · {presence}"
     inner = nested_fields(field)
     if inner is not None:
-        values = f"{describe_values(field).partition('{')[0]}keys with values"
-    text = " ".join((field.description or "").replace("``", "`").split())
+        values = _describe_nested(field)
+    elif field.is_required():
+        values = f"{describe_option(name, field)} · required"
+    else:
+        values = f"{describe_option(name, field)} · {_describe_default(field)}"
+    text = _markdown(field.description or "")
     nested = "".join(f"    {_nested_key(key, one)}" for key, one in (inner or {}).items())
     return f"- `{name}`: {values}. {text}\n{nested}"
+
+
+def _markdown(docstring: str) -> str:
+    """The text of a docstring on one line, with the backticks of Markdown."""
+    return " ".join(docstring.replace("``", "`").split())
 
 
 def make_schema() -> dict[str, Any]:
@@ -132,7 +146,7 @@ def _tidy(node: object, *, names: bool = False) -> object:
         if names or key not in ("expects", "title") or (key == "title" and value == "model.yaml")
     }
     if not names and isinstance(text := tidy.get("description"), str):
-        tidy["description"] = " ".join(text.replace("``", "`").split())
+        tidy["description"] = _markdown(text)
     return tidy
 
 
