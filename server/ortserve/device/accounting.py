@@ -170,15 +170,15 @@ class DeviceCounts:
     def read(self) -> DeviceRuns:
         """The counters as the metrics name them."""
         return DeviceRuns(
-            {
+            batches={
                 "replayed": self.replayed,
                 "bound": self.bound,
                 **{f"plain_{reason}": count for reason, count in list(self.plain.items())},
             },
-            {"captured": self.captured, **self.not_captured},
-            {"in": self.copied_in_bytes, "out": self.copied_out_bytes},
-            {"in": self.timed_in_ns / 1e9, "out": self.timed_out_ns / 1e9},
-            {"in": self.timed_in_bytes, "out": self.timed_out_bytes},
+            captures={"captured": self.captured, **self.not_captured},
+            copied_bytes={"in": self.copied_in_bytes, "out": self.copied_out_bytes},
+            timed_copy_s={"in": self.timed_in_ns / 1e9, "out": self.timed_out_ns / 1e9},
+            timed_copy_bytes={"in": self.timed_in_bytes, "out": self.timed_out_bytes},
         )
 
 

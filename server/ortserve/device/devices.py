@@ -216,5 +216,9 @@ def _read(opened: OpenDevice, nvml: Nvml) -> DeviceReading:
             opened.capture_lock.release_shared()
     ledger = opened.ledger
     return DeviceReading(
-        device.name, memory, ledger.totals(), nvml.utilization(device.pci_bus_id), pinned=ledger.pinned()
+        device.name,
+        memory=memory,
+        ledger=ledger.totals(),
+        utilization=nvml.utilization(device.pci_bus_id),
+        pinned=ledger.pinned(),
     )

@@ -89,9 +89,9 @@ class GpuReader:
         handle = library.nvmlDeviceGetHandleByIndex(number)
         return Gpu(
             handle,
-            str(library.nvmlDeviceGetUUID(handle)),
-            str(library.nvmlDeviceGetName(handle)),
-            self._ask("nvmlDeviceGetTotalEnergyConsumption", handle),
+            uuid=str(library.nvmlDeviceGetUUID(handle)),
+            model=str(library.nvmlDeviceGetName(handle)),
+            energy_mj=self._ask("nvmlDeviceGetTotalEnergyConsumption", handle),
         )
 
     def _read(self, gpu: Gpu) -> GpuReading:
@@ -103,12 +103,12 @@ class GpuReader:
         energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption", gpu.handle)
         return GpuReading(
             gpu.uuid,
-            None if rates is None else rates.gpu / 100,
-            None if memory is None else int(memory.total),
-            None if memory is None else int(memory.used),
-            None if power_mw is None else power_mw / 1e3,
-            None if limit_mw is None else limit_mw / 1e3,
-            None if energy_mj is None or gpu.energy_mj is None else (energy_mj - gpu.energy_mj) / 1e3,
+            utilization=None if rates is None else rates.gpu / 100,
+            memory_total_bytes=None if memory is None else int(memory.total),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            power_watts=None if power_mw is None else power_mw / 1e3,
+            power_limit_watts=None if limit_mw is None else limit_mw / 1e3,
+            energy_joules=None if energy_mj is None or gpu.energy_mj is None else (energy_mj - gpu.energy_mj) / 1e3,
         )
 
     def _ask(self, call: str, *arguments: Any) -> Any:

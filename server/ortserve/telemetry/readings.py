@@ -80,11 +80,11 @@ class DeviceRuns:
     def after(self, earlier: "DeviceRuns") -> "DeviceRuns":
         """These counts with those of an earlier load of the version added."""
         return DeviceRuns(
-            add_counts(earlier.batches, self.batches),
-            add_counts(earlier.captures, self.captures),
-            add_counts(earlier.copied_bytes, self.copied_bytes),
-            add_counts(earlier.timed_copy_s, self.timed_copy_s),
-            add_counts(earlier.timed_copy_bytes, self.timed_copy_bytes),
+            batches=add_counts(earlier.batches, self.batches),
+            captures=add_counts(earlier.captures, self.captures),
+            copied_bytes=add_counts(earlier.copied_bytes, self.copied_bytes),
+            timed_copy_s=add_counts(earlier.timed_copy_s, self.timed_copy_s),
+            timed_copy_bytes=add_counts(earlier.timed_copy_bytes, self.timed_copy_bytes),
         )
 
 
