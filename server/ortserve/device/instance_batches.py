@@ -127,8 +127,14 @@ class InstanceBatches:
         if problem := why_unbound(self._parts.signature, self._parts.padding):
             self.run_without_buffers()
             return Prepared(unbound_because=problem)
-        run_plainly = self._plain.run_arrays
-        preparation = Preparation(self._parts, run_plainly, make_inputs, self._make_binding, self.counts, on_step)
+        preparation = Preparation(
+            self._parts,
+            run_plainly=self._plain.run_arrays,
+            make_inputs=make_inputs,
+            make_binding=self._make_binding,
+            counts=self.counts,
+            on_step=on_step,
+        )
         try:
             with self._capture_lock.shared():
                 self.streams.opened.reclaim()
@@ -139,10 +145,8 @@ class InstanceBatches:
                 raise failure from error
             # The buffers failed for an unknown reason. A model that runs plainly is served without them.
             self._check_plainly(make_inputs(min(sizes), 0))
-            binding, prepared = (
-                None,
-                Prepared(unbound_because=f"they could not be created: {without_paths(str(error))}"),
-            )
+            binding = None
+            prepared = Prepared(unbound_because=f"they could not be created: {without_paths(str(error))}")
         if binding is None:
             with self._capture_lock.shared():
                 self._parts.sessions.forget_graphs()

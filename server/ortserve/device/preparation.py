@@ -106,6 +106,7 @@ class Preparation:
     def __init__(
         self,
         parts: InstanceParts,
+        *,
         run_plainly: RunPlainly,
         make_inputs: MakeInputs,
         make_binding: MakeBinding,
