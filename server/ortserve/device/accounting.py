@@ -85,11 +85,11 @@ class Account:
         """Call ``Ledger.check_room`` for this owner."""
         self._ledger.check_room(self.owner, needs)
 
-    def enter(self, purpose: str, nbytes: int) -> None:
+    def set_bytes(self, purpose: str, nbytes: int) -> None:
         """Set the bytes of device memory for a purpose."""
         self._entries[purpose] = nbytes
 
-    def enter_pinned(self, purpose: str, nbytes: int) -> None:
+    def set_pinned(self, purpose: str, nbytes: int) -> None:
         """Set the bytes of pinned host memory for a purpose."""
         self._pinned[purpose] = nbytes
 

@@ -331,8 +331,8 @@ class DeviceBinding:
         release_all(*[timing.close for timing in self._timings], *[buffers.close for buffers in self.sets])
         for answer in self._answers.sets:
             self._streams.opened.retire(answer)
-        self._parts.account.enter_pinned("staging", 0)
-        self._parts.account.enter_pinned("answers", 0)
+        self._parts.account.set_pinned("staging", 0)
+        self._parts.account.set_pinned("answers", 0)
 
     def _staged_inputs(self, batch: Batch) -> int:
         """The number of inputs whose rows are staged on the host. The states on the device follow them."""

@@ -121,7 +121,7 @@ class OpenDevice:
             buffers.release(self.device.free_host)
 
     def _account_retired(self) -> None:
-        self._unloaded.enter_pinned("answers", sum(buffers.nbytes for buffers in self._retired))
+        self._unloaded.set_pinned("answers", sum(buffers.nbytes for buffers in self._retired))
 
 
 class Devices:

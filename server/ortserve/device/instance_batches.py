@@ -151,7 +151,7 @@ class InstanceBatches:
             with self._capture_lock.shared():
                 self._parts.sessions.forget_graphs()
             self._unbound = "unbound"
-            self._account.enter("buffers", 0)
+            self._account.set_bytes("buffers", 0)
         else:
             for buffers in binding.sets:
                 self._free_sets.put(buffers)
@@ -176,7 +176,7 @@ class InstanceBatches:
         nbytes = sets_nbytes(self._parts.signature, outputs, rows)
         self._account.check_room({"buffers": nbytes})
         binding = DeviceBinding(self._parts, outputs, rows)
-        self._account.enter("buffers", nbytes)
+        self._account.set_bytes("buffers", nbytes)
         return binding
 
     def _account_memory(self, graph_bytes: int) -> None:
@@ -187,8 +187,8 @@ class InstanceBatches:
         with self._device_work():
             free_bytes = self.streams.device.memory().free_bytes
         buffers = self._account.entries().get("buffers", 0)
-        self._account.enter("session", max(0, self.streams.free_bytes - free_bytes - buffers - graph_bytes))
-        self._account.enter("graphs", graph_bytes)
+        self._account.set_bytes("session", max(0, self.streams.free_bytes - free_bytes - buffers - graph_bytes))
+        self._account.set_bytes("graphs", graph_bytes)
 
     def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
         """See ``DeviceInstance.make_states``."""

@@ -224,7 +224,7 @@ class DeviceStates:
         """Free the memory. Remaining slots must not be used again."""
         device = self._device
         release_all(*[partial(device.free, block) for pool in self._pools() for block in pool.blocks], *self._undo)
-        self._account.enter("states", 0)
+        self._account.set_bytes("states", 0)
 
     def _pools(self) -> list[_SlotPool]:
         return [*self._fixed, *self._by_size.values()]
@@ -260,13 +260,13 @@ class DeviceStates:
         if 2 * unused > total or nbytes > self._device.memory().free_bytes:
             empty = [block for one in pools for block in one.remove_empty_blocks()]
             release_all(*[partial(self._device.free, block) for block in empty])
-            self._enter()
+            self._update_account()
         self._account.check_room({"states": nbytes})
         pool.add_block(self._device.allocate(nbytes))
-        self._enter()
+        self._update_account()
 
-    def _enter(self) -> None:
-        self._account.enter("states", sum([pool.nbytes for pool in self._pools()]))
+    def _update_account(self) -> None:
+        self._account.set_bytes("states", sum([pool.nbytes for pool in self._pools()]))
 
     def _wait(self) -> None:
         self._device.record(self._event, self._stream)

@@ -22,12 +22,12 @@ def test_allocation_without_room_is_rejected_with_the_missing_bytes() -> None:
 def test_accounts_list_bytes_by_owner_and_purpose() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     a, b = ledger.open("a"), ledger.open("b")
-    a.enter("buffers", 10)
-    a.enter("session", 20)
-    b.enter("buffers", 5)
-    a.enter("session", 25)
+    a.set_bytes("buffers", 10)
+    a.set_bytes("session", 20)
+    b.set_bytes("buffers", 5)
+    a.set_bytes("session", 25)
     assert ledger.totals() == {"a": {"buffers": 10, "session": 25}, "b": {"buffers": 5}}
-    b.enter("buffers", 0)
+    b.set_bytes("buffers", 0)
     a.close()
     assert ledger.totals() == {}
 
@@ -35,8 +35,8 @@ def test_accounts_list_bytes_by_owner_and_purpose() -> None:
 def test_two_accounts_of_an_owner_are_summed_until_one_closes() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     old, new = ledger.open("m/1"), ledger.open("m/1")
-    old.enter("buffers", 10)
-    new.enter("buffers", 12)
+    old.set_bytes("buffers", 10)
+    new.set_bytes("buffers", 12)
     assert ledger.totals() == {"m/1": {"buffers": 22}}
     old.close()
     assert ledger.totals() == {"m/1": {"buffers": 12}}
@@ -45,15 +45,15 @@ def test_two_accounts_of_an_owner_are_summed_until_one_closes() -> None:
 def test_host_memory_has_separate_accounts() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     one, two = ledger.open("m/1"), ledger.open("m/1")
-    one.enter("buffers", 10)
-    one.enter_pinned("staging", 3)
+    one.set_bytes("buffers", 10)
+    one.set_pinned("staging", 3)
     two.add_pinned("answers", 5)
     two.add_pinned("answers", 5)
-    two.enter_pinned("staging", 4)
+    two.set_pinned("staging", 4)
     assert ledger.totals() == {"m/1": {"buffers": 10}}
     assert ledger.pinned() == {"m/1": {"staging": 7, "answers": 10}}
     two.close()
-    one.enter_pinned("staging", 0)
+    one.set_pinned("staging", 0)
     assert ledger.pinned() == {}
 
 

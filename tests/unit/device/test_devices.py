@@ -81,8 +81,8 @@ def test_pinned_memory_is_read_with_the_device_memory(tmp_path: Path) -> None:
     opened = devices.open(CPU, 0)
     assert isinstance(opened, OpenDevice)
     account = opened.ledger.open("m/1")
-    account.enter("buffers", 1)
-    account.enter_pinned("staging", 2)
+    account.set_bytes("buffers", 1)
+    account.set_pinned("staging", 2)
     (reading,) = DevicesReader(devices, Nvml(FakeNvml())).read()
     assert (reading.ledger, reading.pinned) == ({"m/1": {"buffers": 1}}, {"m/1": {"staging": 2}})
 
