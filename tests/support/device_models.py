@@ -31,7 +31,7 @@ from ortserve.device.devices import DEVICE_PROVIDERS, DeviceProvider, DeviceRunt
 from ortserve.device.graph_sessions import InstanceSessions
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.instance_batches import InstanceBatches
-from ortserve.device.preparation import Prepared
+from ortserve.device.preparation import PreparedBuffers
 from ortserve.device.protocol import BoundRun, Device
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
@@ -99,7 +99,7 @@ class OnDevice:
 
     instance: DeviceInstance
     opened: OpenDevice
-    prepared: Prepared
+    prepared: PreparedBuffers
     signature: ModelSignature
     plainly: Callable[[Arrays], list[np.ndarray]]
 
@@ -173,7 +173,7 @@ def on_device(
     instance = DeviceInstance(InstanceBatches(parts), "m/1")
     del session
     try:
-        prepared = Prepared()
+        prepared = PreparedBuffers()
         if is_prepared:
             prepared = instance.prepare(sizes, InputGenerator(signature).generate)
         yield OnDevice(instance, opened, prepared, signature, on_the_cpu(path, signature))
@@ -193,7 +193,9 @@ def loaded_on(
     (instance,) = loaded.instances
     try:
         assert isinstance(instance, DeviceInstance)
-        prepared = Prepared(loaded.on_device.sizes, loaded.on_device.replayed, loaded.on_device.no_buffers_because)
+        prepared = PreparedBuffers(
+            loaded.on_device.sizes, loaded.on_device.replayed, loaded.on_device.no_buffers_because
+        )
         plainly = on_the_cpu(path, loaded.signature)
         yield loaded, OnDevice(instance, instance.streams.opened, prepared, loaded.signature, plainly)
     finally:

@@ -14,7 +14,7 @@ from ortserve.core.thread_pool import start_thread
 from ortserve.device.binding import DeviceBinding, EnqueuedBatch
 from ortserve.device.graph_sessions import SETS
 from ortserve.device.instance_batches import InstanceBatches
-from ortserve.device.preparation import MakeInputs, OnStep, Prepared
+from ortserve.device.preparation import MakeInputs, OnStep, PreparedBuffers
 from ortserve.device.protocol import DEVICE_ERRORS
 from ortserve.device.states import DeviceStates
 from ortserve.errors import ServeError
@@ -72,7 +72,9 @@ class DeviceInstance:
         """The reason why the device is lost; empty while it is usable."""
         return self.streams.opened.lost
 
-    def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep = lambda doing: None) -> Prepared:
+    def prepare(
+        self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep = lambda doing: None
+    ) -> PreparedBuffers:
         """Allocate buffers for batches of these sizes, and capture their graphs if sessions capture. Blocks.
 
         The instance must not receive batches meanwhile.

@@ -15,7 +15,7 @@ from ortserve.core.padding import StagedElements
 from ortserve.device.accounting import DeviceCounts
 from ortserve.device.binding import DeviceBinding, EnqueuedBatch, InstanceParts, sets_nbytes, why_unbound
 from ortserve.device.buffers import BufferSet
-from ortserve.device.preparation import MakeInputs, OnStep, Preparation, Prepared
+from ortserve.device.preparation import MakeInputs, OnStep, Preparation, PreparedBuffers
 from ortserve.device.protocol import DEVICE_ERRORS, release_all
 from ortserve.device.state_runs import StateRuns, why_no_states
 from ortserve.device.states import DeviceStates
@@ -122,11 +122,11 @@ class InstanceBatches:
         finally:
             self.termination.end_run(batch)
 
-    def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:
+    def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> PreparedBuffers:
         """See ``DeviceInstance.prepare``."""
         if problem := why_unbound(self._parts.signature, self._parts.padding):
             self.run_without_buffers()
-            return Prepared(unbound_because=problem)
+            return PreparedBuffers(unbound_because=problem)
         preparation = Preparation(
             self._parts,
             run_plainly=self._plain.run_arrays,
@@ -146,7 +146,7 @@ class InstanceBatches:
             # The buffers failed for an unknown reason. A model that runs plainly is served without them.
             self._check_plainly(make_inputs(min(sizes), 0))
             binding = None
-            prepared = Prepared(unbound_because=f"they could not be created: {without_paths(str(error))}")
+            prepared = PreparedBuffers(unbound_because=f"they could not be created: {without_paths(str(error))}")
         if binding is None:
             with self._capture_lock.shared():
                 self._parts.sessions.forget_graphs()

@@ -82,7 +82,7 @@ def why_no_replay(
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedBuffers:
     """The result of the preparation.
 
     Attributes:
@@ -128,7 +128,7 @@ class Preparation:
         self._graph_bytes = 0
         self._captured_sizes = 0
 
-    def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
+    def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, PreparedBuffers]:
         """Allocate buffers and test all sizes on them.
 
         Returns:
@@ -143,7 +143,7 @@ class Preparation:
         with self._capture_lock.shared():
             outputs = self._run_plainly(self._make_inputs(most, 0))
             if problem := self._why_not_by_rows(outputs, most):
-                return None, Prepared(unbound_because=problem)
+                return None, PreparedBuffers(unbound_because=problem)
             binding = self._make_binding(layouts_of(outputs), most)
         bound = tuple(sorted(set(sizes)))
         not_replayed: dict[int, str] = {}
@@ -153,7 +153,7 @@ class Preparation:
                 with self._capture_lock.shared():
                     if problem := self._try_size(binding, rows):
                         binding.close()
-                        return None, Prepared(unbound_because=problem)
+                        return None, PreparedBuffers(unbound_because=problem)
                 if captures and (problem := self._capture_size(binding, rows)):
                     self._skip_replay(binding, rows, problem, not_replayed)
             replayed = tuple(rows for rows in bound if rows not in not_replayed) if captures else ()
@@ -169,7 +169,7 @@ class Preparation:
             with self._capture_lock.shared():
                 binding.close()
             raise
-        return binding, Prepared(bound, replayed, not_replayed=not_replayed, graph_bytes=self._graph_bytes)
+        return binding, PreparedBuffers(bound, replayed, not_replayed=not_replayed, graph_bytes=self._graph_bytes)
 
     def _free_bytes(self) -> int:
         return self._device.memory().free_bytes

@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.core.sequence import SequenceTensors
 from ortserve.device.instance import DeviceInstance
-from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
+from ortserve.device.preparation import NO_BUFFERS, NoReplay, PreparedBuffers
 from ortserve.engine.instance import Instance
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.batch_sizes import SizeLatency, SizeTimer, WorkerRuns
@@ -68,7 +68,7 @@ def prepare_batches(
     Raises:
         ServeError: The device has no room for the buffers, or is lost.
     """
-    prepared, sizes, signature = Prepared(), [1], inputs.signature
+    prepared, sizes, signature = PreparedBuffers(), [1], inputs.signature
     if not found.latencies or not signature.is_batched:
         because = f"requests run one at a time: {signature.unbatched_because}"
         if not found.latencies:
