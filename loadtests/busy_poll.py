@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 
-from harness import checking, h2load, serving, spread, table, write_report, wrk  # noqa: E402
+from harness import checking, h2load, serving, spread, table, thread_cpu_ns, write_report, wrk  # noqa: E402
 from infer_requests import grpc_request, json_request  # noqa: E402
 from spinning_client import Caller, GrpcCaller, RestCaller  # noqa: E402
 from tiny_mlp import NAME, TinyMlp, write_tiny_mlp  # noqa: E402
@@ -64,11 +64,6 @@ class Arm:
                 pass
 
 
-def cpu_ns(pid: int) -> int:
-    """Run time of all threads of a process in nanoseconds (/proc/PID/task/TID/schedstat)."""
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
-
-
 def closed_loop(arm: Arm, protocol: str, seconds: float) -> dict[str, float]:
     """Measure one client: median and 99th percentile in µs, requests per second, CPU µs per request."""
     times_ns: list[int] = []
@@ -76,14 +71,14 @@ def closed_loop(arm: Arm, protocol: str, seconds: float) -> dict[str, float]:
         until_ns = time.perf_counter_ns() + int(0.2e9)  # warm-up, in which the server learns latencies
         while time.perf_counter_ns() < until_ns:
             caller.call()
-        before_ns, began_ns = cpu_ns(arm.pid), time.perf_counter_ns()
+        before_ns, began_ns = thread_cpu_ns(arm.pid), time.perf_counter_ns()
         now_ns, until_ns = began_ns, began_ns + int(seconds * 1e9)
         while now_ns < until_ns:
             caller.call()
             after_ns = time.perf_counter_ns()
             times_ns.append(after_ns - now_ns)
             now_ns = after_ns
-        used_ns = cpu_ns(arm.pid) - before_ns
+        used_ns = thread_cpu_ns(arm.pid) - before_ns
     p50, p99 = np.percentile(times_ns, (50, 99)) / 1e3
     rate = len(times_ns) / (now_ns - began_ns) * 1e9
     return {"p50 µs": p50, "p99 µs": p99, "requests/s": rate, "CPU µs/request": used_ns / len(times_ns) / 1e3}
@@ -92,13 +87,13 @@ def closed_loop(arm: Arm, protocol: str, seconds: float) -> dict[str, float]:
 def open_loop(arm: Arm, gaps_s: Iterator[float], seconds: float) -> dict[str, float]:
     """Send a REST request at each due time. Returns milliseconds of CPU per second."""
     with closing(arm.caller("REST")) as caller:
-        before_ns, began_s = cpu_ns(arm.pid), time.perf_counter()
+        before_ns, began_s = thread_cpu_ns(arm.pid), time.perf_counter()
         due_s = began_s
         while (due_s := due_s + next(gaps_s)) < began_s + seconds:
             time.sleep(max(0.0, due_s - time.perf_counter()))
             caller.call()
         time.sleep(max(0.0, began_s + seconds - time.perf_counter()))
-        return {"CPU ms/s": (cpu_ns(arm.pid) - before_ns) / seconds / 1e6}
+        return {"CPU ms/s": (thread_cpu_ns(arm.pid) - before_ns) / seconds / 1e6}
 
 
 def even() -> Iterator[float]:
@@ -114,9 +109,9 @@ def poisson(seed: int) -> Iterator[float]:
 
 
 def idle(arm: Arm, seconds: float) -> dict[str, float]:
-    before_ns = cpu_ns(arm.pid)
+    before_ns = thread_cpu_ns(arm.pid)
     time.sleep(seconds)
-    return {"CPU ms/s": (cpu_ns(arm.pid) - before_ns) / seconds / 1e6}
+    return {"CPU ms/s": (thread_cpu_ns(arm.pid) - before_ns) / seconds / 1e6}
 
 
 def by_wrk(arm: Arm, seconds: float, connections: int) -> dict[str, float]:
@@ -130,10 +125,10 @@ def by_wrk(arm: Arm, seconds: float, connections: int) -> dict[str, float]:
 
 def many_grpc(arm: Arm, seconds: float) -> dict[str, float]:
     message, whole_s = grpc_request(NAME, arm.model.row), max(1, round(seconds))
-    before_ns = cpu_ns(arm.pid)
+    before_ns = thread_cpu_ns(arm.pid)
     with checking(arm.check):
         calls = h2load(f"127.0.0.1:{arm.port + 1}", message, arm.folder, connections=32, streams=1, seconds=whole_s)
-    used_ns = cpu_ns(arm.pid) - before_ns
+    used_ns = thread_cpu_ns(arm.pid) - before_ns
     return {"requests/s": calls / whole_s, "CPU µs/request": used_ns / calls / 1e3}
 
 

@@ -33,11 +33,10 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnx  # noqa: E402
-import psutil  # noqa: E402
 import tritonclient.http as triton_http  # noqa: E402
 import uvloop  # noqa: E402
 
-from harness import serving, spread, table, write_report  # noqa: E402
+from harness import serving, spread, table, thread_cpu_ns, write_report  # noqa: E402
 from infer_requests import INFER, grpc_request, numbers_of_grpc  # noqa: E402
 
 SIZES: Final = {"64 KB": (65_536, 400), "600 KB": (600_000, 200), "16 MB": (16_000_000, 20)}
@@ -212,18 +211,12 @@ def grpc_caller(port: int, array: np.ndarray, stack: ExitStack) -> Ask:
 
 def measure(pid: int, ask: Ask, requests: int) -> Measured:
     taken = []
-    before = cpu_ns(pid)
+    before = thread_cpu_ns(pid)
     for _ in range(requests):
         began = time.perf_counter()
         ask()
         taken.append((time.perf_counter() - began) * 1e6)
-    return Measured((cpu_ns(pid) - before) / requests / 1e3, statistics.median(taken))
-
-
-def cpu_ns(pid: int) -> int:
-    """CPU time of all threads as the scheduler counts it; ``times`` has a resolution of 10 ms."""
-    threads = (Path(f"/proc/{pid}/task/{thread.id}/schedstat") for thread in psutil.Process(pid).threads())
-    return sum(int(thread.read_text().split()[0]) for thread in threads)
+    return Measured((thread_cpu_ns(pid) - before) / requests / 1e3, statistics.median(taken))
 
 
 _CAVEATS = (
