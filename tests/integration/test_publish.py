@@ -321,7 +321,7 @@ def test_a_killed_process_leaves_nothing_that_is_served(
 def test_a_full_disk_leaves_nothing(repository: Path, tmp_path: Path) -> None:
     large = builders.mlp(tmp_path / "large.onnx", hidden=4096)
     before = content(repository)
-    command = [sys.executable, "-c", with_files_of_at_most(large.stat().st_size // 2), "publish", large]
+    command = [sys.executable, "-c", with_files_of_at_most(large.stat().st_size // 2), "publish", str(large)]
     done = subprocess.run([*command, repository / "mlp"], capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 1
     assert done.stderr == f"ortserve publish: {repository / 'mlp'}: File too large\n"
