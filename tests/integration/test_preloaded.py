@@ -71,6 +71,31 @@ def test_folder_of_pythonpath_with_sitecustomize_starts_the_interpreter(
     assert run(IS_PRELOADED) == "alone\n"
 
 
+def test_exit_waits_for_threads_and_functions_of_atexit_and_writes_all_output() -> None:
+    program = """from ortserve.core import dtypes
+import atexit, ctypes, sys, threading, time
+
+def late():
+    time.sleep(0.05)
+    atexit.register(print, "atexit")
+
+threading.Thread(target=late).start()
+ctypes.CDLL(None).printf(b"native\\n")
+sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, sorted(done.stdout.split())) == (3, [b"atexit", b"native"])
+
+
+def test_exit_whose_output_nobody_reads_has_the_status_of_the_interpreter() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "from ortserve.core import dtypes; import sys; sys.stdout.write('x'); sys.exit(0)"
+    with os.fdopen(writer, "wb") as output:
+        done = subprocess.run([sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, b"BrokenPipeError" in done.stderr) == (120, True)
+
+
 def test_processes_do_not_share_random_numbers() -> None:
     program = "import numpy; print(numpy.random.random())"
     assert run(program) != run(program)
