@@ -375,7 +375,7 @@ def test_unusable_folder_for_temporary_files_is_one_line_that_names_it(place: st
         "full": with_files_of_at_most(4096),
         "missing": f"from ortserve.cli.main import main; {lost}; sys.exit(main(sys.argv[1:]))",
     }
-    started = [sys.executable, "-c", program[place], command, str(EXAMPLE / "digits")]
+    started: list[str | Path] = [sys.executable, "-c", program[place], command, EXAMPLE / "digits"]
     ended = subprocess.run(started, capture_output=True, text=True, check=False, timeout=100)
     assert (ended.returncode, ended.stdout) == (1, ""), ended
     assert ended.stderr.startswith(f"ortserve {command}: ")

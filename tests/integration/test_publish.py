@@ -184,8 +184,6 @@ def test_a_version_gets_the_external_data_and_the_other_files_of_the_version_bef
     assert (folder / "2" / "other.onnx").stat().st_mode & 0o777 == (new.stat().st_mode & 0o777)
     (tmp_path / "new.bin").unlink()
     assert "new.bin" in refused(capsys, new, folder)
-    new.write_bytes(new.read_bytes().replace(b"new.bin", b"new\0bin"))
-    assert "expected external data beside the model" in refused(capsys, new, folder)
 
 
 def test_what_clients_rely_on_changes_only_on_demand(
@@ -321,7 +319,8 @@ def test_a_killed_process_leaves_nothing_that_is_served(
 def test_a_full_disk_leaves_nothing(repository: Path, tmp_path: Path) -> None:
     large = builders.mlp(tmp_path / "large.onnx", hidden=4096)
     before = content(repository)
-    command = [sys.executable, "-c", with_files_of_at_most(large.stat().st_size // 2), "publish", str(large)]
+    program = with_files_of_at_most(large.stat().st_size // 2)
+    command: list[str | Path] = [sys.executable, "-c", program, "publish", large]
     done = subprocess.run([*command, repository / "mlp"], capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 1
     assert done.stderr == f"ortserve publish: {repository / 'mlp'}: File too large\n"

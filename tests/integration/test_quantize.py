@@ -255,8 +255,8 @@ def test_labels_that_fit_no_output_are_refused_before_models_are_made(
 
 def test_a_full_disk_fails_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of files simulates the full disk; the model has 30 KiB."""
-    command = [sys.executable, "-c", with_files_of_at_most(16384), "quantize", str(DIGITS), "-o"]
-    command += [str(tmp_path / "out.onnx")]
+    program = with_files_of_at_most(16384)
+    command: list[str | Path] = [sys.executable, "-c", program, "quantize", DIGITS, "-o", tmp_path / "out.onnx"]
     done = subprocess.run([*command, "--mode", "dynamic"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("File too large")
