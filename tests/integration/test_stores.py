@@ -617,14 +617,20 @@ def check_archive(folder: Path, address: str, tmp_path: Path) -> None:
         assert answer_of(server) == 3
 
 
-@pytest.fixture
-def moto() -> Iterator[MotoServer]:
+@pytest.fixture(scope="module")
+def running_moto() -> Iterator[MotoServer]:
     try:
         server = MotoServer("bucket")
     except UnavailableError as error:
         pytest.skip(str(error))
     yield server
     server.stop()
+
+
+@pytest.fixture
+def moto(running_moto: MotoServer) -> MotoServer:
+    running_moto.clear()
+    return running_moto
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -37,12 +38,18 @@ def openvino_environment(*, with_package: bool = True) -> dict[str, str]:
     folder = openvino_folder()
     own = {"ORT_DISABLE_TELEMETRY": "1"}
     whole = own | {"PYTHONPATH": _python_path(_CLAIMS_INTEL, folder)}
-    listed = subprocess.run(
-        [sys.executable, "-c", _DEVICES], env=os.environ | whole, capture_output=True, text=True, check=False
-    )
-    if OPENVINO not in listed.stdout.split():
-        pytest.skip(f"OpenVINO's plug-in has no device here: {listed.stdout} {listed.stderr[-300:]}")
+    if problem := _why_no_device(tuple(whole.items())):
+        pytest.skip(f"OpenVINO's plug-in has no device here: {problem}")
     return whole if with_package else own | {"PYTHONPATH": _python_path(_CLAIMS_INTEL)}
+
+
+@cache
+def _why_no_device(added: tuple[tuple[str, str], ...]) -> str:
+    """The output of a process with these variables in which the plug-in has no device; empty if it has one."""
+    listed = subprocess.run(
+        [sys.executable, "-c", _DEVICES], env=os.environ | dict(added), capture_output=True, text=True, check=False
+    )
+    return "" if OPENVINO in listed.stdout.split() else f"{listed.stdout} {listed.stderr[-300:]}"
 
 
 def _python_path(*folders: Path) -> str:

@@ -121,6 +121,14 @@ class MotoServer:
     def delete(self, key: str) -> None:
         self._call("DELETE", key)
 
+    def clear(self) -> None:
+        """Delete all keys."""
+        connection = HTTPConnection(*self._address, timeout=LONG_S)
+        connection.request("POST", "/moto-api/reset")
+        assert connection.getresponse().status == 200
+        connection.close()
+        self._call("PUT", "")
+
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(LONG_S)

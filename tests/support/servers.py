@@ -56,7 +56,15 @@ class ServerProcess:
         self.client = client
         words = ["serve", *map(str, arguments)]
         environment = _clean_environment() | dict(env or {})
-        plain = ("ORTSERVE_", "AWS_", "OTEL_", *(("PYTHONPATH", "FREEZE_") if "FREEZE_WAY" in (env or ()) else ()))
+        plain = (
+            "ORTSERVE_",
+            "AWS_",
+            "AZURE_",
+            "GCE_",
+            "GOOGLE_",
+            "OTEL_",
+            *(("PYTHONPATH", "FREEZE_") if "FREEZE_WAY" in (env or ()) else ()),
+        )
         is_plain = not through and all(name.startswith(plain) for name in env or ())
         forked = PreloadedProcess.start(words, environment, limits) if is_plain else None
         self._process: Final = forked or subprocess.Popen(
