@@ -7,7 +7,7 @@
   GatherND copies all of them.
 
 All other results stay the same. A node of a function stays as it is if calls of the function give it values of
-different types.
+different types, or before operator set 9.
 """
 
 from collections import ChainMap, Counter
@@ -107,9 +107,7 @@ class _Replaced:
     def __init__(self, model: Model, find_tensors: FindTensors) -> None:
         self.edits: dict[tuple[int, str], bytes | Rewired] = {}
         self._find_tensors = find_tensors
-        opset = model.opsets.get("", 0)
-        self._has_where = opset >= _WHERE_SET
-        self._operators = {op for op, least in _MIN_OPSETS.items() if opset >= least}
+        self._opset = model.opsets.get("", 0)
         self._has_texts = _has_texts(model)
         self._functions = model.functions
         self._called: dict[tuple[str, tuple[int, ...], bool, bool], tuple[int, ...]] = {}
@@ -142,7 +140,9 @@ class _Replaced:
                     self.visit(inner, inner_scope(scope, node, name), within)
             if function := self._functions.get((node.domain, node.op, node.overload)):
                 types.update(self._call(function, node, known, is_requested=depends, is_sized=is_sized))
-            if node.op not in self._operators or node.domain or len(node.inputs) != 2 or not node.outputs:
+            if node.domain or len(node.inputs) != 2 or not node.outputs:
+                continue
+            if self._opset < _MIN_OPSETS.get(node.op, self._opset + 1):
                 continue
             nodes: Iterable[bytes] = ()
             if node.op == "Gather":
@@ -164,7 +164,12 @@ class _Replaced:
             self._called[call] = ()  # a function that calls itself gets no types of its results
             types = dict(zip(function.inputs, given, strict=False))
             inner = _Known(types, {}, dict.fromkeys(types, is_requested), dict.fromkeys(types, is_sized))
+            opset = self._opset
+            own = function.opsets.get("", opset)
+            # The nodes need to be valid in both. ONNX Runtime rejects functions with constant integers before Where.
+            self._opset = min(opset, own) if own >= _WHERE_SET else 0
             self.visit(Graph(function.nodes), scope, inner)
+            self._opset = opset
             self._called[call] = tuple(types.get(name, 0) for name in function.outputs)
         return dict(zip(node.outputs, self._called[call], strict=False))
 
@@ -188,7 +193,7 @@ class _Replaced:
         can_fault = may_contain(dividend, _SMALLEST[dtype]) and may_contain(divisor, -1)
         if not can_fault:
             return ()
-        return _without_fault(node, dtype) if self._has_where else _without_where(node, dtype)
+        return _without_fault(node, dtype) if self._opset >= _WHERE_SET else _without_where(node, dtype)
 
     def _whole_slices(self, graph: Graph, node: Node, types: Mapping[str, int]) -> Iterable[bytes]:
         """The nodes in place of a Gather of texts whose slices may have more than one text."""
