@@ -191,6 +191,7 @@ class LoadsOnDemand:
         tries = 0
         with self._room.loading_together(closure_of([name], self._sources)):
             while True:
+                await self._changes.wait_for_locks([name])  # a load by a client that fails takes its source back
                 known = self._sources.get(name)
                 source = await self._read_again(known)
                 if source is not None:

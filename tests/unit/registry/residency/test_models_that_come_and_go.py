@@ -932,6 +932,25 @@ async def test_ensemble_on_demand_is_loaded_on_request_after_a_client_made_it_co
     assert await ask(registry, "pair") == "1"
 
 
+async def test_request_for_an_ensemble_on_demand_waits_for_a_load_by_a_client_that_fails(
+    tmp_path: Path, make: Make
+) -> None:
+    put(tmp_path, "m")
+    add_pair(tmp_path, load_policy="on_demand")
+    registry = make()
+    await registry.load_all()
+    tensors = [{"name": name, "data_type": "TYPE_FP32", "dims": [2]} for name in "xy"]
+    step = {"model_name": "nope", "model_version": -1, "input_map": {"x": "x"}, "output_map": {"y": "y"}}
+    config = {"platform": "ensemble", "ensemble_scheduling": {"step": [step]}}
+    text = json.dumps({**config, "input": tensors[:1], "output": tensors[1:]})
+    loading = asyncio.ensure_future(registry.load("pair", config=text))
+    while states(registry, "pair")[1][0] is not State.LOADING:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+    assert await ask(registry, "pair") == "1"
+    with pytest.raises(ServeError, match="nope"):
+        await loading
+
+
 @pytest.mark.parametrize("file", ["file:1/model.onnx", "file:2/model.onnx", ""])
 async def test_model_of_a_folder_is_evicted_and_loaded_again_after_a_load_by_a_client_has_failed(
     tmp_path: Path, make: Make, file: str
