@@ -140,8 +140,11 @@ class GenerateRequest(WholeJson):
         return "generate", self._body, (self.model_name, self._model_version, self._inputs(), self._is_stream)
 
 
-def encode_generate_response(response: InferResponse) -> bytes:
-    """Encode the answer. An output of one element is written as this element, others as flat arrays."""
+def encode_generate_response(response: InferResponse, *, in_steps: bool = False) -> bytes:
+    """Encode the answer. An output of one element is written as this element, others as flat arrays.
+
+    ``in_steps`` is for threads, which must not hold the interpreter lock for long.
+    """
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version
@@ -150,7 +153,7 @@ def encode_generate_response(response: InferResponse) -> bytes:
         if is_one and tensor.datatype is DataType.BYTES:
             document[tensor.name] = encode_json_text(tensor.array.item())
             continue
-        data: Any = encode_json_data(tensor.array, tensor.datatype)
+        data: Any = encode_json_data(tensor.array, tensor.datatype, in_steps=in_steps and not is_one)
         document[tensor.name] = _bare(data[0]) if is_one else data
     return bytes(write_json(document, response.outputs))
 
@@ -167,7 +170,7 @@ class GenerateEncoder:
         return elements > INLINE_ELEMENTS or has_long_texts(texts)
 
     def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
-        answer = encode_generate_response(response)
+        answer = encode_generate_response(response, in_steps=memory is not None)
         # A stream of one server-sent event, because an ONNX model answers once.
         return b"data: %b\n\n" % answer if self._is_stream else answer
 

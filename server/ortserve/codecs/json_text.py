@@ -199,11 +199,17 @@ def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...]
     return _numbers(elements, types, datatype, name).reshape(shape)
 
 
-def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any] | LongJson:
-    """Return a flat list or array for ``write_json``. Many elements and long texts are encoded here, in steps."""
+def encode_json_data(
+    array: np.ndarray, datatype: DataType, *, in_steps: bool = False
+) -> np.ndarray | list[Any] | LongJson:
+    """Return a flat list or array for ``write_json``. Many elements and long texts are encoded here, in steps.
+
+    ``in_steps`` also encodes few elements here: one of many arrays, which ``write_json`` would encode in one step.
+    """
     flat = array.ravel()
     elements = widen(flat) if datatype is DataType.BF16 else flat
-    if array.size > INLINE_ELEMENTS or (datatype is DataType.BYTES and has_long_texts([flat])):
+    is_long = array.size > INLINE_ELEMENTS or (datatype is DataType.BYTES and has_long_texts([flat]))
+    if is_long or (in_steps and array.size > 0):
         return write_array(elements)
     return flat.tolist() if datatype is DataType.BYTES else elements
 

@@ -180,7 +180,7 @@ class RestEncoder:
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
     ) -> EncodedResponse:
-        """Encode each output as JSON or binary, as the request asks."""
+        """Encode each output as JSON or binary, as the request asks; with ``memory`` in steps, for a thread."""
         in_regions = response.in_regions
         outputs: list[dict[str, Any]] = []
         tail: list[bytes | memoryview] = []
@@ -199,7 +199,7 @@ class RestEncoder:
                 entry["parameters"] = {"binary_data_size": len(piece)}
                 tail.append(piece)
             else:
-                entry["data"] = encode_json_data(tensor.array, tensor.datatype)
+                entry["data"] = encode_json_data(tensor.array, tensor.datatype, in_steps=memory is not None)
         document: dict[str, Any] = {
             "model_name": response.model_name,
             "model_version": response.model_version,

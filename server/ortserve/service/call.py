@@ -8,6 +8,7 @@ import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import NO_SCHEDULING, InflightRequest
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import AnswerEncoder, InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, why_not_stacked
@@ -201,10 +202,10 @@ def classifies_long(request: InferRequest, served: ServedVersion, outputs: Array
 
 
 def classify_and_encode(
-    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer]
+    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer], memory: LargeMemory
 ) -> Answer:
-    """Build and encode the response. Raises the errors of ``build_response`` and of the encoder. Any thread."""
-    return encoder.encode(request, build_response(request, served, outputs))
+    """Build and encode the response, for a thread. Raises the errors of ``build_response`` and of the encoder."""
+    return encoder.encode(request, build_response(request, served, outputs), memory)
 
 
 def _classified(tensor: Tensor, spec: TensorSpec, classes: int, served: ServedVersion) -> Tensor:

@@ -244,7 +244,8 @@ class InferenceService:
         response = call.response
         if response is None:
             if request.outputs and classifies_long(request, served, outputs):
-                self._encode_on_thread(call, partial(classify_and_encode, request, served, outputs, encoder))
+                work = partial(classify_and_encode, request, served, outputs, encoder, self.gate.memory)
+                self._encode_on_thread(call, work)
                 return None
             response = build_response(request, served, outputs)
         elements = 0

@@ -18,6 +18,7 @@ from ortserve.codecs.bounds import (
     INLINE_TEXTS,
     MAX_JSON_HEAD_BYTES,
 )
+from ortserve.codecs.generate import GenerateEncoder
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.json_process import pack_request
@@ -25,6 +26,7 @@ from ortserve.codecs.json_text import encode_json_data
 from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.batch import deep_bytes
 from ortserve.core.dtypes import DataType
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import DecodingPlace, InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ServeError
@@ -70,6 +72,25 @@ def test_many_classes_leave_the_interpreter_to_other_threads() -> None:
             time.sleep(0)
             turns += 1
     assert turns > 15
+
+
+@pytest.mark.usefixtures("compiled_interpreter")
+@pytest.mark.parametrize("encoder", [RestEncoder(), GenerateEncoder(is_stream=False)])
+def test_many_outputs_leave_the_interpreter_to_other_threads(encoder: RestEncoder | GenerateEncoder) -> None:
+    numbers = np.linspace(0, 1, INLINE_ELEMENTS, dtype=np.float32)
+    outputs = [Tensor(f"y{index}", DataType.FP32, numbers) for index in range(20)]
+    outputs += [Tensor("none", DataType.FP32, numbers[:0]), Tensor("one", DataType.FP32, numbers[:1])]
+    response = InferResponse("m", "1", "", outputs)
+    turns = 0
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(encoder.encode, InferRequest("m", "", "", (), (), {}), response, LargeMemory())
+        while not working.done():
+            time.sleep(0)
+            turns += 1
+    assert turns > 15
+    at_once = encoder.encode(InferRequest("m", "", "", (), (), {}), response)
+    in_steps, whole = (getattr(answer, "body", answer) for answer in (working.result(), at_once))
+    assert in_steps == whole
 
 
 def rest_request(*texts: np.ndarray) -> RestRequest:
