@@ -198,7 +198,7 @@ class Connection:
 
     def ends(self) -> bool:
         """Whether the next response closes the connection: it is old, or the server drains and no request waits."""
-        return self.is_old or (self.context.is_draining and not self._waiting)
+        return self.is_old or (self.context.is_draining and not self._waiting and self._rejection is None)
 
     def begin(self, exchange: Exchange) -> None:
         """Start the exchange of the next request, now or when all earlier exchanges are complete."""
@@ -320,13 +320,13 @@ class Connection:
             newest.keep_alive = False  # the responses before it are sent first
 
     def shutdown(self) -> None:
-        """Begin to drain. An idle or lingering connection closes now, any other after its newest request."""
+        """Begin to drain. An idle or lingering connection closes now, any other after its newest request or error."""
         newest = self.newest
         if self.is_lingering:
             self.transport.close()
         elif newest is None or newest.response_complete:
             self.close()
-        else:
+        elif self._rejection is None:
             newest.keep_alive = False
 
     def on_lost(self) -> None:

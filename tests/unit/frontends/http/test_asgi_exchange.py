@@ -298,6 +298,21 @@ async def test_drain_answers_the_requests_that_wait_and_then_closes() -> None:
     protocol.connection_lost(None)
 
 
+async def test_drain_answers_a_malformed_request_that_waits() -> None:
+    written = bytearray()
+    side = HttpSide()
+    protocol, _ = side.connect(written)
+    protocol.data_received(get("/x") * 2 + b"no request\r\n\r\n")
+    side.context.is_draining = True
+    protocol.shutdown()
+    await turns(3 * TURNS)
+    answers = bytes(written).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"200", b"400"]
+    assert [b"connection: close" in answer for answer in answers] == [False, False, True]
+    assert protocol.connection.is_lingering
+    protocol.connection_lost(None)
+
+
 async def test_last_response_of_an_old_connection_is_not_lost_to_a_reset() -> None:
     """A close with unread bytes would reset the connection; the requests behind the last one are not answered."""
     written = bytearray()
