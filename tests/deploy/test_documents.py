@@ -17,6 +17,7 @@ import yaml
 
 from manifests import DEPLOY, ROOT, Installation, installation, overlays, rendered
 from ortserve import __version__
+from ortserve.app.server import FLUSH_S
 from ortserve.cli.serve import build_parser
 from ortserve.config.options import read_options, variable_name
 from pages import DOCS, KUBERNETES, RUNBOOK, blocks, commands, own_overlay, yaml_block
@@ -265,8 +266,8 @@ def test_documented_unit_starts_the_server_and_waits_for_its_drain(tmp_path: Pat
     assert command == "serve"
     given = vars(build_parser().parse_intermixed_args([str(tmp_path), *arguments[1:]]))
     options = read_options({name: value for name, value in given.items() if not name.endswith("_file")}, None)
-    longest_s = options.drain_delay_s + options.drain_timeout_s + options.otlp_flush_timeout_s
-    assert longest_s < float(service["TimeoutStopSec"])
+    longest_s = options.drain_delay_s + options.drain_timeout_s + options.otlp_flush_timeout_s + 2 * FLUSH_S
+    assert longest_s + 5 < float(service["TimeoutStopSec"])
     assert options.http_max_connections + options.grpc_max_connections < int(service["LimitNOFILE"])
     variable, _, folder = service["Environment"].partition("=")
     assert variable == variable_name("state_dir")
