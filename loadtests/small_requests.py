@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import hpack
 import numpy as np
 
+import http2_frames as http2
 from crafted_messages import http_request
 from infer_requests import INFER, framed, grpc_request, json_request, numbers_of_grpc, numbers_of_json
 from tiny_mlp import NAME, write_tiny_mlp
@@ -31,10 +32,6 @@ CONNECTIONS: Final = 8
 PATIENCE_S: Final = 60.0
 """Timeout of answers after the last due time. Requests without an answer by then count as lost."""
 PROTOCOLS: Final = ("REST", "gRPC")
-
-_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
-_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -101,20 +98,17 @@ class RestCaller:
 
 
 class GrpcCaller:
-    """Sends gRPC calls on a persistent HTTP/2 connection.
-
-    It writes the frames by hand, because the h2 library would take longer than the server.
-    """
+    """Sends gRPC calls on a persistent HTTP/2 connection."""
 
     def __init__(self, port: int, row: Row) -> None:
         self.socket = _connect(port)
-        self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0) + _frame(_WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4)))
+        self.socket.sendall(http2.opening())
         self._data = framed(grpc_request(row.model, row.values[None]))
         self._head = [(":method", "POST"), (":scheme", "http"), (":path", INFER), (":authority", "x")]
         self._head += [("te", "trailers"), ("content-type", "application/grpc")]
         self._encoder, self._decoder = hpack.Encoder(), hpack.Decoder()
         self._stream = -1
-        self._window = 65_535
+        self._window = http2.FIRST_WINDOW
         self._came = b""
         self._message = b""
 
@@ -124,31 +118,30 @@ class GrpcCaller:
         self._stream += 2
         self._window -= len(self._data)
         self._message = b""
-        head = _frame(_HEADERS, _END_HEADERS, self._stream, self._encoder.encode(self._head))
-        self.socket.sendall(head + _frame(_DATA, _END_STREAM, self._stream, self._data))
+        head = http2.frame(http2.HEADERS, http2.END_HEADERS, self._stream, self._encoder.encode(self._head))
+        self.socket.sendall(head + http2.frame(http2.DATA, http2.END_STREAM, self._stream, self._data))
 
     def receive(self) -> bytes | None:
         self._came += _read(self.socket)
         answer = None
-        while len(self._came) >= 9 and len(self._came) >= 9 + (length := int.from_bytes(self._came[:3])):
-            kind, flags, stream = self._came[3], self._came[4], int.from_bytes(self._came[5:9])
-            content, self._came = self._came[9 : 9 + length], self._came[9 + length :]
+        while (first := http2.first_frame(self._came)) is not None:
+            kind, flags, stream, content, self._came = first
             answer = self._on_frame(kind, flags, stream, content) or answer
         return answer
 
     def _on_frame(self, kind: int, flags: int, stream: int, content: bytes) -> bytes | None:
-        if kind == _DATA:
+        if kind == http2.DATA:
             self._message += content
-        elif kind == _HEADERS:
+        elif kind == http2.HEADERS:
             headers = {str(name): str(value) for name, value in self._decoder.decode(content)}
-            if flags & _END_STREAM:
+            if flags & http2.END_STREAM:
                 is_answered = headers.get("grpc-status") == "0"
                 return self._message if is_answered else f"status of {headers}".encode()
-        elif kind == _WINDOW_UPDATE and stream == 0:
+        elif kind == http2.WINDOW_UPDATE and stream == 0:
             self._window += int.from_bytes(content)
-        elif kind in (_SETTINGS, _PING) and not flags & _ACK:
-            self.socket.sendall(_frame(kind, _ACK, 0, content if kind == _PING else b""))
-        elif kind in (_RESET, _GOAWAY):
+        elif kind in (http2.SETTINGS, http2.PING) and not flags & http2.ACK:
+            self.socket.sendall(http2.frame(kind, http2.ACK, 0, content if kind == http2.PING else b""))
+        elif kind in (http2.RESET, http2.GOAWAY):
             raise ConnectionResetError(f"frame {kind}: {content!r}")
         return None
 
@@ -278,7 +271,3 @@ def _read(connection: socket.socket) -> bytes:
     if not data:
         raise ConnectionResetError("the server closed the connection")
     return data
-
-
-def _frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    return len(content).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + content

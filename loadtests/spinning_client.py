@@ -5,22 +5,13 @@ each connection is checked against expected outputs, all others against the byte
 """
 
 import socket
-import struct
-from typing import Final, Protocol
+from typing import Protocol
 
 import hpack
 
+import http2_frames as http2
 from infer_requests import INFER, framed, grpc_request, json_request, numbers_of_grpc, numbers_of_json
 from tiny_mlp import NAME, TinyMlp
-
-_DATA: Final = 0
-_HEADERS: Final = 1
-_SETTINGS: Final = 4
-_PING: Final = 6
-_WINDOW_UPDATE: Final = 8
-_END_STREAM: Final = 0x1
-_ACK: Final = 0x1
-_END_HEADERS: Final = 0x4
 
 
 class Caller(Protocol):
@@ -77,9 +68,7 @@ class GrpcCaller:
         self._block = encoder.encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers.items()])
         self._data = framed(grpc_request(NAME, model.row))
         self._socket = _connect(port)
-        credit = struct.pack(">I", 2**31 - 1 - 65535)
-        opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0) + _frame(_WINDOW_UPDATE, 0, 0, credit)
-        self._socket.sendall(opening)
+        self._socket.sendall(http2.opening())
         self._stream = -1
         self._received = b""
         self._answer = b""
@@ -96,25 +85,22 @@ class GrpcCaller:
     def _exchange(self) -> bytes:
         self._stream += 2
         self._socket.sendall(
-            _frame(_HEADERS, _END_HEADERS, self._stream, self._block)
-            + _frame(_DATA, _END_STREAM, self._stream, self._data)
+            http2.frame(http2.HEADERS, http2.END_HEADERS, self._stream, self._block)
+            + http2.frame(http2.DATA, http2.END_STREAM, self._stream, self._data)
         )
         answer = b""
         while True:
-            while len(self._received) >= 9 and len(self._received) >= 9 + (
-                size := int.from_bytes(self._received[:3], "big")
-            ):
-                kind, flags, stream = struct.unpack(">BBI", self._received[3:9])
-                payload, self._received = self._received[9 : 9 + size], self._received[9 + size :]
-                if kind == _DATA:
+            while (first := http2.first_frame(self._received)) is not None:
+                kind, flags, stream, payload, self._received = first
+                if kind == http2.DATA:
                     answer += payload
-                elif kind == _HEADERS and flags & _END_STREAM:
+                elif kind == http2.HEADERS and flags & http2.END_STREAM:
                     assert stream == self._stream
                     return answer
-                elif kind in (_SETTINGS, _PING) and not flags & _ACK:
-                    self._socket.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
+                elif kind in (http2.SETTINGS, http2.PING) and not flags & http2.ACK:
+                    self._socket.sendall(http2.frame(kind, http2.ACK, 0, payload if kind == http2.PING else b""))
                 else:
-                    assert kind in (_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE), kind
+                    assert kind in (http2.HEADERS, http2.SETTINGS, http2.PING, http2.WINDOW_UPDATE), kind
             self._received += _spin(self._socket)
 
 
@@ -133,7 +119,3 @@ def _spin(connection: socket.socket) -> bytes:
             continue
         assert data, "the server closed the connection"
         return data
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
