@@ -38,7 +38,7 @@ import psutil  # noqa: E402
 from harness import circumstances, cpu_s, process, receive, serving, table  # noqa: E402
 from machine_stalls import watch  # noqa: E402
 from neighbours import MIB, NEIGHBOURS, SLOWEST_S, Neighbour, Ports, neighbour, write_models  # noqa: E402
-from small_requests import PATIENCE_S, PROTOCOLS, RATE, Row, Stretch, probe, small_row  # noqa: E402
+from small_requests import PATIENCE_S, PROTOCOLS, RATE, Row, Stretch, small_requests, small_row  # noqa: E402
 
 PORT: Final = 18400
 INFLIGHT_BYTES: Final = 1024 * MIB
@@ -141,20 +141,16 @@ def measure(
     with ExitStack() as stack:
         other = stack.enter_context(process(neighbour, one.name, ports))  # builds its bodies meanwhile
         pid = stack.enter_context(serving(folder, PORT, *flags, environment=environment))
-        small = stack.enter_context(process(probe, {"REST": ports.http, "gRPC": ports.grpc}, row))
         machine = stack.enter_context(process(watch))
         assert receive(other, SILENCE_S) == "prepared"
-        ask_stretch(small, 1.0)  # warm-up, not counted
-        receive(small, SILENCE_S)
+        stretch = stack.enter_context(small_requests(PORT, row))
         base = memory_bytes(pid, "VmRSS")
         for _ in range(options.rounds):
-            ask_stretch(small, options.seconds)
-            add(found.alone, receive(small, SILENCE_S))
+            add(found.alone, stretch(options.seconds))
             began, before_s = begin_peak(pid), cpu_s(pid)
             longest_stall_s(machine)  # forgets those before
             other.send("begin")
-            ask_stretch(small, options.seconds)
-            stretches = receive(small, SILENCE_S)
+            stretches = stretch(options.seconds)
             found.stalls_ms.append(longest_stall_s(machine) * 1e3)
             other.send("end")
             if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -165,7 +161,7 @@ def measure(
             found.outcomes.update(receive(other, SILENCE_S))
             add(found.beside, stretches)
             found.peak_bytes = max(found.peak_bytes, memory_bytes(pid, "VmHWM") - base)
-            if any(stretch.lost for stretch in stretches.values()):
+            if any(one.lost for one in stretches.values()):
                 break  # the server no longer answers, so there is nothing to compare
     return found
 
@@ -173,10 +169,6 @@ def measure(
 def add(stretches: dict[str, list[Stretch]], new: Mapping[str, Stretch]) -> None:
     for protocol, stretch in new.items():
         stretches[protocol].append(stretch)
-
-
-def ask_stretch(small: Pipe, seconds: float) -> None:
-    small.send(seconds)
 
 
 def longest_stall_s(machine: Pipe) -> float:

@@ -29,9 +29,9 @@ sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import cpu_s, process, receive, serving, spread, table, write_report  # noqa: E402
+from harness import cpu_s, serving, spread, table, write_report  # noqa: E402
 from models.builders import mlp  # noqa: E402
-from small_requests import PATIENCE_S, PROTOCOLS, Row, Stretch, probe  # noqa: E402
+from small_requests import PROTOCOLS, Row, Stretch, small_requests  # noqa: E402
 
 PORT: Final = 18600
 ROLLOUTS: Final[Mapping[str, dict[str, Any]]] = {
@@ -71,22 +71,16 @@ def measure(row: Row, folder: Path, rounds: int, seconds: float) -> list[list[st
     found: dict[str, list[Mapping[str, Stretch]]] = {"none": [], **{name: [] for name in ROLLOUTS}}
     cpu_us: dict[str, list[float]] = {name: [] for name in found}
     counts: dict[str, str] = {}
-    with serving(folder, PORT) as pid, process(probe, {"REST": PORT, "gRPC": PORT + 1}, row) as small:
-
-        def stretch(length_s: float) -> Mapping[str, Stretch]:
-            small.send(length_s)
-            stretches: Mapping[str, Stretch] = receive(small, length_s + 2 * PATIENCE_S)
-            assert not any(one.lost or one.wrong for one in stretches.values()), stretches
-            return stretches
-
-        stretch(1.0)  # warm-up, not counted
+    with serving(folder, PORT) as pid, small_requests(PORT, row) as stretch:
         for _ in range(rounds):
             for name in found:
                 if name != "none":
                     call("PUT", rollout, {"candidate": 2, **ROLLOUTS[name]})
                 before_s = cpu_s(pid)
-                found[name].append(stretch(seconds))
-                answers = sum(len(one.latencies_s) for one in found[name][-1].values())
+                new = stretch(seconds)
+                assert not any(one.lost or one.wrong for one in new.values()), new
+                found[name].append(new)
+                answers = sum(len(one.latencies_s) for one in new.values())
                 cpu_us[name].append((cpu_s(pid) - before_s) * 1e6 / answers)
                 if name != "none":
                     figures = call("GET", rollout)["figures"]

@@ -10,8 +10,8 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 
 import http2_frames as http2
 from crafted_messages import http_request
+from harness import process, receive
 from infer_requests import INFER, framed, grpc_request, json_request, numbers_of_grpc, numbers_of_json
 from tiny_mlp import NAME, write_tiny_mlp
 
@@ -222,7 +223,24 @@ class _Arm:
             self.idle.append(self._open())
 
 
-def probe(pipe: Pipe, ports: dict[str, int], row: Row) -> None:
+@contextmanager
+def small_requests(port: int, row: Row) -> Iterator[Callable[[float], dict[str, Stretch]]]:
+    """Run the process beside a server with gRPC on the next port, after a warm-up.
+
+    Yields a function that sends requests for a duration in seconds, and returns a ``Stretch`` per protocol.
+    """
+    with process(_probe, {"REST": port, "gRPC": port + 1}, row) as pipe:
+
+        def stretch(seconds: float) -> dict[str, Stretch]:
+            pipe.send(seconds)
+            stretches: dict[str, Stretch] = receive(pipe, seconds + 2 * PATIENCE_S)
+            return stretches
+
+        stretch(1.0)
+        yield stretch
+
+
+def _probe(pipe: Pipe, ports: dict[str, int], row: Row) -> None:
     """Run the process: for each received duration in seconds, send requests and return a ``Stretch`` per protocol."""
     arms = (
         _Arm(lambda: RestCaller(ports["REST"], row), RestCaller.outputs, row),

@@ -32,8 +32,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import psutil  # noqa: E402
 
-from harness import cpu_s, process, receive, serving, spread, table, write_report  # noqa: E402
-from small_requests import PATIENCE_S, PROTOCOLS, Stretch, probe, small_row  # noqa: E402
+from harness import cpu_s, serving, spread, table, write_report  # noqa: E402
+from small_requests import PROTOCOLS, Stretch, small_requests, small_row  # noqa: E402
 
 PORT: Final = 18500
 SETTLED: Final = 100
@@ -126,25 +126,22 @@ def measure(options: argparse.Namespace) -> tuple[Found, Swaps]:
         row = small_row(folder)
         with (
             serving(folder, PORT, f"--load-model={row.model}", *FLAGS) as pid,
-            process(probe, {"REST": PORT, "gRPC": PORT + 1}, row) as small,
+            small_requests(PORT, row) as stretch,
         ):
             swaps = Swaps(folder / row.model, options.pause_s)
 
-            def stretch(arm: dict[str, list[Stretch]], seconds: float) -> None:
-                small.send(seconds)
-                for protocol, new in receive(small, seconds + 2 * PATIENCE_S).items():
+            def measure_arm(arm: dict[str, list[Stretch]]) -> None:
+                for protocol, new in stretch(options.seconds).items():
                     arm[protocol].append(new)
 
-            small.send(1.0)  # warm-up, not counted
-            receive(small, 2 * PATIENCE_S)
             while swaps.count < options.swaps:
-                stretch(found.alone, options.seconds)
+                measure_arm(found.alone)
                 is_over = threading.Event()
                 failures: list[BaseException] = []
                 swapping = threading.Thread(target=_guard, args=(failures, swaps, is_over))
                 began, before_s = time.monotonic(), cpu_s(pid)
                 swapping.start()
-                stretch(found.beside, options.seconds)
+                measure_arm(found.beside)
                 found.processors.append((cpu_s(pid) - before_s) / (time.monotonic() - began))
                 is_over.set()
                 swapping.join()
