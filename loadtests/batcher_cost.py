@@ -22,6 +22,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import uvloop  # noqa: E402
 
+from fakes.runner import NeverOverdue  # noqa: E402
 from harness import serving, spread, write_report, wrk  # noqa: E402
 from infer_requests import json_request  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
@@ -42,7 +43,7 @@ TURNS = 3000
 PORT = 18000
 
 
-class InstantRunner:
+class InstantRunner(NeverOverdue):
     """Returns rows that were computed in advance."""
 
     def __init__(self, outputs: np.ndarray) -> None:
@@ -53,14 +54,6 @@ class InstantRunner:
         self.batches += 1
         now_ns = monotonic_ns()
         return BatchResult((self._outputs[: batch.rows],), now_ns, now_ns, 1_000)
-
-    is_running = False
-
-    def terminate(self, batch: Batch) -> None:
-        raise AssertionError("its runs end by themselves")
-
-    def abandon(self) -> None:
-        raise AssertionError("its runs end by themselves")
 
     def start(self, batch: Batch, done: BatchDone) -> None:
         done(self.run(batch))

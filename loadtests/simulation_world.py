@@ -14,6 +14,7 @@ from typing import Final
 
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
+from fakes.runner import NeverOverdue
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
@@ -72,7 +73,7 @@ GPU: Final = Machine("GPU-like", 50_000, 1_500_000, 64)
 CPU: Final = Machine("CPU-like", 1_000_000, 1_000_000, 16)
 
 
-class SimulatedRunner:
+class SimulatedRunner(NeverOverdue):
     """Takes the machine's time for each batch and computes nothing. ``busy_ns`` is the total duration of its runs."""
 
     def __init__(self, machine: Machine, loop: asyncio.AbstractEventLoop, clock: FakeClock, seed: int) -> None:
@@ -86,14 +87,6 @@ class SimulatedRunner:
 
     def run(self, batch: Batch) -> BatchResult:
         raise AssertionError("no simulated batch is short enough to run on the loop")
-
-    is_running = False
-
-    def terminate(self, batch: Batch) -> None:
-        raise AssertionError("its runs end by themselves")
-
-    def abandon(self) -> None:
-        raise AssertionError("its runs end by themselves")
 
     def start(self, batch: Batch, done: BatchDone) -> None:
         took_ns = self._machine.latency_ns(batch.bucket)
