@@ -98,11 +98,17 @@ class Batcher:
         """Whether requests wait or run."""
         return self._divided > 0 or self._runs.is_busy
 
+    def padded_rows(self, rows: int) -> int:
+        """Rows to which the sender of a request pads it, because padding of the batch would repeat the last row."""
+        policy = self._runs.policy
+        return policy.bucket_for(rows) if policy.keeps_places else rows
+
     def submit(self, request: InflightRequest, shape_class: Hashable, terms: Terms = NO_TERMS) -> None:
         """Enqueue a request; it is settled later.
 
         A request with more than ``max_rows`` rows, or much text, is enqueued as several pieces, some at a time, unless
-        it has to run alone. Its ``timing`` is then that of the piece that was settled last.
+        it has to run alone or ``BatchPolicy.keeps_places`` is set. Its ``timing`` is then that of the piece that was
+        settled last.
 
         Args:
             request: A request with ``rows``, 1 for a model without a batch axis, and ``inputs`` in the order of the
@@ -127,7 +133,7 @@ class Batcher:
             piece_rows = most_rows(request.text_units, request.rows, piece_rows)
         if request.rows > piece_rows and policy.has_long_pieces:
             piece_rows = long_piece_rows(piece_rows, request.nbytes / request.rows, known.batch_latency)
-        if known.runs_alone or request.rows <= piece_rows:
+        if known.runs_alone or request.rows <= piece_rows or policy.keeps_places:
             self._runs.enqueue(request, known, now_ns)
             return
         max_queued = max(1, MAX_QUEUED_PIECES * min(piece_rows, self.max_rows) // piece_rows)

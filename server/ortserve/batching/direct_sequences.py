@@ -1,8 +1,8 @@
 """The strategy ``direct``: each sequence has a row of its own in the batches of its group.
 
 There is a group of slots for each instance, and one batch of a group runs at a time. A batch spans slot 0 to the
-highest slot with a request. Rows of slots without a request are zeros, with READY false. A request that must run alone
-is a batch of one row.
+highest slot with a request. Rows of slots without a request, and rows behind them that pad the batch to a bucket, are
+zeros, with READY false. A request that must run alone is a batch of one row.
 """
 
 import asyncio
@@ -76,11 +76,10 @@ def batch_terms(turns: Iterable[Turn]) -> Terms:
     return Terms(answer_by_ns=latest_ns)
 
 
-def form_rows(turns: Mapping[int, Turn], padding: Arrays) -> Arrays:
-    """Form the inputs of a batch: a row for each slot up to the highest with a request, ``padding`` for empty slots."""
-    slots = max(turns) + 1
-    parts = [turns[slot].inputs if slot in turns else padding for slot in range(slots)]
-    return tuple([np.concatenate(arrays) if slots > 1 else arrays[0] for arrays in zip(*parts, strict=True)])
+def form_rows(turns: Mapping[int, Turn], rows: int, padding: Arrays) -> Arrays:
+    """Form the inputs of a batch of ``rows`` rows: ``padding`` for each slot without a request."""
+    parts = [turns[slot].inputs if slot in turns else padding for slot in range(rows)]
+    return tuple([np.concatenate(arrays) if rows > 1 else arrays[0] for arrays in zip(*parts, strict=True)])
 
 
 class DirectRuns:
@@ -92,6 +91,7 @@ class DirectRuns:
         groups: int,
         slots: int,
         enqueue: EnqueueSlots,
+        padded_rows: Callable[[int], int],
         shape_class: Callable[[Arrays], Hashable],
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
@@ -106,6 +106,7 @@ class DirectRuns:
             groups: Number of groups, one for each instance.
             slots: Slots of each group; 1 for a model that is not batched.
             enqueue: Enqueues a batch in the batcher.
+            padded_rows: Rows to which a batch of a number of rows is padded.
             shape_class: The shape class of a request with these inputs; equal for requests that may share a batch.
             loop: The running event loop.
             clock: Monotonic nanoseconds.
@@ -114,7 +115,8 @@ class DirectRuns:
         """
         least = max(1, math.ceil(slots * min_utilization * _ROUNDING))
         self._groups: Final = [
-            _Group(runs, number, least, delay_ns, enqueue, shape_class, loop, clock) for number in range(groups)
+            _Group(runs, number, least, delay_ns, enqueue, padded_rows, shape_class, loop, clock)
+            for number in range(groups)
         ]
 
     def run(self, turn: Turn) -> None:
@@ -144,6 +146,7 @@ class _Group:
         least: int,
         delay_ns: int,
         enqueue: EnqueueSlots,
+        padded_rows: Callable[[int], int],
         shape_class: Callable[[Arrays], Hashable],
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
@@ -153,6 +156,7 @@ class _Group:
         self._least: Final = least
         self._delay_ns = delay_ns
         self._enqueue: Final = enqueue
+        self._padded_rows: Final = padded_rows
         self._shape_class: Final = shape_class
         self._loop: Final = loop
         self._clock: Final = clock
@@ -227,14 +231,16 @@ class _Group:
 
     def _run(self, turns: dict[int, Turn], key: Hashable) -> None:
         is_alone = isinstance(key, Alone)
-        slots = max(turns) + 1
-        some = turns[slots - 1].inputs
-        batch = InflightRequest(Timing(self._clock()), some, 1 if is_alone else slots)
+        last = max(turns)
+        some = turns[last].inputs
+        rows = 1 if is_alone else self._padded_rows(last + 1)
+        batch = InflightRequest(Timing(self._clock()), some, rows)
         batch.on_settled = partial(self._on_settled, turns)
         self._is_running = True
         try:
             if not is_alone:
-                batch.inputs = form_rows(turns, self._runs.tensors.padding_row(some) if len(turns) < slots else ())
+                padding = self._runs.tensors.padding_row(some) if len(turns) < rows else ()
+                batch.inputs = form_rows(turns, rows, padding)
                 # The number of the group in the shape class keeps batches of two groups out of one run.
                 key = self._number, key
             self._enqueue(batch, key, batch_terms(turns.values()))

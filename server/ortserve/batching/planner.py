@@ -37,6 +37,8 @@ class BatchPolicy:
             ``max_rows`` is 1, so that no request waits for others to join it, and queued work is counted row by row.
         has_long_pieces: Whether a piece of a large request may have more rows than a batch, until memory is too small
             or rows turn out to depend on each other.
+        keeps_places: Whether answers may depend on the places of rows in a run. Then requests with more rows than a
+            batch, or with much text, run undivided.
     """
 
     max_rows: int
@@ -46,6 +48,7 @@ class BatchPolicy:
     closed_loop_wait: bool = False
     lone_rows: int | None = None
     has_long_pieces: bool = False
+    keeps_places: bool = False
 
     @property
     def request_rows(self) -> int:

@@ -99,16 +99,17 @@ class StateRuns:
 
     def _join(self, index: int, column: np.ndarray) -> StateSlot:
         """A slot with the states of a batch side by side. A single aligned state stays in its own slot."""
-        last: StateSlot = column[-1]
-        if len(column) == 1 and last.is_aligned:
-            return last
-        nbytes, shape = last.nbytes, last.shape
+        padding: StateSlot = self._states.padding[index][0]
+        own: StateSlot = next(slot for slot in column if slot is not padding)
+        if len(column) == 1 and own.is_aligned:
+            return own
+        nbytes, shape = own.nbytes, own.shape
         joined = self._states.take(len(column) * nbytes, (len(column) * shape[0], *shape[1:]))
         if not nbytes:
             return joined
         for row, slot in enumerate(column):
             address = joined.address + row * nbytes
-            if slot is self._states.padding[index][0]:  # has the initial states' shape; it is never the last row
+            if slot is padding:  # it has the shape of the initial states
                 self._sent.append(np.zeros(nbytes, np.uint8))
                 self._device.copy_in(address, self._sent[-1], self._stream)
             else:

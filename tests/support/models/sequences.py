@@ -114,6 +114,16 @@ def growing(path: Path, rows: str = "batch") -> Path:
     )
 
 
+def growing_among(path: Path) -> Path:
+    """Like ``growing``, with the number of rows of the batch that have READY in place of LENGTH."""
+    text = """among (float[batch,1] INPUT, int32[batch,1] READY, float[batch,past] PAST)
+        => (int32[batch,1] REQUESTS, float[batch,1] TOTAL, float[batch,present] PRESENT) {
+            PRESENT = Concat <axis = 1> (PAST, INPUT) TOTAL = ReduceSum <keepdims = 1> (PRESENT, axes)
+            count = ReduceSum <keepdims = 1> (READY) REQUESTS = Mul (READY, count)
+        }"""
+    return _write(path, text, axes=[1])
+
+
 def history(path: Path) -> Path:
     """Returns all INPUTs since the start, using copies only; the state grows by one row of 4 with each request."""
     return _write(

@@ -77,6 +77,7 @@ class Stage:
                 groups=groups,
                 slots=slots,
                 enqueue=self.enqueue,
+                padded_rows=lambda rows: rows,
                 shape_class=shape_class,
                 loop=loop,
                 clock=clock,

@@ -111,6 +111,16 @@ async def test_rows_without_a_request_have_states_of_zeros(tmp_path: Path) -> No
         assert [array.view(np.float32).tolist() for array in device.sent[before:]] == [[0, 0]] * 2
 
 
+async def test_rows_that_pad_a_batch_hold_no_request_and_the_first_states(tmp_path: Path) -> None:
+    path = sequences.growing_among(tmp_path / "m.onnx")
+    options = {**GROWS, "controls": {"READY": {"kind": "ready"}}, "buckets": [4], "batched": True, "row_checks": False}
+    async with serving_on(lambda number: HostDevice(), path, strategy="direct", **options) as served:
+        for step in range(1, 4):
+            answers = await asyncio.gather(*[add(served, name, name, start=step == 1) for name in (1, 2, 3)])
+            among = 3 if step > 1 else 1  # an empty state runs alone
+            assert answers == [[among, step * name] for name in (1, 2, 3)]
+
+
 async def test_memory_of_a_growing_state_stays_in_proportion(tmp_path: Path) -> None:
     device = HostDevice()
     path = sequences.history(tmp_path / "m.onnx")

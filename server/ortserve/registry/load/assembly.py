@@ -171,6 +171,7 @@ class Assembly:
                 groups=groups,
                 slots=rows,
                 enqueue=batcher.submit,
+                padded_rows=batcher.padded_rows,
                 shape_class=partial(_shape_class, shapes),
                 loop=self._loop,
                 clock=self._clock,

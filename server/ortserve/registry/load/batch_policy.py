@@ -21,7 +21,8 @@ def batch_policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
         return BatchPolicy(1)
     max_rows, buckets = loaded.warm_up.max_rows, tuple(sorted(set(options.buckets))) or loaded.on_device.sizes
     if options.sequences is not None and options.sequences.strategy == "direct":
-        return BatchPolicy(max_rows, buckets=buckets)  # the strategy forms batches before they are enqueued
+        # The strategy forms batches before they are enqueued. Models may keep track of the places of rows.
+        return BatchPolicy(max_rows, buckets=buckets, keeps_places=loaded.rows.grounds is not Grounds.PROVEN)
     return BatchPolicy(
         max_rows,
         int(options.queue_delay_s * 1e9),

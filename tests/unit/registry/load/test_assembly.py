@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from fakes.host_device import HostDevice
 from fakes.inflight import submit_to
-from models import builders
+from models import builders, sequences
 from ortserve.config.model import ModelOptions
 from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import NO_TERMS, InflightRequest
+from ortserve.core.sequence import SequencePart
 from ortserve.core.timing import Timing
 from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.device.protocol import BoundRun
@@ -43,6 +45,18 @@ class HeldDevice(HostDevice):
         if not self.may_go_on.is_set():
             self.runs.release()
             self.may_go_on.wait(30)
+        super().run(bound, stream)
+
+
+class FullDevice(HostDevice):
+    """The next ``failing`` runs find too little memory."""
+
+    failing = 0
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("CUDA failure 2: out of memory")
         super().run(bound, stream)
 
 
@@ -159,4 +173,25 @@ async def test_a_maximum_of_rows_that_warm_up_underestimated_is_corrected(tmp_pa
         np.testing.assert_allclose(answer, again, rtol=1e-3, atol=1e-4)
     assert served.properties["batching"].startswith(f"up to {served.max_rows} rows run together, proven")
     assert served.learned().max_rows == served.max_rows
+    await served.close()
+
+
+async def test_rows_of_direct_sequences_keep_their_places_after_a_lack_of_memory(tmp_path: Path) -> None:
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    device = FullDevice()
+    direct: dict[str, Any] = {
+        "strategy": "direct",
+        "controls": {"READY": {"kind": "ready"}},
+        "states": [{"input": "STATE", "output": "NEXT"}],
+    }
+    options: dict[str, Any] = {"batched": True, "max_rows": 4, "row_checks": False, "sequences": direct}
+    served = serve(assembly, sequences.whole_batch(tmp_path / "whole.onnx"), device, **options)
+    places = []
+    for is_start in (True, False):
+        requests = [InflightRequest(Timing(0), (np.array([[7]], np.int32),), 1) for _ in range(3)]
+        for name, request in enumerate(requests, start=1):
+            served.submit_part(request, NO_TERMS, SequencePart(name, is_start))
+        places.append([[int(output[0, 0]) for output in await request] for request in requests])
+        device.failing = 1
+    assert places == [[[7, 4, 1110, 7770]] * 3, [[14, 1, 10, 70], [14, 2, 100, 700], [14, 3, 1000, 7000]]]
     await served.close()
