@@ -79,7 +79,7 @@ class Model(FakeVersion):
             def make_strategy(runs: SequenceRuns) -> Strategy:
                 if strategy == "oldest":
                     return OldestRuns(runs, self.enqueue)
-                return DirectRuns(runs, 1, slots, self.enqueue, lambda _: None, loop, clock)
+                return DirectRuns(runs, 1, slots, self.enqueue, lambda rows: rows, lambda _: None, loop, clock)
 
             runs = SequenceRuns(name, TENSORS, self.table, limits, make_strategy, loop, clock)
         x, y = (TensorSpec(tensor, DataType.INT64, (-1, 1)) for tensor in "xy")
