@@ -29,15 +29,15 @@ ELEMENT_TYPES: Final[Mapping[int, tuple[str, int]]] = {
 }  # fmt: skip
 """Name and number of bits of each element type. Strings have no fixed size."""
 
-Constant: TypeAlias = int | Fraction
+Rational: TypeAlias = int | Fraction
 """A number in a model file; whole numbers are ``int``."""
 
 Dims: TypeAlias = tuple[int | str | None, ...]
 """A declared shape: the number of a fixed size, the name of a free size, None for a free size without a name."""
 
 
-def constant(value: Constant) -> Constant:
-    """A number as a ``Constant``: a whole fraction becomes an integer."""
+def rational(value: Rational) -> Rational:
+    """A number as a ``Rational``: a whole fraction becomes an integer."""
     # ``Fraction`` has an abstract base class, for which isinstance is slow.
     return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
@@ -51,7 +51,7 @@ class Tensor:
 
     dtype: int
     dims: tuple[int, ...] | None
-    elements: tuple[Constant, ...] | None = None
+    elements: tuple[Rational, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

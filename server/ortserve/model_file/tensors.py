@@ -16,10 +16,10 @@ from ortserve.model_file.graph import (
     UINT8,
     UINT32,
     UINT64,
-    Constant,
     ExternalFile,
+    Rational,
     Tensor,
-    constant,
+    rational,
 )
 from ortserve.model_file.protobuf import TextReader, fields, integers, varint
 
@@ -104,7 +104,7 @@ class TensorReader:
 
     def _elements(
         self, dtype: int, count: int, content: dict[int, list[tuple[int, int, int]]]
-    ) -> tuple[Constant, ...] | None:
+    ) -> tuple[Rational, ...] | None:
         """The elements of a small tensor; None if the file does not hold them, or if some are not finite."""
         data = self._data
         form = _FORMATS[dtype]
@@ -126,7 +126,7 @@ class TensorReader:
         if len(found) != count or not all(map(isfinite, found)):
             return None
         return tuple(
-            int(each) if isinstance(each, int) or each.is_integer() else constant(Fraction(each)) for each in found
+            int(each) if isinstance(each, int) or each.is_integer() else rational(Fraction(each)) for each in found
         )
 
     def _external_entry(self, start: int, end: int, entries: dict[str, str]) -> None:

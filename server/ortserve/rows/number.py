@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import ceil, gcd, lcm, prod
 from typing import Final, TypeAlias
 
-from ortserve.model_file.graph import Constant, constant
+from ortserve.model_file.graph import Rational, rational
 
 MAX_TERMS: Final = 16
 """Maximum number of terms of a sum. A longer sum becomes one atom."""
@@ -145,19 +145,19 @@ _MULTIPLYING: Final = frozenset({"large", "product", "quotient", "scaled"})
 and counts as a factor."""
 
 
-def largest(number: "int | Fraction | Product", size_bits: int = SIZE_BITS, rows_bits: int = SIZE_BITS) -> Constant:
+def largest(number: "int | Fraction | Product", size_bits: int = SIZE_BITS, rows_bits: int = SIZE_BITS) -> Rational:
     """The largest absolute value of a number if free sizes of inputs, and N, have at most so many bits."""
-    total: Constant = 0
+    total: Rational = 0
     for (rows, powers), factor in terms_of((number,)).items():
         bound, sizes = _magnitude_of(make_product(factor, rows, dict(powers)))
         total = total + bound * (1 << rows * rows_bits + sizes * size_bits)
     return total
 
 
-def _magnitude_of(number: object) -> tuple[Constant, int]:
+def _magnitude_of(number: object) -> tuple[Rational, int]:
     """A bound of an absolute value: a factor, and the power of the longest free size of an input."""
     if isinstance(number, Product):
-        bound: Constant = max(number.factor, -number.factor)
+        bound: Rational = max(number.factor, -number.factor)
         sizes = 0
         for atom, power in number.atoms:
             for _ in range(power):
@@ -166,7 +166,7 @@ def _magnitude_of(number: object) -> tuple[Constant, int]:
     return (max(number, -number), 0) if isinstance(number, (int, Fraction)) else (0, 0)
 
 
-def _magnitude(key: tuple[Hashable, ...]) -> tuple[Constant, int]:
+def _magnitude(key: tuple[Hashable, ...]) -> tuple[Rational, int]:
     """The bound of an expression of numbers."""
     operands = key[1:-1] if key[0] == "bounded" else key[1:]  # not the limit of the type
     numbers = [each for one in operands for each in (one if isinstance(one, (frozenset, tuple)) else (one,))]
@@ -180,7 +180,7 @@ def _magnitude(key: tuple[Hashable, ...]) -> tuple[Constant, int]:
     factors, sizes = [bound for bound, _ in bounds], [power for _, power in bounds]
     if key[0] in _MULTIPLYING:
         return prod(factors) * (1 << 40), sum(sizes)
-    bound: Constant = sum(factors) if key[0] in _ADDING else max(factors)
+    bound: Rational = sum(factors) if key[0] in _ADDING else max(factors)
     # The numbers of a floor are rounded away from 0 if they are negative. Fractions with large divisors take time.
     is_even = key[0] == "floor" and is_nonnegative(numbers[0])
     return Fraction(ceil(bound * 16), 16) if is_even or key[0] in _ADDING else ceil(bound), max(sizes)
@@ -217,7 +217,7 @@ def atoms_of(number: Number) -> Iterable[Atom]:
     return (atom for atom, _ in number.atoms) if isinstance(number, Product) else ()
 
 
-def lowest(number: Number) -> Constant | None:
+def lowest(number: Number) -> Rational | None:
     """A lower bound of a number; None if none is known."""
     if isinstance(number, Product):
         if number.factor < 0:
@@ -233,7 +233,7 @@ def lowest(number: Number) -> Constant | None:
     return None if isinstance(number, Dependent) else number
 
 
-def _highest(number: Product) -> Constant | None:
+def _highest(number: Product) -> Rational | None:
     """An upper bound of a product with a negative factor; known only if its atom is a sum."""
     if number.rows or len(number.atoms) != 1 or number.atoms[0][1] != 1 or not number.atoms[0][0].terms:
         return None
@@ -249,24 +249,24 @@ def atom_alone(number: Number) -> Atom | None:
     return None
 
 
-def single_atom(atom: Atom, factor: Constant) -> Product:
+def single_atom(atom: Atom, factor: Rational) -> Product:
     """``factor * atom``."""
     return Product(factor, 0, ((atom, 1),))
 
 
-def scaled(number: Number, factor: Constant) -> Number:
+def scaled(number: Number, factor: Rational) -> Number:
     if isinstance(number, Product):
-        return Product(constant(number.factor * factor), number.rows, number.atoms)
-    return number if isinstance(number, Dependent) else constant(number * factor)
+        return Product(rational(number.factor * factor), number.rows, number.atoms)
+    return number if isinstance(number, Dependent) else rational(number * factor)
 
 
 def negative(number: "int | Fraction | Product") -> "int | Fraction | Product":
     return Product(-number.factor, number.rows, number.atoms) if isinstance(number, Product) else -number
 
 
-def lowest_sum(terms: Iterable[Number]) -> Constant | None:
+def lowest_sum(terms: Iterable[Number]) -> Rational | None:
     """A lower bound of a sum; None if a term has none, such as a product with a negative factor."""
-    total: Constant = 0
+    total: Rational = 0
     for term in terms:
         bound = None
         if isinstance(term, Product):
@@ -288,27 +288,27 @@ def is_positive(number: Number) -> bool:
     return (low := lowest(number)) is not None and low > 0
 
 
-def is_fine(factor: Constant) -> bool:
+def is_fine(factor: Rational) -> bool:
     """Whether a fraction has so many bits that a product with it may be rounded."""
     return isinstance(factor, Fraction) and (factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20)
 
 
-def common_divisor(values: list[Constant]) -> Constant:
+def common_divisor(values: list[Rational]) -> Rational:
     """The largest number by which all values are divisible with integer quotients, with the sign of the last value."""
     if all(isinstance(value, int) for value in values):
-        divisor: Constant = gcd(*(value.numerator for value in values))
+        divisor: Rational = gcd(*(value.numerator for value in values))
     else:
         divisor = Fraction(gcd(*(value.numerator for value in values)), lcm(*(value.denominator for value in values)))
     return divisor if values[-1] > 0 else -divisor
 
 
-def exact_quotient(value: Constant, divisor: Constant) -> Constant:
+def exact_quotient(value: Rational, divisor: Rational) -> Rational:
     if isinstance(value, int) and isinstance(divisor, int) and value % divisor == 0:
         return value // divisor
-    return constant(Fraction(value) / divisor)
+    return rational(Fraction(value) / divisor)
 
 
-def factor_of(number: "int | Fraction | Product") -> Constant:
+def factor_of(number: "int | Fraction | Product") -> Rational:
     """The constant factor of a number, which for a constant is the number itself."""
     return number.factor if isinstance(number, Product) else number
 
@@ -321,19 +321,19 @@ def powers_of(number: Number) -> Powers:
     return number.atoms if isinstance(number, Product) else ()
 
 
-def make_product(factor: Constant, rows: int, powers: dict[Atom, int]) -> Number:
+def make_product(factor: Rational, rows: int, powers: dict[Atom, int]) -> Number:
     """``factor * N ** rows * atoms``; atoms with the power 0 are left out."""
     atoms = tuple(sorted(((a, p) for a, p in powers.items() if p), key=lambda item: item[0].serial))
     return Product(factor, rows, atoms) if rows or atoms else factor
 
 
-def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, Powers], Constant]":
+def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, Powers], Rational]":
     """The terms of a sum: the factor of each product of N and atoms. Nested sums are expanded."""
-    terms: dict[tuple[int, Powers], Constant] = {}
+    terms: dict[tuple[int, Powers], Rational] = {}
     for number in numbers:
         for term in _expand(number):
             key = rows_power(term), powers_of(term)
-            value = constant(terms.get(key, 0) + factor_of(term))
+            value = rational(terms.get(key, 0) + factor_of(term))
             if value:
                 terms[key] = value
             else:
@@ -355,7 +355,7 @@ def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Produc
         powers = dict(rest)
         for atom, power in powers_of(term):
             powers[atom] = powers.get(atom, 0) + power
-        merged = make_product(constant(number.factor * factor_of(term)), number.rows + rows_power(term), powers)
+        merged = make_product(rational(number.factor * factor_of(term)), number.rows + rows_power(term), powers)
         assert not isinstance(merged, Dependent)
         expanded += _expand(merged)
     return expanded

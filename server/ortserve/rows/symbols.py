@@ -6,7 +6,7 @@ from functools import reduce
 from math import ceil, floor, lcm
 from typing import Final
 
-from ortserve.model_file.graph import Constant, constant
+from ortserve.model_file.graph import Rational, rational
 from ortserve.rows.number import (
     DEPENDENT,
     MAX_TERMS,
@@ -85,7 +85,7 @@ class Symbols:
         return self.has_uncertain_size, self.has_lost_axes
 
     def fresh(
-        self, lowest: Constant | None = None, name: str | None = None, *, instead_of: tuple[Number, ...] = ()
+        self, lowest: Rational | None = None, name: str | None = None, *, instead_of: tuple[Number, ...] = ()
     ) -> Number:
         """A new atom; with a name, which may be empty, if it is a free size of an input.
 
@@ -130,7 +130,7 @@ class Symbols:
             self.needed.setdefault(atom, needed)
 
     def opaque(
-        self, operation: str, *operands: Hashable, lowest: Constant | None = None, is_whole: bool = True
+        self, operation: str, *operands: Hashable, lowest: Rational | None = None, is_whole: bool = True
     ) -> Number:
         """The atom of an expression of these operands; ``DEPENDENT`` if an operand depends on N."""
         if any(
@@ -143,7 +143,7 @@ class Symbols:
     def _atom(
         self,
         key: tuple[Hashable, ...],
-        lowest: Constant | None,
+        lowest: Rational | None,
         *,
         terms: tuple[Number, ...] = (),
         is_whole: bool = True,
@@ -166,7 +166,7 @@ class Symbols:
             return other
         if other == 1:
             return one
-        factor: Constant = constant(factor_of(one) * factor_of(other))
+        factor: Rational = rational(factor_of(one) * factor_of(other))
         if not isinstance(one, Product) and not isinstance(other, Product) and not is_fine(factor):
             return factor
         self.steps += 1
@@ -221,7 +221,7 @@ class Symbols:
     def sum(self, numbers: Iterable[Number]) -> Number:
         return reduce(self.add, numbers, _ZERO)
 
-    def _from_terms(self, terms: "dict[tuple[int, Powers], Constant]") -> Number:
+    def _from_terms(self, terms: "dict[tuple[int, Powers], Rational]") -> Number:
         if not terms:
             return 0
         if len({rows for rows, _ in terms}) > 1:

@@ -4,8 +4,7 @@ from fractions import Fraction
 from math import isfinite
 from typing import Final
 
-from ortserve.model_file.graph import FLOAT, INT32, INT64, STRING, Tensor
-from ortserve.model_file.graph import constant as whole_or_fraction
+from ortserve.model_file.graph import FLOAT, INT32, INT64, STRING, Tensor, rational
 from ortserve.rows.number import N, Number, contains_rows, is_nonnegative
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.index_bounds import LIMITS
@@ -36,7 +35,7 @@ def _literal(call: Call, name: str, values: tuple[object, ...]) -> Value:
         if isinstance(value, int):
             known.append(value)
         elif isinstance(value, float) and isfinite(value):
-            known.append(whole_or_fraction(Fraction(value)))
+            known.append(rational(Fraction(value)))
     is_known = len(known) == len(values) <= MAX_ELEMENTS
     return call.result(dims, dtype=dtype, elements=tuple(known) if is_known else None)
 
