@@ -37,7 +37,7 @@ class Atom:
     def __init__(
         self,
         serial: int,
-        lowest: "int | Fraction | None",
+        lowest: Rational | None,
         key: tuple[Hashable, ...] = (),
         terms: "tuple[Number, ...]" = (),
         is_whole: bool = True,
@@ -64,7 +64,7 @@ Powers: TypeAlias = tuple[tuple[Atom, int], ...]
 class Product:
     """``factor * N ** rows * atoms``, where ``factor`` is not 0, and ``rows`` is positive or ``atoms`` is not empty."""
 
-    factor: int | Fraction
+    factor: Rational
     rows: int
     atoms: Powers
 
@@ -89,7 +89,9 @@ DEPENDENT: Final = Dependent()
 N: Final = Product(1, 1, ())
 """The number of rows in the batch."""
 
-Number: TypeAlias = int | Fraction | Product | Dependent
+Known: TypeAlias = Rational | Product
+"""A number whose dependence on N is known: any but ``DEPENDENT``."""
+Number: TypeAlias = Known | Dependent
 
 
 def contains_rows(number: Number) -> bool:
@@ -145,7 +147,7 @@ _MULTIPLYING: Final = frozenset({"large", "product", "quotient", "scaled"})
 and counts as a factor."""
 
 
-def largest(number: "int | Fraction | Product", size_bits: int = SIZE_BITS, rows_bits: int = SIZE_BITS) -> Rational:
+def largest(number: Known, size_bits: int = SIZE_BITS, rows_bits: int = SIZE_BITS) -> Rational:
     """The largest absolute value of a number if free sizes of inputs, and N, have at most so many bits."""
     total: Rational = 0
     for (rows, powers), factor in terms_of((number,)).items():
@@ -260,7 +262,7 @@ def scaled(number: Number, factor: Rational) -> Number:
     return number if isinstance(number, Dependent) else rational(number * factor)
 
 
-def negative(number: "int | Fraction | Product") -> "int | Fraction | Product":
+def negative(number: Known) -> Known:
     return Product(-number.factor, number.rows, number.atoms) if isinstance(number, Product) else -number
 
 
@@ -308,7 +310,7 @@ def exact_quotient(value: Rational, divisor: Rational) -> Rational:
     return rational(Fraction(value) / divisor)
 
 
-def factor_of(number: "int | Fraction | Product") -> Rational:
+def factor_of(number: Known) -> Rational:
     """The constant factor of a number, which for a constant is the number itself."""
     return number.factor if isinstance(number, Product) else number
 
@@ -327,7 +329,7 @@ def make_product(factor: Rational, rows: int, powers: dict[Atom, int]) -> Number
     return Product(factor, rows, atoms) if rows or atoms else factor
 
 
-def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, Powers], Rational]":
+def terms_of(numbers: Iterable[Known]) -> dict[tuple[int, Powers], Rational]:
     """The terms of a sum: the factor of each product of N and atoms. Nested sums are expanded."""
     terms: dict[tuple[int, Powers], Rational] = {}
     for number in numbers:
@@ -341,7 +343,7 @@ def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, 
     return terms
 
 
-def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Product]":
+def _expand(number: Known) -> list[Known]:
     """The terms of a number. A product with sums is expanded to a sum of products, unless that has too many terms."""
     sums = [atom for atom, power in powers_of(number) if atom.terms and power == 1]
     if not sums or prod(len(atom.terms) for atom in sums) > MAX_TERMS:
@@ -349,7 +351,7 @@ def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Produc
     assert isinstance(number, Product)
     first = sums[0]
     rest = {atom: power for atom, power in number.atoms if atom is not first}
-    expanded: list[int | Fraction | Product] = []
+    expanded: list[Known] = []
     for term in first.terms:
         assert not isinstance(term, Dependent)
         powers = dict(rest)

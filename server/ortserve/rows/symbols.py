@@ -14,6 +14,7 @@ from ortserve.rows.number import (
     UNBOUNDED,
     Atom,
     Dependent,
+    Known,
     Number,
     Powers,
     Product,
@@ -221,7 +222,7 @@ class Symbols:
     def sum(self, numbers: Iterable[Number]) -> Number:
         return reduce(self.add, numbers, _ZERO)
 
-    def _from_terms(self, terms: "dict[tuple[int, Powers], Rational]") -> Number:
+    def _from_terms(self, terms: dict[tuple[int, Powers], Rational]) -> Number:
         if not terms:
             return 0
         if len({rows for rows, _ in terms}) > 1:
@@ -317,7 +318,7 @@ class Symbols:
         kind = (UNBOUNDED, "bounded") if is_large else ("bounded",)
         return self.opaque(*kind, number, limit, is_whole=is_whole(number))
 
-    def _holds(self, number: "int | Fraction | Product", finest: int, limit: int) -> bool:
+    def _holds(self, number: Known, finest: int, limit: int) -> bool:
         """Whether a type holds all values of a number, in units of 1 / ``finest``. May lower ``size_bits`` for it.
 
         Few proofs need exact numbers of FP32, so they lower it less. N has at most as many bits as ``max_rows``. With
