@@ -290,8 +290,8 @@ def is_positive(number: Number) -> bool:
     return (low := lowest(number)) is not None and low > 0
 
 
-def is_fine(factor: Rational) -> bool:
-    """Whether a fraction has so many bits that a product with it may be rounded."""
+def may_be_rounded(factor: Rational) -> bool:
+    """Whether a factor is a fraction of so many bits that a product with it may be rounded."""
     return isinstance(factor, Fraction) and (factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20)
 
 

@@ -23,7 +23,6 @@ from ortserve.rows.number import (
     contains_rows,
     exact_quotient,
     factor_of,
-    is_fine,
     is_free,
     is_inferred,
     is_nonnegative,
@@ -33,6 +32,7 @@ from ortserve.rows.number import (
     lowest,
     lowest_sum,
     make_product,
+    may_be_rounded,
     negative,
     powers_of,
     rows_power,
@@ -168,14 +168,14 @@ class Symbols:
         if other == 1:
             return one
         factor: Rational = rational(factor_of(one) * factor_of(other))
-        if not isinstance(one, Product) and not isinstance(other, Product) and not is_fine(factor):
+        if not isinstance(one, Product) and not isinstance(other, Product) and not may_be_rounded(factor):
             return factor
         self.steps += 1
         powers = dict(powers_of(one))
         for atom, power in powers_of(other):
             powers[atom] = powers.get(atom, 0) + power
         rows = rows_power(one) + rows_power(other)
-        if not -_LARGEST < factor < _LARGEST or sum(powers.values()) + rows > _HIGHEST_POWER or is_fine(factor):
+        if not -_LARGEST < factor < _LARGEST or sum(powers.values()) + rows > _HIGHEST_POWER or may_be_rounded(factor):
             kind = ("product",) if -_LARGEST < factor < _LARGEST else (UNBOUNDED, "product")
             return self.opaque(*kind, frozenset((one, other)), is_whole=is_whole(one) and is_whole(other))
         return make_product(factor, rows, powers)
@@ -212,7 +212,7 @@ class Symbols:
             return one
         self.steps += 1
         terms = terms_of((one, other))
-        if len(terms) > MAX_TERMS or any(map(is_fine, terms.values())):
+        if len(terms) > MAX_TERMS or any(map(may_be_rounded, terms.values())):
             return self.opaque("long sum", one, other, is_whole=is_whole(one) and is_whole(other))
         return self._from_terms(terms)
 

@@ -344,9 +344,9 @@ def _with_scales(call: Call, value: Value, axes: Sequence[int], scales: Sequence
     dims = list(call.dims(value))
     symbols = call.symbols
     for axis, scale in zip(axes, scales, strict=True):
-        is_fine = isinstance(scale, Fraction) and scale.denominator not in (2, 4, 8)
-        product = DEPENDENT if is_fine else symbols.multiply(dims[axis], scale)
-        is_exact = not is_fine and symbols.bounded(product, FLOAT_LIMIT) == product
+        is_rounded = isinstance(scale, Fraction) and scale.denominator not in (2, 4, 8)
+        product = DEPENDENT if is_rounded else symbols.multiply(dims[axis], scale)
+        is_exact = not is_rounded and symbols.bounded(product, FLOAT_LIMIT) == product
         if value.is_rows and axis == value.axis:
             if scale != 1 or not is_exact:
                 raise RowsMeetError("resizes the axis of the rows")
