@@ -229,7 +229,7 @@ def lowest(number: Number) -> Rational | None:
             if atom.lowest is None:
                 return None
             if atom.lowest < 0:  # a bound for the product needs this atom as the only factor
-                return atom.lowest * bound if number == single_atom(atom, bound) else None
+                return atom.lowest * bound if number == multiple_of(atom, bound) else None
             bound = bound * atom.lowest**power
         return bound
     return None if isinstance(number, Dependent) else number
@@ -251,7 +251,7 @@ def atom_alone(number: Number) -> Atom | None:
     return None
 
 
-def single_atom(atom: Atom, factor: Rational) -> Product:
+def multiple_of(atom: Atom, factor: Rational = 1) -> Product:
     """``factor * atom``."""
     return Product(factor, 0, ((atom, 1),))
 

@@ -33,11 +33,11 @@ from ortserve.rows.number import (
     lowest_sum,
     make_product,
     may_be_rounded,
+    multiple_of,
     negative,
     powers_of,
     rows_power,
     scaled,
-    single_atom,
     terms_of,
 )
 
@@ -97,7 +97,7 @@ class Symbols:
         atom.is_inferred = is_inferred(instead_of)
         if name is not None:
             self.names[atom] = name
-        return single_atom(atom, 1)
+        return multiple_of(atom)
 
     def declare(self, name: str, size: Number) -> None:
         """Record that the file calls a size by a name."""
@@ -139,7 +139,7 @@ class Symbols:
             for operand in (*operands, *(inner for each in operands if isinstance(each, frozenset) for inner in each))
         ):
             return DEPENDENT
-        return single_atom(self._atom((operation, *operands), lowest, is_whole=is_whole), 1)
+        return multiple_of(self._atom((operation, *operands), lowest, is_whole=is_whole))
 
     def _atom(
         self,
@@ -313,7 +313,7 @@ class Symbols:
             if all(atom.is_whole for atom in atoms):
                 return number
             # The two types round the same number to different ones.
-            if number in [single_atom(atom, 1) for atom in atoms if limit != DOUBLE_LIMIT or atom.key[-1:] == (limit,)]:
+            if number in [multiple_of(atom) for atom in atoms if limit != DOUBLE_LIMIT or atom.key[-1:] == (limit,)]:
                 return number
         kind = (UNBOUNDED, "bounded") if is_large else ("bounded",)
         return self.opaque(*kind, number, limit, is_whole=is_whole(number))

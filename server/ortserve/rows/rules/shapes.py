@@ -10,14 +10,13 @@ from ortserve.rows.number import (
     Atom,
     N,
     Number,
-    Product,
     atoms_of,
     contains_rows,
     is_free,
     is_inferred,
     is_nonnegative,
     is_positive,
-    single_atom,
+    multiple_of,
 )
 from ortserve.rows.rules.call import (
     Call,
@@ -186,7 +185,7 @@ def _has_several_computed(dims: Sequence[Number], target: Sequence[Number]) -> b
     """
     computed = 0
     for position, length in enumerate(target):
-        is_size = length == N or any(length == single_atom(atom, 1) and not atom.key for atom in atoms_of(length))
+        is_size = length == N or any(length == multiple_of(atom) and not atom.key for atom in atoms_of(length))
         is_copied = is_size or length in dims[position : position + 1]
         computed += is_free(length) and not is_copied
     return computed > 1
@@ -211,7 +210,7 @@ def _solved(call: Call, total: Number, wanted: Number) -> tuple[Atom, Number] | 
     Exporters fix a size in some places and leave it free in others.
     """
     for atom in atoms_of(total):
-        rest = call.symbols.divide_exactly(total, Product(1, 0, ((atom, 1),)))
+        rest = call.symbols.divide_exactly(total, multiple_of(atom))
         value = None if rest is None else call.symbols.divide_exactly(wanted, rest)
         if value is not None and not contains_rows(value):
             return atom, value
@@ -219,7 +218,7 @@ def _solved(call: Call, total: Number, wanted: Number) -> tuple[Atom, Number] | 
 
 
 def _substituted(call: Call, number: Number, atom: Atom, value: Number) -> Number:
-    rest = call.symbols.divide_exactly(number, Product(1, 0, ((atom, 1),)))
+    rest = call.symbols.divide_exactly(number, multiple_of(atom))
     return number if rest is None else call.symbols.multiply(rest, value)
 
 
