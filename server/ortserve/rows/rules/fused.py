@@ -116,8 +116,7 @@ def dynamic(call: Call) -> Output:
 
 
 def _paired(call: Call, data: Sequence[int], parameters: Sequence[int]) -> Output:
-    for index in parameters:
-        check_one_number(call, index)
+    check_one_number(call, *parameters)
     values = [call.operand(index) for index in data]
     return broadcast(call, values, values[-1].dtype)
 

@@ -145,52 +145,47 @@ def _swapped(call: Call, value: Value) -> Value:
 def matmul_integer(call: Call) -> Output:
     one, other = call.operand(0), call.operand(1)
     check_one_number(call, 2)
-    check_columns(call, 3, other)
+    check_columns(call, other, 3)
     return product(call, one, other, INT32)
 
 
 def qlinear_matmul(call: Call) -> Output:
     one, other = call.operand(0), call.operand(3)
-    for index in (1, 2, 6, 7):
-        check_one_number(call, index)
-    check_columns(call, 4, other)
-    check_columns(call, 5, other)
+    check_one_number(call, 1, 2, 6, 7)
+    check_columns(call, other, 4, 5)
     return product(call, one, other, one.dtype if not call.has(7) else call.operand(7).dtype)
 
 
 def matmul_integer_to_float(call: Call) -> Output:
     one, other = call.operand(0), call.operand(1)
-    check_one_number(call, 2)
-    check_one_number(call, 4)
-    check_columns(call, 3, other)
-    check_columns(call, 5, other)
-    check_columns(call, 6, other)
+    check_one_number(call, 2, 4)
+    check_columns(call, other, 3, 5, 6)
     return product(call, one, other, FLOAT)
 
 
 def qgemm(call: Call) -> Output:
     one, other = call.operand(0), call.operand(3)
-    for index in (1, 2, 7, 8):
-        check_one_number(call, index)
-    check_columns(call, 4, other)
-    check_columns(call, 5, other)
+    check_one_number(call, 1, 2, 7, 8)
+    check_columns(call, other, 4, 5)
     return _gemm(call, one, other, call.optional(6), one.dtype if call.has(7) else FLOAT)
 
 
-def check_one_number(call: Call, index: int) -> None:
-    """Raise an error unless a scale or zero point, if given, is a single number."""
-    value = call.optional(index)
-    if value is not None and element_count(call.dims(value)) != 1:
-        raise NotKnownError("has a scale or zero point of more than one number for the rows")
+def check_one_number(call: Call, *indices: int) -> None:
+    """Raise an error unless scales and zero points, as far as they are given, are single numbers."""
+    for index in indices:
+        value = call.optional(index)
+        if value is not None and element_count(call.dims(value)) != 1:
+            raise NotKnownError("has a scale or zero point of more than one number for the rows")
 
 
-def check_columns(call: Call, index: int, weights: Value) -> None:
-    """Raise an error unless a parameter is a single number, or has one for each column of weights without rows."""
-    value = call.optional(index)
-    if value is None or element_count(call.dims(value)) == 1:
-        return
-    if weights.is_rows or len(call.dims(value)) != 1:
-        raise NotKnownError("has a scale, zero point or bias for each column of rows")
+def check_columns(call: Call, weights: Value, *indices: int) -> None:
+    """Raise an error unless parameters are single numbers, or have one for each column of weights without rows."""
+    for index in indices:
+        value = call.optional(index)
+        if value is None or element_count(call.dims(value)) == 1:
+            continue
+        if weights.is_rows or len(call.dims(value)) != 1:
+            raise NotKnownError("has a scale, zero point or bias for each column of rows")
 
 
 def matmul_nbits(call: Call) -> Output:

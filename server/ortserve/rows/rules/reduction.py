@@ -72,8 +72,7 @@ def _reduced_elements(call: Call, value: Value) -> tuple[Number, ...] | None:
 
 def qlinear_reduce(call: Call) -> Output:
     value = call.operand(0)
-    for index in (1, 2, 3, 4):
-        check_one_number(call, index)
+    check_one_number(call, 1, 2, 3, 4)
     rank = len(call.dims(value))
     return reduced(call, value, call.axes(9, rank) or tuple(range(rank)))
 
@@ -204,8 +203,7 @@ def _softmax(call: Call, value: Value, opset: int) -> Value:
 
 
 def qlinear_softmax(call: Call) -> Output:
-    for index in (1, 2, 3, 4):
-        check_one_number(call, index)
+    check_one_number(call, 1, 2, 3, 4)
     return _softmax(call, call.operand(0), call.integer("opset", 0))
 
 

@@ -71,10 +71,8 @@ def attention(call: Call) -> Output:
 
 def qattention(call: Call) -> Output:
     """``QAttention``: input, weight, bias, input scale, weight scale, mask, two zero points, past."""
-    for index in (3, 6):
-        check_one_number(call, index)
-    for index in (4, 7):
-        check_columns(call, index, call.operand(1))
+    check_one_number(call, 3, 6)
+    check_columns(call, call.operand(1), 4, 7)
     return _packed_attention(call, mask=5, past=8, bias=9)
 
 

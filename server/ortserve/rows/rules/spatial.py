@@ -50,8 +50,7 @@ def fused_conv(call: Call) -> Output:
 
 
 def qlinear_conv(call: Call) -> Output:
-    for index in (1, 2, 6, 7):
-        check_one_number(call, index)
+    check_one_number(call, 1, 2, 6, 7)
     return _conv(call, call.operand(0), call.operand(3), call.operand(7).dtype)
 
 
@@ -176,8 +175,7 @@ def max_pool(call: Call) -> Output:
 
 
 def qlinear_pool(call: Call) -> Output:
-    for index in (1, 2, 3, 4):
-        check_one_number(call, index)
+    check_one_number(call, 1, 2, 3, 4)
     return _pooled(call, call.operand(0))
 
 
@@ -186,8 +184,7 @@ def global_pool(call: Call) -> Output:
 
 
 def qlinear_global_pool(call: Call) -> Output:
-    for index in (1, 2, 3, 4):
-        check_one_number(call, index)
+    check_one_number(call, 1, 2, 3, 4)
     return _global(call, call.operand(0))
 
 
