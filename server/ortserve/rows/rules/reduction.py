@@ -191,10 +191,11 @@ _NORMALIZES: Final = "normalizes"
 
 
 def softmax(call: Call) -> Output:
-    return _softmax(call, call.operand(0), call.opset)
+    return _softmax(call, call.opset)
 
 
-def _softmax(call: Call, value: Value, opset: int) -> Value:
+def _softmax(call: Call, opset: int) -> Value:
+    value = call.operand(0)
     rank = len(call.dims(value))
     is_old = opset < 13
     axis = call.axis("axis", 1 if is_old else -1, rank)
@@ -204,7 +205,7 @@ def _softmax(call: Call, value: Value, opset: int) -> Value:
 
 def qlinear_softmax(call: Call) -> Output:
     check_one_number(call, 1, 2, 3, 4)
-    return _softmax(call, call.operand(0), call.integer("opset", 0))
+    return _softmax(call, call.integer("opset", 0))
 
 
 def bias_softmax(call: Call) -> Output:

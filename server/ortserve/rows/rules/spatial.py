@@ -151,12 +151,8 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
     return lengths
 
 
-def pool(call: Call) -> Output:
+def pool(call: Call) -> Value:
     value = call.operand(0)
-    return _pooled(call, value)
-
-
-def _pooled(call: Call, value: Value) -> Value:
     check_first_axis(value)
     dims = call.dims(value)
     if len(dims) < 3:
@@ -168,7 +164,7 @@ def _pooled(call: Call, value: Value) -> Value:
 
 
 def max_pool(call: Call) -> Output:
-    result = _pooled(call, call.operand(0))
+    result = pool(call)
     if call.wants(1) and result.is_rows:
         raise RowsMeetError("returns indices that count over the whole batch")
     return [result, call.result(call.dims(result), dtype=INT64)]
@@ -176,19 +172,11 @@ def max_pool(call: Call) -> Output:
 
 def qlinear_pool(call: Call) -> Output:
     check_one_number(call, 1, 2, 3, 4)
-    return _pooled(call, call.operand(0))
+    return pool(call)
 
 
 def global_pool(call: Call) -> Output:
-    return _global(call, call.operand(0))
-
-
-def qlinear_global_pool(call: Call) -> Output:
-    check_one_number(call, 1, 2, 3, 4)
-    return _global(call, call.operand(0))
-
-
-def _global(call: Call, value: Value) -> Value:
+    value = call.operand(0)
     check_first_axis(value)
     dims = call.dims(value)
     if len(dims) < 3:
@@ -196,6 +184,11 @@ def _global(call: Call, value: Value) -> Value:
     ones = (1,) * (len(dims) - 2)
     lengths = (dims[0], *ones, dims[-1]) if call.integer("channels_last", 0) else (*dims[:2], *ones)
     return call.result(lengths, value, 0, value.dtype)
+
+
+def qlinear_global_pool(call: Call) -> Output:
+    check_one_number(call, 1, 2, 3, 4)
+    return global_pool(call)
 
 
 def blocks(call: Call) -> Output:
