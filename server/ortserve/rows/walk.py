@@ -1,7 +1,7 @@
 """The analysis of a graph under one hypothesis, node by node: from claims about inputs to claims about outputs."""
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ortserve.model_file.graph import Attribute, Dims, Function, Graph, Model, Node, Reference, Tensor, names_read
@@ -43,7 +43,7 @@ class Walk:
 
     def __init__(self, model: Model, symbols: Symbols, budget: WorkBudget) -> None:
         self._model = model
-        self._symbols = symbols
+        self.symbols = symbols
         self.budget = budget
         self._order = 0
 
@@ -63,12 +63,8 @@ class Walk:
     def next_order(self, node: Node) -> int:
         """The next number in the order of visits, for a visit of a node."""
         self._order += 1
-        self._symbols.steps = self.budget.take_node(node, self._symbols.steps)
+        self.symbols.steps = self.budget.take_node(node, self.symbols.steps)
         return self._order
-
-    @property
-    def symbols(self) -> Symbols:
-        return self._symbols
 
     def function(self, node: Node) -> Function | None:
         return self._model.functions.get((node.domain, node.op, node.overload))
@@ -93,10 +89,25 @@ class Walk:
             return f"'{name}', which is declared with {len(declared)} axes, but has {len(value.dims)}"
         for axis, (size, length) in enumerate(zip(declared, value.dims, strict=True)):
             if isinstance(size, str):
-                self._symbols.declare(size, length)
+                self.symbols.declare(size, length)
             elif size is not None and size != length:
                 return f"'{name}', whose declared size {size} on axis {axis} does not follow from the graph"
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A visit of a node: the node, its place in the order of visits, and its index in its graph."""
+
+    node: Node
+    order: int
+    index: int
+
+    def failed(self, kind: Kind, reason: str, facts: Facts = NO_FACTS) -> list[Value]:
+        """The claims about the node's outputs if it is the first with a mixed or unknown result."""
+        node = self.node
+        cause = Cause(self.order, node.name or f"{node.op} #{self.index}", f"{node.op} {reason}")
+        return [Value(kind, cause=cause, facts=facts)] * len(node.outputs)
 
 
 class _Scope:
@@ -128,18 +139,16 @@ class _Scope:
         """
         self._names = names
         for index, node in enumerate(nodes):
-            order = self._walk.next_order(node)
+            visit = _Visit(node, self._walk.next_order(node), index)
             operands = [names.get(name) if name else None for name in node.inputs]
             missing = [name for name, value in zip(node.inputs, operands, strict=True) if name and value is None]
             if missing:
-                results = self._failed(
-                    node, Kind.UNKNOWN, order, index, f"reads '{missing[0]}', which no node computes"
-                )
+                results = visit.failed(Kind.UNKNOWN, f"reads '{missing[0]}', which no node computes")
             else:
-                results = self._results(node, operands, order, index)
+                results = self._results(visit, operands)
                 for name, value in zip(node.outputs, results, strict=False):
                     if name in declared and (wrong := self._walk.wrong_size(name, declared[name], value)):
-                        results = self._failed(node, Kind.UNKNOWN, order, index, f"gives {wrong}")
+                        results = visit.failed(Kind.UNKNOWN, f"gives {wrong}")
                         break
             results = self._walk.concluded(node, operands, results)
             names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
@@ -167,14 +176,15 @@ class _Scope:
         self._walk.finished(graph, names)
         return [_without_facts(_given(names, output.name)) for output in graph.outputs]
 
-    def _results(self, node: Node, operands: list[Value | None], order: int, index: int) -> list[Value]:
+    def _results(self, visit: _Visit, operands: list[Value | None]) -> list[Value]:
+        node = visit.node
         causes = [value for value in operands if value is not None and value.cause is not None]
         if causes:
             first = min(causes, key=lambda value: value.cause.order if value.cause is not None else 0)
             mixed = Value(first.kind, cause=first.cause)
             return self._results_of_mixed(node, operands, mixed) or [mixed] * len(node.outputs)
         if node.op in RANDOM:
-            return self._failed(node, Kind.MIXED, order, index, "draws random numbers")
+            return visit.failed(Kind.MIXED, "draws random numbers")
         rule = RULES.get((node.domain, node.op))
         function = self._walk.function(node)
         try:
@@ -189,14 +199,14 @@ class _Scope:
             self._check_flags(node)
             return self._applied(rule, node, operands)
         except RowsMeetError as meeting:
-            return self._failed(node, Kind.MIXED, order, index, str(meeting), meeting.facts)
+            return visit.failed(Kind.MIXED, str(meeting), meeting.facts)
         except NotKnownError as not_known:
-            return self._failed(node, Kind.UNKNOWN, order, index, str(not_known))
+            return visit.failed(Kind.UNKNOWN, str(not_known))
         except TooMuchWorkError:
             raise
         except Exception as error:  # noqa: BLE001 - an error in a rule must not fail the load of the model
             reason = f"does not have the form that its rule expects: {type(error).__name__}"
-            return self._failed(node, Kind.UNKNOWN, order, index, reason)
+            return visit.failed(Kind.UNKNOWN, reason)
 
     def _results_of_mixed(self, node: Node, operands: list[Value | None], mixed: Value) -> list[Value]:
         """The claims about the results of a node with mixed operands; empty if nothing is known about them."""
@@ -214,12 +224,6 @@ class _Scope:
         for name, value in self._substituted(node.attributes).items():
             if name in _FLAGS and value not in (0, 1):
                 raise NotKnownError(f"has the attribute '{name}' with the value {value}, but 0 or 1 is expected")
-
-    def _failed(
-        self, node: Node, kind: Kind, order: int, index: int, reason: str, facts: Facts = NO_FACTS
-    ) -> list[Value]:
-        cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")
-        return [Value(kind, cause=cause, facts=facts)] * len(node.outputs)
 
     def _applied(self, rule: Rule, node: Node, operands: list[Value | None]) -> list[Value]:
         """Apply a rule, after the checks for all operators."""
