@@ -151,8 +151,9 @@ def rows(
     symbols: Symbols,
     dims: tuple[Number, ...],
     axis: int,
-    outer: Number,
-    inner: Number,
+    *,
+    outer: Number = 1,
+    inner: Number = 1,
     dtype: int = 0,
     facts: Facts = NO_FACTS,
 ) -> Value:

@@ -143,7 +143,7 @@ class InitialClaims:
         if axis is None:
             self.claims[declared.name] = free(lengths, declared.dtype)
         else:
-            self.claims[declared.name] = rows(self._symbols, lengths, axis, 1, 1, declared.dtype)
+            self.claims[declared.name] = rows(self._symbols, lengths, axis, dtype=declared.dtype)
 
     def _length(self, size: int | str | None) -> Number:
         if isinstance(size, int):
@@ -343,7 +343,14 @@ def _judge(model: Model, axes: Axes, budget: WorkBudget, *, believe_names: bool)
         return _unknown(f"a Reshape may take a wrong size, because several sizes are called '{name}'")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
     fixed_sizes = tuple(sorted(symbols.fixed_sizes.items()))
-    return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes, fixed_sizes, 1 << symbols.size_bits)
+    return RowVerdict(
+        Outcome.PROVEN,
+        input_axes,
+        output_axes,
+        equal_sizes=initial.equal_sizes,
+        fixed_sizes=fixed_sizes,
+        longest_axis=1 << symbols.size_bits,
+    )
 
 
 def _problem(value: Value) -> str:

@@ -163,7 +163,7 @@ class Call:
             raise NotKnownError(f"returns a tensor of {len(dims)} dimensions, more than are analysed")
         if like is None or not like.is_rows:
             return free(tuple(dims), dtype, elements, facts)
-        return rows(self.symbols, tuple(dims), axis, like.outer, like.inner, dtype, facts)
+        return rows(self.symbols, tuple(dims), axis, outer=like.outer, inner=like.inner, dtype=dtype, facts=facts)
 
     def same_shape(self, value: Value, dtype: int | None = None, facts: Facts = NO_FACTS) -> Value:
         """An output with the shape and the rows of an operand."""

@@ -53,7 +53,7 @@ def constant_of_shape(call: Call) -> Output:
         if len(carriers) > 1 or inner is None or contains_rows(inner):
             raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
         copied = Value(kind=call.operand(0).kind, dtype=dtype, elements=fill)
-        return rows(call.symbols, lengths, carriers[0], 1, inner, dtype, facts_of_copies(copied))
+        return rows(call.symbols, lengths, carriers[0], inner=inner, dtype=dtype, facts=facts_of_copies(copied))
     lengths = tuple(length_of(call, length) for length in lengths)
     count = element_count(lengths)
     known = fill * count if fill and count is not None and count <= MAX_ELEMENTS else None
@@ -71,7 +71,7 @@ def range_(call: Call) -> Output:
         if start != 0 or delta != 1 or inner is None or dtype not in (INT32, INT64):
             raise RowsMeetError("takes the limit of its range from the number of rows")
         facts = Facts(stride=inner, nonnegative=True, below=inner)
-        return rows(symbols, (limit,), 0, 1, inner, dtype, facts)
+        return rows(symbols, (limit,), 0, inner=inner, dtype=dtype, facts=facts)
     if (
         isinstance(start, int)
         and isinstance(limit, int)

@@ -52,7 +52,7 @@ def joined(call: Call, values: Sequence[Value], axis: int) -> Value:
     facts = _joined_facts(values)
     if axis == first.axis:
         outer = symbols.sum(value.outer for value in values)
-        return rows(symbols, tuple(lengths), axis, outer, first.inner, first.dtype, facts)
+        return rows(symbols, tuple(lengths), axis, outer=outer, inner=first.inner, dtype=first.dtype, facts=facts)
     if any(value.outer != first.outer for value in values):
         raise RowsMeetError("joins rows that lie in different orders")
     if axis == rank - 1 and all(dims[axis] == 1 for dims in shapes):
@@ -84,7 +84,8 @@ def split(call: Call) -> Output:
             if outer is None or contains_rows(outer):
                 raise RowsMeetError("splits the axis of the rows")
             check_sizes(call)
-            results.append(rows(symbols, tuple(lengths), axis, outer, value.inner, value.dtype, facts))
+            part = rows(symbols, tuple(lengths), axis, outer=outer, inner=value.inner, dtype=value.dtype, facts=facts)
+            results.append(part)
         else:
             results.append(call.result(lengths, value, value.axis, value.dtype, facts=facts))
     if value.elements is not None and len(dims) == 1:
@@ -283,7 +284,9 @@ def expand(call: Call) -> Output:
         else:
             lengths.append(call.symbols.broadcast(length, wanted))
     if made is not None:
-        return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, facts_of_copies(value))
+        return rows(
+            call.symbols, tuple(lengths), made[0], inner=made[1], dtype=value.dtype, facts=facts_of_copies(value)
+        )
     elements = value.elements
     if elements is not None and element_count(lengths) != len(elements):
         known, count = uniform(value), element_count(lengths)
@@ -312,7 +315,9 @@ def tile(call: Call) -> Output:
                 raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
             made = position, inner
     if made is not None:
-        return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, facts_of_copies(value))
+        return rows(
+            call.symbols, tuple(lengths), made[0], inner=made[1], dtype=value.dtype, facts=facts_of_copies(value)
+        )
     elements = None
     if value.elements is not None and len(dims) == 1 and isinstance(repeats[0], int):
         elements = value.elements * repeats[0] if len(value.elements) * repeats[0] <= MAX_ELEMENTS else None
