@@ -7,7 +7,7 @@ from typing import Final
 from ortserve.model_file.graph import Attribute, Dims, Function, Graph, Model, Node, Reference, Tensor, names_read
 from ortserve.rows.number import Number, contains_rows
 from ortserve.rows.rules import RULES, masked_writes
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
+from ortserve.rows.rules.call import OTHER_AXIS, Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import NO_FACTS, Cause, Facts, Kind, Value, free
 from ortserve.rows.work_budget import TooMuchWorkError, WorkBudget
@@ -272,7 +272,7 @@ class _Scope:
             return value
         for axis, length in enumerate(value.dims or ()):
             if contains_rows(length) and not (value.is_rows and axis == value.axis):
-                raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
+                raise RowsMeetError(OTHER_AXIS)
         if value.is_rows:
             if has_size:
                 raise RowsMeetError("computes with the number of rows in the batch")

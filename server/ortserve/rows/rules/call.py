@@ -11,6 +11,8 @@ from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, element_count, fr
 
 MAX_RANK: Final = 64
 """Maximum number of axes of a result."""
+OTHER_AXIS: Final = "has a result with another axis whose length depends on the number of rows"
+"""The error of a rule whose result would have N in the length of an axis that does not carry its rows."""
 
 
 class RowsMeetError(Exception):

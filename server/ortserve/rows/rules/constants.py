@@ -6,9 +6,9 @@ from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT32, INT64, STRING, Tensor, rational
 from ortserve.rows.number import N, Number, contains_rows, is_nonnegative
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
+from ortserve.rows.rules.call import OTHER_AXIS, Call, NotKnownError, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.index_bounds import LIMITS
-from ortserve.rows.rules.movement import facts_of_copies, length_of
+from ortserve.rows.rules.movement import length_of, rows_of_copies
 from ortserve.rows.symbols import DOUBLE_LIMIT
 from ortserve.rows.values import MAX_ELEMENTS, Facts, Kind, Value, element_count, rows
 
@@ -48,12 +48,11 @@ def constant_of_shape(call: Call) -> Output:
         dtype = content.dtype
         fill = content.elements  # type: ignore[assignment]
     carriers = [axis for axis, length in enumerate(lengths) if contains_rows(length)]
+    if len(carriers) > 1:
+        raise RowsMeetError(OTHER_AXIS)
     if carriers:
-        inner = call.symbols.divide_exactly(lengths[carriers[0]], N)
-        if len(carriers) > 1 or inner is None or contains_rows(inner):
-            raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
         copied = Value(kind=call.operand(0).kind, dtype=dtype, elements=fill)
-        return rows(call.symbols, lengths, carriers[0], inner=inner, dtype=dtype, facts=facts_of_copies(copied))
+        return rows_of_copies(call, copied, lengths, carriers[0])
     lengths = tuple(length_of(call, length) for length in lengths)
     count = element_count(lengths)
     known = fill * count if fill and count is not None and count <= MAX_ELEMENTS else None

@@ -15,7 +15,17 @@ from ortserve.rows.number import (
     is_nonnegative,
     is_positive,
 )
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
+from ortserve.rows.rules.call import (
+    OTHER_AXIS,
+    Call,
+    NotKnownError,
+    Output,
+    RowsMeetError,
+    Rules,
+    check_sizes,
+    normal_axis,
+    rule,
+)
 from ortserve.rows.values import MAX_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
 TO_THE_END: Final = 10**9
@@ -269,24 +279,21 @@ def expand(call: Call) -> Output:
     target = (1,) * (rank - len(target)) + target
     axis = value.axis + rank - len(call.dims(value)) if value.is_rows else -1
     lengths: list[Number] = []
-    made: tuple[int, Number] | None = None
+    made: int | None = None
     for position, (length, wanted) in enumerate(zip(dims, target, strict=True)):
         if position == axis:
             if wanted not in (1, length):
                 raise RowsMeetError("repeats the rows along their axis")
             lengths.append(length)
         elif contains_rows(wanted):
-            inner = call.symbols.divide_exactly(wanted, N)
-            if made is not None or axis >= 0 or length != 1 or inner is None or contains_rows(inner):
-                raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
-            made = position, inner
+            if made is not None or axis >= 0 or length != 1:
+                raise RowsMeetError(OTHER_AXIS)
+            made = position
             lengths.append(wanted)
         else:
             lengths.append(call.symbols.broadcast(length, wanted))
     if made is not None:
-        return rows(
-            call.symbols, tuple(lengths), made[0], inner=made[1], dtype=value.dtype, facts=facts_of_copies(value)
-        )
+        return rows_of_copies(call, value, lengths, made)
     elements = value.elements
     if elements is not None and element_count(lengths) != len(elements):
         known, count = uniform(value), element_count(lengths)
@@ -302,7 +309,7 @@ def tile(call: Call) -> Output:
         raise NotKnownError("has repeats that do not fit its operand")
     lengths: list[Number] = []
     outer = value.outer
-    made: tuple[int, Number] | None = None
+    made: int | None = None
     for position, (length, count) in enumerate(zip(dims, repeats, strict=True)):
         lengths.append(call.symbols.multiply(length, count))
         if value.is_rows and position == value.axis:
@@ -310,14 +317,11 @@ def tile(call: Call) -> Output:
                 raise RowsMeetError("repeats the rows by their number")
             outer = call.symbols.multiply(outer, count)
         elif contains_rows(count):
-            inner = call.symbols.divide_exactly(lengths[-1], N)
-            if made is not None or value.is_rows or inner is None or contains_rows(inner):
-                raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
-            made = position, inner
+            if made is not None or value.is_rows:
+                raise RowsMeetError(OTHER_AXIS)
+            made = position
     if made is not None:
-        return rows(
-            call.symbols, tuple(lengths), made[0], inner=made[1], dtype=value.dtype, facts=facts_of_copies(value)
-        )
+        return rows_of_copies(call, value, lengths, made)
     elements = None
     if value.elements is not None and len(dims) == 1 and isinstance(repeats[0], int):
         elements = value.elements * repeats[0] if len(value.elements) * repeats[0] <= MAX_ELEMENTS else None
@@ -325,11 +329,15 @@ def tile(call: Call) -> Output:
     return call.result(lengths, like, value.axis, value.dtype, elements, replace(value.facts, columns=()))
 
 
-def facts_of_copies(value: Value) -> Facts:
-    """The facts of rows that are copies of a free tensor."""
+def rows_of_copies(call: Call, value: Value, lengths: Sequence[Number], axis: int) -> Value:
+    """Copies of the elements of a tensor without rows, in as many entries along an axis for each row."""
+    inner = call.symbols.divide_exactly(lengths[axis], N)
+    if inner is None or contains_rows(inner):
+        raise RowsMeetError(OTHER_AXIS)
     known = value.elements if value.is_integer else None
     below = known[0] + 1 if known and isinstance(known[0], int) and uniform(value) is not None else None
-    return Facts(nonnegative=known is not None and all(map(is_nonnegative, known)), below=below)
+    facts = Facts(nonnegative=known is not None and all(map(is_nonnegative, known)), below=below)
+    return rows(call.symbols, tuple(lengths), axis, inner=inner, dtype=value.dtype, facts=facts)
 
 
 RULES: Final[Rules] = {

@@ -7,6 +7,7 @@ from typing import Final
 from ortserve.model_file.graph import INT32, INT64
 from ortserve.rows.number import DEPENDENT, WINDOWS, Number, contains_rows, is_positive
 from ortserve.rows.rules.call import (
+    OTHER_AXIS,
     Call,
     NotKnownError,
     Output,
@@ -324,7 +325,7 @@ def _with_sizes(call: Call, value: Value, axes: Sequence[int], sizes: Sequence[N
                 raise RowsMeetError("resizes the axis of the rows")
             check_sizes(call)
         elif contains_rows(size):
-            raise RowsMeetError("has a result with another axis whose length depends on the number of rows")
+            raise RowsMeetError(OTHER_AXIS)
         else:
             dims[axis] = size
     return call.result(dims, value, value.axis, value.dtype)
