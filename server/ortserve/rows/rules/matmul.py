@@ -1,7 +1,7 @@
 """Rules of matrix products: plain, fused and quantized."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from string import ascii_letters
 from typing import Final
 
@@ -46,7 +46,7 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
     left = (1, *left) if len(left) == 1 else left
     right = (*right, 1) if len(right) == 1 else right
     lengths = [*batch, left[-2], right[-1]]
-    axis, like = _product_axis(one_axis, one, left, other_axis, other, right, rank)
+    axis, like = _product_axis(_Factor(one, left, one_axis), _Factor(other, right, other_axis), rank)
     dropped = [rank - 2] if len(call.dims(one)) == 1 else []
     dropped += [rank - 1] if len(call.dims(other)) == 1 else []
     kept = [position for position in range(rank) if position not in dropped]
@@ -62,27 +62,28 @@ def _matrix_axis(value: Value, rank: int, result_rank: int, *, is_left: bool) ->
     return value.axis + result_rank - rank
 
 
-def _product_axis(
-    one_axis: int | None,
-    one: Value,
-    left: tuple[Number, ...],
-    other_axis: int | None,
-    other: Value,
-    right: tuple[Number, ...],
-    rank: int,
-) -> tuple[int, Value | None]:
-    if one_axis is None and other_axis is None:
-        return 0, None
-    if one_axis is not None and other_axis is not None:
-        if one_axis != other_axis or one_axis >= rank - 2 or not one.carries_like(other):
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """An operand of a product, its shape as a matrix, and the axis of the product with its rows; None without rows."""
+
+    value: Value
+    dims: tuple[Number, ...]
+    axis: int | None
+
+
+def _product_axis(one: _Factor, other: _Factor, rank: int) -> tuple[int, Value | None]:
+    """The axis of a product of ``rank`` axes that carries the rows, and an operand with them; None without rows."""
+    if one.axis is not None and other.axis is not None:
+        if one.axis != other.axis or one.axis >= rank - 2 or not one.value.carries_like(other.value):
             raise RowsMeetError("multiplies rows with other rows")
-        return one_axis, one
-    axis, like, dims = (other_axis, other, left) if one_axis is None else (one_axis, one, right)
-    assert axis is not None
-    position = axis - (rank - len(dims))
-    if axis < rank - 2 and position >= 0 and dims[position] != 1:
+        return one.axis, one.value
+    carrier, table = (one, other) if one.axis is not None else (other, one)
+    if carrier.axis is None:
+        return 0, None
+    position = carrier.axis - (rank - len(table.dims))
+    if carrier.axis < rank - 2 and position >= 0 and table.dims[position] != 1:
         raise RowsMeetError("pairs each row by its index with a matrix of a tensor without rows")
-    return axis, like
+    return carrier.axis, carrier.value
 
 
 def gemm(call: Call) -> Output:
