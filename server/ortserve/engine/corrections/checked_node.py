@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ortserve.model_file.editing import Rewired, first_output, write_constant, write_node
-from ortserve.model_file.graph import INT64, Dims, Graph, Node
+from ortserve.model_file.graph import INT64, Attribute, Dims, Graph, Node
 from ortserve.rows import Value, constant_value
 
 FindTensors: TypeAlias = Callable[[], Mapping[int, Mapping[str, Value]]]
@@ -53,24 +53,33 @@ class CheckedNode:
         self._after: list[bytes] = []
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the inputs that the node has in the model."""
+        return self.node.inputs
+
+    @property
+    def attributes(self) -> Mapping[str, Attribute]:
+        return self.node.attributes
+
+    @property
     def is_changed(self) -> bool:
-        return bool(self._made or self._after) or self.edit() != Rewired(self.node.inputs, self.node.outputs)
+        return bool(self._made or self._after) or self.edit() != Rewired(self.inputs, self.node.outputs)
 
     def has(self, place: int) -> bool:
-        return place < len(self.node.inputs) and bool(self.node.inputs[place])
+        return place < len(self.inputs) and bool(self.inputs[place])
 
     def has_free_end(self, place: int) -> bool:
         """Whether an input of the node is an input of the model whose last axis has a free size."""
         dims = self.dims(place)
         return (
-            place < len(self.node.inputs)
-            and self.node.inputs[place] in self.context.declared
+            place < len(self.inputs)
+            and self.inputs[place] in self.context.declared
             and not (dims and isinstance(dims[-1], int))
         )
 
     def dims(self, place: int) -> Dims:
         """The declared shape of an input of the model; empty if it is not known."""
-        return self.context.declared.get(self.node.inputs[place]) or () if place < len(self.node.inputs) else ()
+        return self.context.declared.get(self.inputs[place]) or () if place < len(self.inputs) else ()
 
     def sizes(self, place: int) -> tuple[int | None, ...] | None:
         """The known sizes of an input; None if not even its number of axes is known."""
@@ -87,11 +96,11 @@ class CheckedNode:
         return value is None or not value.has_elements
 
     def _value(self, place: int) -> Value | None:
-        return self.context.value(self.node.inputs[place]) if self.has(place) else None
+        return self.context.value(self.inputs[place]) if self.has(place) else None
 
     def size(self, place: int, axis: int) -> str:
         """The name of the size of an axis of an input."""
-        shape = self.add("Shape", self.node.inputs[place])
+        shape = self.add("Shape", self.inputs[place])
         return self.add("Gather", shape, self.constant(INT64, axis))
 
     def add(self, operator: str, *sources: str, name: str = "", **attributes: int) -> str:

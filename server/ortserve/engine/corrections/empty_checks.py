@@ -27,7 +27,7 @@ def _not_empty(*places: int) -> Callable[[CheckedNode], None]:
     def check(node: CheckedNode) -> None:
         for place in places:
             if node.may_be_empty(place):
-                size = node.add("Size", node.node.inputs[place])
+                size = node.add("Size", node.inputs[place])
                 is_empty = node.add("Equal", size, node.constant(INT64, 0))
                 node.fail_if(is_empty, place, f"input {place} with at least 1 element, got 0")
 
@@ -36,7 +36,7 @@ def _not_empty(*places: int) -> Callable[[CheckedNode], None]:
 
 def _fail_if_none_along(node: CheckedNode, place: int, *axes: int) -> None:
     """Fail if an input has no elements along one of the axes."""
-    shape = node.add("Shape", node.node.inputs[place])
+    shape = node.add("Shape", node.inputs[place])
     sizes = node.add("Gather", shape, node.constant(INT64, *axes, is_list=True))
     along = " or ".join(map(str, axes))
     is_empty = node.add("Equal", sizes, node.constant(INT64, 0))
@@ -49,7 +49,7 @@ def _check_summed(product: CheckedNode) -> None:
     sizes = product.sizes(second)
     summed = sizes[-2:][0] if sizes else None  # of a matrix the rows, of a vector all
     if not summed and (product.may_be_empty(0) or product.may_be_empty(second)):
-        _fail_if_none_along(product, 0, -2 if product.node.attributes.get("transA") else -1)
+        _fail_if_none_along(product, 0, -2 if product.attributes.get("transA") else -1)
 
 
 def _check_product(product: CheckedNode) -> None:
@@ -58,7 +58,7 @@ def _check_product(product: CheckedNode) -> None:
     Before 1.32, products of a vector are not written either, nor those that ONNX Runtime joins with a Transpose. If the
     Transpose moves the rows, they are divided by the number of rows.
     """
-    factors = product.node.inputs[:2]
+    factors = product.inputs[:2]
     makers = [product.context.makers[name] for name in factors if name in product.context.makers]
     is_quantized = any(maker.op == "DequantizeLinear" for maker in makers)
     turned = [] if _SINCE_1_32 else [maker.attributes.get("perm") for maker in makers if maker.op == "Transpose"]
@@ -75,15 +75,15 @@ def _may_be_vector(product: CheckedNode, place: int) -> bool:
 
 def _check_term(term: CheckedNode) -> None:
     """Quantized sums and products of elements crash on empty tensors, and ONNX Runtime quantizes those of quantized."""
-    makers = [term.context.makers.get(name) for name in term.node.inputs]
+    makers = [term.context.makers.get(name) for name in term.inputs]
     if all(maker is not None and maker.op == "DequantizeLinear" for maker in makers):
         _not_empty(0, 1)(term)
 
 
 def _check_terms(einsum: CheckedNode) -> None:
     """Einsum divides by 0 if it transposes an empty factor."""
-    equation = einsum.node.attributes.get("equation")
-    factors = range(len(einsum.node.inputs))
+    equation = einsum.attributes.get("equation")
+    factors = range(len(einsum.inputs))
     if len(factors) > 1 and not (isinstance(equation, str) and is_plain_product(equation)):
         _not_empty(*factors)(einsum)
 
@@ -93,7 +93,7 @@ def _moves_rows(order: Attribute) -> bool:
 
 
 def _check_fused_product(product: CheckedNode) -> None:
-    attributes = product.node.attributes
+    attributes = product.attributes
     if attributes.get("transBatchA") or attributes.get("transBatchB"):
         _not_empty(0, 1)(product)
     else:
@@ -102,11 +102,11 @@ def _check_fused_product(product: CheckedNode) -> None:
 
 def _check_join(concat: CheckedNode) -> None:
     """Concat does not compare the shape of an empty tensor with the others, and writes only a part of its output."""
-    axis = concat.node.attributes.get("axis")
+    axis = concat.attributes.get("axis")
     axis = axis if isinstance(axis, int) else 0
     wrong = False
     # A quantized tensor has a scale and a zero point behind it, and those of the output come first.
-    places = range(len(concat.node.inputs))[slice(2, None, 3) if concat.node.domain else slice(None)]
+    places = range(len(concat.inputs))[slice(2, None, 3) if concat.node.domain else slice(None)]
     for place in places:
         sizes = concat.sizes(place)
         if sizes is not None and len(sizes) == 1:
@@ -117,9 +117,7 @@ def _check_join(concat: CheckedNode) -> None:
             ]
             wrong |= not all(others)
     if wrong:
-        concat.fail_if_not_whole(
-            [concat.node.inputs[place] for place in places], "tensors that differ only along its axis"
-        )
+        concat.fail_if_not_whole([concat.inputs[place] for place in places], "tensors that differ only along its axis")
 
 
 def _check_pixels(roi_align: CheckedNode) -> None:
@@ -130,7 +128,7 @@ def _check_pixels(roi_align: CheckedNode) -> None:
 
 def _check_normalized(normalization: CheckedNode) -> None:
     """InstanceNormalization of FP16 writes to unmapped memory if an image has no pixels."""
-    values = [normalization.context.value(name) for name in normalization.node.inputs[:2]]  # of one type
+    values = [normalization.context.value(name) for name in normalization.inputs[:2]]  # of one type
     if not normalization.may_be_empty(0) or any(value and value.dtype not in (0, FLOAT16) for value in values):
         return
     axes = range(2, len(normalization.sizes(0) or ()))
@@ -142,7 +140,7 @@ def _check_normalized(normalization: CheckedNode) -> None:
 
 def _check_heads(attention: CheckedNode) -> None:
     """Attention divides by the number or the size of heads. That of ONNX may join a past by a Concat."""
-    axis = -1 if attention.node.domain or attention.node.attributes.get("q_num_heads") else 1
+    axis = -1 if attention.node.domain or attention.attributes.get("q_num_heads") else 1
     axes = {place: [axis] for place in range(3)}
     if not attention.node.domain and (attention.has(4) or attention.has(5)):
         axes |= {1: [0, axis, -1], 2: [0, axis, -1], 4: [0, 1, 3], 5: [0, 1, 3]}
@@ -153,21 +151,21 @@ def _check_heads(attention: CheckedNode) -> None:
 
 def _check_volume(transposed: CheckedNode) -> None:
     """A transposed convolution of volumes reads unmapped memory."""
-    kernel = transposed.node.attributes.get("kernel_shape")
+    kernel = transposed.attributes.get("kernel_shape")
     if not isinstance(kernel, tuple) or len(kernel) > 2:
         _not_empty(0, 1)(transposed)
 
 
 def _check_blocks(quantize: CheckedNode) -> None:
-    if quantize.node.attributes.get("block_size"):
+    if quantize.attributes.get("block_size"):
         _not_empty(0)(quantize)
 
 
 def _check_slices(scan: CheckedNode) -> None:
     """Scan divides by 0 if it reads or writes slices along another axis than 0 of an empty tensor."""
-    chosen = [scan.node.attributes.get(f"scan_{side}_axes") for side in ("input", "output")]
+    chosen = [scan.attributes.get(f"scan_{side}_axes") for side in ("input", "output")]
     if any(isinstance(axes, tuple) and any(axes) for axes in chosen):
-        _not_empty(*range(len(scan.node.inputs)))(scan)
+        _not_empty(*range(len(scan.inputs)))(scan)
 
 
 def _check_skipped(normalization: CheckedNode) -> None:
@@ -175,16 +173,15 @@ def _check_skipped(normalization: CheckedNode) -> None:
     if normalization.may_be_empty(1):
         zero = normalization.constant(INT64, 0)
         is_empty, is_added = (
-            normalization.add("Equal", normalization.add("Size", normalization.node.inputs[place]), zero)
-            for place in (0, 1)
+            normalization.add("Equal", normalization.add("Size", normalization.inputs[place]), zero) for place in (0, 1)
         )
         wrong = normalization.add("And", is_added, normalization.add("Not", is_empty))
         normalization.fail_if(wrong, 1, "input 1 with at least 1 element, got 0")
 
 
 def _check_features(vectorizer: CheckedNode) -> None:
-    if len(vectorizer.node.inputs) > 1:
-        _not_empty(*range(len(vectorizer.node.inputs)))(vectorizer)
+    if len(vectorizer.inputs) > 1:
+        _not_empty(*range(len(vectorizer.inputs)))(vectorizer)
 
 
 def _check_hidden(node: CheckedNode) -> None:
@@ -194,7 +191,7 @@ def _check_hidden(node: CheckedNode) -> None:
 
 
 def _check_rows(unique: CheckedNode) -> None:
-    if "axis" in unique.node.attributes:
+    if "axis" in unique.attributes:
         _not_empty(0)(unique)
 
 

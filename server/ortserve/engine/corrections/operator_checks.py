@@ -149,11 +149,11 @@ def _graphs(graph: Graph, scope: str = "") -> Iterator[tuple[str, Graph]]:
 
 def _check_boxes(roi_align: CheckedNode) -> None:
     """RoiAlign takes samples in each cell of a box, if ``sampling_ratio`` is 0, and crashes if it cannot count them."""
-    attributes = roi_align.node.attributes
+    attributes = roi_align.attributes
     ratio, scale = attributes.get("sampling_ratio", 0), attributes.get("spatial_scale", 1.0)
     if not isinstance(ratio, int) or ratio > 0 or not isinstance(scale, int | float):
         return
-    boxes = roi_align.add("Cast", roi_align.node.inputs[1], to=FLOAT)
+    boxes = roi_align.add("Cast", roi_align.inputs[1], to=FLOAT)
     starts, ends = (
         roi_align.add("Gather", boxes, roi_align.constant(INT64, *columns, is_list=True), axis=1)
         for columns in ((0, 1), (2, 3))
@@ -172,10 +172,10 @@ def _check_frame(stft: CheckedNode) -> None:
     """STFT divides by the length of a frame, which is a number or the length of a window."""
     zero = stft.constant(INT64, 0)
     if stft.has(3):
-        length = stft.add("Cast", stft.node.inputs[3], to=INT64)
+        length = stft.add("Cast", stft.inputs[3], to=INT64)
         stft.fail_if(stft.add("Equal", length, zero), 3, "a frame_length other than 0")
     if stft.has(2):
-        size = stft.add("Size", stft.node.inputs[2])
+        size = stft.add("Size", stft.inputs[2])
         stft.fail_if(stft.add("Equal", size, zero), 2, "a window that is not empty")
 
 
@@ -187,7 +187,7 @@ def _check_square(inverse: CheckedNode) -> None:
 
 def _check_words(embedding: CheckedNode) -> None:
     """WordConvEmbedding does not write words without characters, which begin with 0 or less: they become zeros."""
-    first = embedding.add("Gather", embedding.node.inputs[0], embedding.constant(INT32, 0, is_list=True), axis=-1)
+    first = embedding.add("Gather", embedding.inputs[0], embedding.constant(INT32, 0, is_list=True), axis=-1)
     has_none = embedding.add("Not", embedding.add("Greater", first, embedding.constant(INT32, 0)))
     embedding.replace_where(has_none, embedding.constant(FLOAT, 0))
 
@@ -204,9 +204,9 @@ def _check_grouped(attention: CheckedNode) -> None:
     """GroupQueryAttention does not write rows whose number of new tokens is 0: they become zeros."""
     _make_present(attention, 3, 4)
     if attention.has(16):
-        value = attention.context.value(attention.node.inputs[0])
+        value = attention.context.value(attention.inputs[0])
         zero = attention.add("Cast", attention.constant(FLOAT, 0), to=value.dtype if value and value.dtype else FLOAT)
-        is_idle = attention.add("Equal", attention.node.inputs[16], attention.constant(INT32, 0))
+        is_idle = attention.add("Equal", attention.inputs[16], attention.constant(INT32, 0))
         attention.replace_where(
             attention.add("Reshape", is_idle, attention.constant(INT64, -1, 1, 1, is_list=True)), zero
         )
@@ -220,7 +220,7 @@ def _make_present(attention: CheckedNode, *past: int) -> None:
 
 def _check_pairs(embedding: CheckedNode) -> None:
     """RotaryEmbedding rotates pairs, and does not write the last element of a head of odd size."""
-    attributes = embedding.node.attributes
+    attributes = embedding.attributes
     if embedding.has_free_end(0) and not attributes.get("rotary_embedding_dim"):
         heads = attributes.get("num_heads", 0) if len(embedding.dims(0)) == 3 else 0
         pairs = embedding.constant(INT64, 2 * max(1, heads if isinstance(heads, int) else 0))
@@ -232,13 +232,13 @@ def _check_pairs(embedding: CheckedNode) -> None:
 def _check_scales(product: CheckedNode) -> None:
     """MatMulIntegerToFloat writes beyond the product if scales widen it."""
     for place in (2, 3):
-        if product.has(place) and product.node.inputs[place] not in product.context.narrow:
+        if product.has(place) and product.inputs[place] not in product.context.narrow:
             one, columns = product.constant(INT64, 1, is_list=True), product.size(1, -1)
             # The last axis, and 1 for a scalar.
-            last = product.add("Concat", one, product.add("Shape", product.node.inputs[place]), axis=0)
+            last = product.add("Concat", one, product.add("Shape", product.inputs[place]), axis=0)
             last = product.add("Gather", last, product.constant(INT64, -1))
             is_one, is_list = (product.add("Equal", last, size) for size in (one, columns))
-            is_flat = product.add("Equal", product.add("Size", product.node.inputs[place]), last)
+            is_flat = product.add("Equal", product.add("Size", product.inputs[place]), last)
             is_right = product.add("And", is_flat, product.add("Or", is_one, is_list))
             product.fail_if(product.add("Not", is_right), place, "scales of one number, or one for each column")
 
@@ -247,14 +247,14 @@ def _check_axes(node: CheckedNode) -> None:
     """Some operators read the sizes of more axes than a tensor has."""
     for place, least in enumerate(axes_needed_by(node.node)):
         if least and node.has(place) and node.sizes(place) is None:
-            axes = node.add("Size", node.add("Shape", node.node.inputs[place]))
+            axes = node.add("Size", node.add("Shape", node.inputs[place]))
             expected = f"input {place} with at least {least} axes"
             node.fail_if(node.add("Less", axes, node.constant(INT64, least)), place, expected)
 
 
 def _check_image(pool: CheckedNode) -> None:
     """QLinearAveragePool divides by 0 if an image with channels on the last axis is smaller than the kernel."""
-    attributes = pool.node.attributes
+    attributes = pool.attributes
     kernel, pads = attributes.get("kernel_shape"), attributes.get("pads")
     is_padded = str(attributes.get("auto_pad", "")).startswith("SAME")
     if not attributes.get("channels_last") or not isinstance(kernel, tuple) or is_padded:
@@ -267,7 +267,7 @@ def _check_image(pool: CheckedNode) -> None:
     known = (pool.sizes(0) or ())[1:-1]
     if not known or any((size or 1) < needed for size, needed in zip(known, least, strict=False)):
         axes = pool.constant(INT64, *range(1, count + 1), is_list=True)
-        sizes = pool.add("Gather", pool.add("Shape", pool.node.inputs[0]), axes)
+        sizes = pool.add("Gather", pool.add("Shape", pool.inputs[0]), axes)
         is_small = pool.add("Less", sizes, pool.constant(INT64, *least, is_list=True))
         pool.fail_if(is_small, 0, f"images of at least {'x'.join(map(str, least))}")
 
@@ -279,7 +279,7 @@ def _check_zero_point(activation: CheckedNode) -> None:
 
 def _check_axes_of_steps(scan: CheckedNode) -> None:
     """Scan crashes if a state, or a slice, has another number of axes than its body declares."""
-    body, sliced = scan.node.attributes.get("body"), scan.node.attributes.get("num_scan_inputs")
+    body, sliced = scan.attributes.get("body"), scan.attributes.get("num_scan_inputs")
     if not isinstance(body, Graph) or not isinstance(sliced, int):
         return
     states = len(body.inputs) - sliced
@@ -289,7 +289,7 @@ def _check_axes_of_steps(scan: CheckedNode) -> None:
         expected = len(declared.dims) + (place >= states)
         known = scan.sizes(place)
         if known is None or len(known) != expected:
-            axes = scan.add("Size", scan.add("Shape", scan.node.inputs[place]))
+            axes = scan.add("Size", scan.add("Shape", scan.inputs[place]))
             is_wrong = scan.add("Not", scan.add("Equal", axes, scan.constant(INT64, expected)))
             scan.fail_if(is_wrong, place, f"input {place} with {expected} axes")
 
