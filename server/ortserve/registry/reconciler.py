@@ -122,7 +122,8 @@ class Reconciler:
             applied: Ensembles that need no reconnection, because the caller loads them after the model anyway.
             is_forced: Whether to load the model even if it could be loaded on demand.
             is_awaited: Whether requests may wait for the load.
-            is_by_client: Whether a client sent the configuration. A failure changes no label and, if total, no source.
+            is_by_client: Whether a client sent the configuration. After a failure, labels and the source before stay,
+                except versions that the load has replaced.
 
         Returns:
             The version and the reason of each failed load. If any load failed, the previous loads of these versions
@@ -130,73 +131,127 @@ class Reconciler:
         """
         name = source.name
         before, self._sources[name] = self._sources.get(name), source
-        is_offered = before is not None and self._versions.waits_for_request(before)
+        was_offered = before is not None and self._versions.waits_for_request(before)
+        labels, serving = self._catalog.labels(name), self._catalog.ready(name)
         self.dependents.note_source(source)
         if source.problem:
-            if is_forced:
-                await self._restore(source, self._drained_early.pop(name, {}), is_awaited=is_awaited)
-            self._versions.show_problem(source)
-            self._retries.forget(name)
+            await self._show_problem(source, is_forced=is_forced, is_awaited=is_awaited)
             if is_by_client and before is not None:
-                self._take_back(before, is_offered=is_offered)
+                self._keep_source(before, source, was_offered=was_offered)
             await self.dependents.reconnect(name)
             return [source.problem]
-        if not is_by_client:
-            self._versions.offer_new(source)
-        labels = self._catalog.labels(name)
-        apply = self._labels.apply if is_by_client else self._labels.apply_configured
-        apply(name)  # Before the loads, during which no other version may answer.
-        if self._catalog.labels(name) != labels:
-            await self.dependents.reconnect_all(name, applied, loads=False)
+        await self._apply_labels_before_loads(source, applied, is_by_client=is_by_client)
         if not is_forced and self._versions.waits_for_request(source):
             self._versions.offer_on_demand(source)
             self._retries.forget(name)
             self._on_model_change(name)
             return []
+        failures = await self._change_versions(
+            source, before, was_offered=was_offered, is_awaited=is_awaited, is_by_client=is_by_client
+        )
+        # Changes of its members did not reconnect an ensemble in ``applied``: its versions may use earlier loads.
+        failures += await self.dependents.reconnect(name)
+        if ready := self._catalog.ready(name):
+            self._last_serving[name] = {record.version: record.source for record in ready if record.source}
+        if ready != serving or self._catalog.labels(name) != labels:
+            await self.dependents.reconnect_all(name, applied)
+        return failures
+
+    async def _show_problem(self, source: ModelSource, *, is_forced: bool, is_awaited: bool) -> None:
+        """Show why a source cannot be loaded. If the model should be in memory, what served before is loaded again."""
+        if is_forced:
+            await self._restore(source, self._drained_early.pop(source.name, {}), is_awaited=is_awaited)
+        self._versions.show_problem(source)
+        self._retries.forget(source.name)
+
+    async def _apply_labels_before_loads(
+        self, source: ModelSource, applied: Collection[str], *, is_by_client: bool
+    ) -> None:
+        """Put labels into effect before the loads, during which no other version may answer.
+
+        The configuration of a client changes labels only after its load.
+        """
+        name = source.name
+        labels = self._catalog.labels(name)
+        if is_by_client:
+            self._labels.apply(name)
+        else:
+            self._versions.offer_new(source)
+            self._labels.apply_configured(name)
+        if self._catalog.labels(name) != labels:
+            await self.dependents.reconnect_all(name, applied, loads=False)
+
+    async def _change_versions(
+        self,
+        source: ModelSource,
+        before: ModelSource | None,
+        *,
+        was_offered: bool,
+        is_awaited: bool,
+        is_by_client: bool,
+    ) -> list[str]:
+        """Load the versions of a source that do not serve yet, and drain those that it lacks if no load fails.
+
+        Returns the version and the reason of each failure.
+        """
+        name = source.name
+        if self._versions.waits_for_request(source):
+            await self._draining.wait(name)  # The new load continues the metric series of the evicted version.
         ended = [
             record
             for record in self._catalog.of(name).values()
             if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
         ]
         # Requests for versions on demand wait for the end of a load by a client: if it fails, they are loaded.
-        offered = [record for record in ended if record.is_on_demand and is_by_client and is_offered]
+        offered = [record for record in ended if record.is_on_demand and is_by_client]
         self._versions.forget(record for record in ended if record not in offered)
-        if self._versions.waits_for_request(source):
-            await self._draining.wait(name)  # The new load continues the metric series of the evicted version.
         serving = self._catalog.ready(name)
         changes = self._versions.plan(source)
         retiring = set(changes.retire) - self._labels.named_versions(name)
         for record in serving:
             record.reason, record.is_retiring = "", record.version in retiring
         failures = await self._load_versions(source, changes.load, serving, is_awaited=is_awaited)
-        if before is not None and is_by_client and len(self._versions.plan(source).load) == len(source.versions):
-            self._take_back(before, is_offered=is_offered)
-        else:
-            self._versions.forget(one for one in offered if self._catalog.of(name).get(one.version) is one)
         if not (is_by_client and failures):
             self._labels.apply_configured(name)
+            await self._end_offers(source, offered)
+        elif before is not None:
+            self._keep_source(before, source, was_offered=was_offered)
         self._on_model_change(name)
         if not failures:
             self._retire(name, changes.retire)
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
-        # Changes of its members did not reconnect an ensemble in ``applied``: its versions may use earlier loads.
-        failures += await self.dependents.reconnect(name)
-        if ready := self._catalog.ready(name):
-            self._last_serving[name] = {record.version: record.source for record in ready if record.source}
-        if self._catalog.ready(name) != serving or self._catalog.labels(name) != labels:
-            await self.dependents.reconnect_all(name, applied)
         return failures
 
-    def _take_back(self, before: ModelSource, *, is_offered: bool) -> None:
-        """Keep the source before a load by a client that has failed altogether, on demand if it was ``is_offered``."""
-        self._sources[before.name] = before
-        if self._catalog.ready(before.name):
-            known = self._catalog.of(before.name).values()
+    async def _end_offers(self, source: ModelSource, offered: Collection[VersionRecord]) -> None:
+        """Load the versions on demand that a client's files lack, but labels name, and forget the others.
+
+        In memory, they would serve on.
+        """
+        named = self._labels.named_versions(source.name)
+        kept = {record.version: record.source for record in offered if record.version in named and record.source}
+        if kept:
+            await self._restore(source, kept, is_awaited=True)
+        self._versions.forget(one for one in offered if self._catalog.of(source.name).get(one.version) is one)
+
+    def _keep_source(self, before: ModelSource, source: ModelSource, *, was_offered: bool) -> None:
+        """Keep the source before a load by a client that has failed, with the versions of the load that serve.
+
+        If the model was on demand, its other versions are on demand again.
+        """
+        name = before.name
+        serving = {record.version: record.source for record in self._catalog.ready(name)}
+        loaded = {number: version for number, version in source.versions.items() if serving.get(number) == version}
+        earlier = {number: version for number, version in before.versions.items() if number not in loaded}
+        # The policy of the first version applies, which is that of the source before if any of its versions is left.
+        kept = replace(before, versions=earlier | loaded, problem="" if loaded else before.problem)
+        self._sources[name] = kept
+        if was_offered:
+            self._versions.offer_on_demand(kept)
+        elif serving:
+            known = self._catalog.of(name).values()
             self._versions.forget(
-                record for record in known if record.state is State.FAILED and record.version not in before.versions
+                record for record in known if record.state >= State.GONE and record.version not in kept.versions
             )
-        elif is_offered:
-            self._versions.offer_on_demand(before)
 
     async def _load_versions(
         self, source: ModelSource, versions: Collection[int], serving: Collection[VersionRecord], *, is_awaited: bool

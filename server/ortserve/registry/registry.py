@@ -104,7 +104,7 @@ class Registry:
         )
         self._changes = Changes()
         self._sources: dict[str, ModelSource] = {}
-        """The source of the latest load of each model, failed or not, except client loads that failed altogether."""
+        """The source of the latest load of each model, failed or not, except versions that a client failed to load."""
         state = state or StateFile(None)
         state.on_change = self._on_state_stored
         self._labels = Labels(self._catalog, self._sources, state)
@@ -302,8 +302,7 @@ class Registry:
                         (source,) = reject_cycles([source], self._sources | closure)
                         is_by_client = load.config is not None
                         failures = await self._reconciler.apply(source, is_forced=True, is_by_client=is_by_client)
-                        if self._sources[name].is_sent:
-                            self._versions.end_on_demand(name)
+                        self._versions.end_on_demand(name, only_sent=True)  # Their files are deleted now.
                         break
                 closure = await self._reader.read_members(source)
                 together.enter_context(self._room.loading_together(closure))

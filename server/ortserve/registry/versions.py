@@ -111,10 +111,12 @@ class Versions:
         return record
 
     def offer_on_demand(self, source: ModelSource) -> None:
-        """Show the versions of a model in the catalog. The first request will load them."""
+        """Show the versions of a model that do not serve in the catalog. The first request will load them."""
         known = self._catalog.of(source.name)
         kept = {
-            number for number, one in known.items() if one.is_on_demand and one.source == source.versions.get(number)
+            number
+            for number, one in known.items()
+            if one.state is State.READY or (one.is_on_demand and one.source == source.versions.get(number))
         }
         self.forget(one for number, one in known.items() if number not in kept and one.state >= State.GONE)
         self._offer(source, source.versions.keys() - kept)
@@ -288,10 +290,11 @@ class Versions:
             elif record.waiting is not None and not record.waiting.expired():
                 record.waiting.reschedule(self._loop.time())
 
-    def end_on_demand(self, name: str) -> None:
-        """Prevent requests from loading the versions of a model that are not in memory."""
+    def end_on_demand(self, name: str, *, only_sent: bool = False) -> None:
+        """Prevent requests from loading the versions of a model that are not in memory, or those that a client sent."""
         for record in self._catalog.of(name).values():
-            if record.is_on_demand:
+            is_sent = record.source is not None and record.source.is_sent
+            if record.is_on_demand and (is_sent or not only_sent):
                 record.reason, record.no_room = UNLOADED, None
                 if record.state is State.GONE:
                     self._metrics.forget(name, record.shown_version)

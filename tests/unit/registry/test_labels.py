@@ -153,3 +153,16 @@ async def test_calls_load_an_evicted_model_first(tmp_path: Path, registry: Regis
         await registry._draining.wait("m")
         await call()
         assert registry.find("m", "").version == str(stable)
+
+
+async def test_load_by_a_client_without_an_evicted_version_loads_it_for_its_label(
+    tmp_path: Path, registry: Registry
+) -> None:
+    folder = put(tmp_path, 1, options="version_policy: {all: true}")
+    await registry.load_all()
+    await registry.change_state("m", ModelState({"stable": 1}))
+    registry._draining.evict("m")
+    content = (folder / "1" / "model.onnx").read_bytes()
+    await registry.load("m", config="{}", files={"file:2/model.onnx": content})
+    assert states(registry) == {1: State.READY, 2: State.READY}
+    assert registry.find("m", "").version == "1"

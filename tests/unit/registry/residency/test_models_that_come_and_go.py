@@ -986,6 +986,31 @@ async def test_model_that_is_not_in_memory_is_loaded_by_a_request_after_a_load_b
     assert await ask(registry, "m", "2") == "2"
 
 
+async def test_evicted_version_for_which_a_load_by_a_client_failed_is_on_demand_again_with_its_label(
+    tmp_path: Path, make: Make
+) -> None:
+    put(tmp_path, "m", build=lambda path: builders.identity(path, shape=("batch", 2)))
+    put(tmp_path, "m", 2, "{version_policy: {all: true}, labels: {stable: 1}}")
+    registry = make()
+    await registry.load_all()
+    registry._draining.evict("m")
+    config = {"version_policy": {"all": {}}, "input": [{"name": "a", "data_type": "TYPE_FP32", "dims": [-1, 2]}]}
+    with pytest.raises(ServeError, match="version 1 is at UNAVAILABLE state: unexpected inference input 'a'"):
+        await registry.load("m", config=json.dumps(config))
+    for _ in range(2):
+        assert await ask(registry, "m") == "1"
+        assert await ask(registry, "m", "2") == "2"
+        assert states(registry, "m") == dict.fromkeys((1, 2), (State.READY, ""))
+        assert registry.labels("m") == {"stable": 1}
+        registry._draining.evict("m")
+    content = members.affine(tmp_path.parent / "sent.onnx").read_bytes()
+    files = {"file:1/model.onnx": b"no model", "file:2/model.onnx": content, "file:3/model.onnx": b"no model"}
+    with pytest.raises(ServeError, match=r"version 1 is at .*; version 3 is at UNAVAILABLE state: "):
+        await registry.load("m", config=json.dumps({"version_policy": {"all": {}}}), files=files)
+    assert states(registry, "m") == {1: (State.GONE, ON_DEMAND), 2: (State.READY, "")}
+    assert await ask(registry, "m") == "1"
+
+
 async def test_load_begins_when_the_evicted_model_has_answered_and_is_freed(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "m", options="load_policy: on_demand")
     put(tmp_path, "slow", options="load_policy: on_demand", build=builders.slow)
