@@ -48,6 +48,7 @@ COMPILED: Final = (
     "frontends/large_body.py",
     "frontends/load_reports.py",
     "frontends/long_reads.py",
+    "frontends/read_rate.py",
     "frontends/tls/record_budget.py",
     "frontends/tls/transport.py",
     "frontends/unsent_answers.py",

@@ -4,8 +4,8 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -43,9 +43,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("few")
     add_model(repository, "identity", builders.identity)
     limits = ("--http-max-connections", str(MOST), "--grpc-max-connections", str(MOST))
-    timeouts = ("--http-body-timeout-s", "3", "--http-send-timeout-s", "3", "--grpc-message-timeout-s", "1")
+    timeouts = ("--http-body-timeout-s=3", "--http-send-timeout-s=3")
+    grpc_timeouts = ("--grpc-message-timeout-s=1", "--grpc-send-timeout-s=3")
     rate = ("--http-min-body-bytes-per-s", str(RATE))
-    with serving(repository, *SHORT_WARMUP, *limits, *timeouts, *rate) as server:
+    with serving(repository, *SHORT_WARMUP, *limits, *timeouts, *grpc_timeouts, *rate) as server:
         yield server
 
 
@@ -169,7 +170,7 @@ def test_calls_without_a_message_do_not_hold_all_grpc_connections(server: Server
         silent = []
         for _ in range(MOST):
             (connection,) = stack.enter_context(connected(server.grpc, 1))
-            connection.sendall(call_without_a_message(f"/{SERVICE_NAME}/ServerLive"))
+            connection.sendall(beginning_of_call("ServerLive"))
             read_until(connection, PONG)  # the call has begun, so that the next connection cannot replace this one
             silent.append(connection)
         for connection in silent:
@@ -177,6 +178,28 @@ def test_calls_without_a_message_do_not_hold_all_grpc_connections(server: Server
         with grpc.insecure_channel(server.grpc) as channel:
             live: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE_NAME}/ServerLive")
             live(b"", timeout=LONG_S)
+
+
+def test_slowly_read_answers_do_not_hold_all_grpc_connections(server: ServerProcess) -> None:
+    begin = beginning_of_call("ServerMetadata", {frames.INITIAL_WINDOW_SIZE: 0})
+    begin += frames.frame(frames.DATA, frames.END_STREAM, 1, bytes(5))
+    with ExitStack() as stack:
+        slow = []
+        for _ in range(MOST):
+            (connection,) = stack.enter_context(connected(server.grpc, 1))
+            connection.sendall(begin)
+            read_until(connection, PONG)
+            slow.append(connection)
+        since_s, read_bytes, is_served = time.monotonic(), 0, False
+        while not is_served:
+            if time.monotonic() - since_s > 0.2 * read_bytes:
+                read_bytes += 1
+                for connection in slow:
+                    connection.sendall(frames.window_update(1, 1))
+            with connected(server.grpc, 1) as (beyond,), suppress(ConnectionResetError):
+                beyond.sendall(beginning_of_call("ServerLive"))
+                is_served = bool(beyond.recv(1))
+            assert read_bytes < 100  # of an answer with more bytes
 
 
 def test_replaced_connections_are_counted_for_both_ports(server: ServerProcess) -> None:
@@ -203,11 +226,13 @@ def test_rejected_connections_are_counted_for_both_ports(server: ServerProcess) 
     assert read_metrics(server).value(**rejected) == before + 1
 
 
-def call_without_a_message(path: str) -> bytes:
+def beginning_of_call(method: str, settings: Mapping[int, int] | None = None) -> bytes:
+    """The first frames of a client, with a call whose message is missing, and a PING."""
+    path = f"/{SERVICE_NAME}/{method}"
     head = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
     block = Encoder().encode([*head, ("content-type", "application/grpc")])
     head_frame = frames.header_block(1, block, frames.MIN_FRAME_SIZE, is_end=False)
-    return frames.PREFACE + frames.settings({}) + head_frame + frames.frame(frames.PING, 0, 0, bytes(8))
+    return frames.PREFACE + frames.settings(settings or {}) + head_frame + frames.frame(frames.PING, 0, 0, bytes(8))
 
 
 def read_until(connection: socket.socket, text: bytes) -> None:

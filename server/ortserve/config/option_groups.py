@@ -176,16 +176,17 @@ class GrpcOptions(BaseModel):
     from it."""
     grpc_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
     """Maximum number of open gRPC connections. A further one replaces an idle one, which gets GOAWAY: first those that
-    have carried no call, then those that were idle for longest. If all have open calls, the further one is closed at
-    once, and its calls fail with UNAVAILABLE; grpcio replaces none. The process needs a limit of at least as many open
-    files."""
+    have carried no call, then those that were idle for longest, then those of which all calls wait for a caller that
+    sends a message or reads an answer slowly. If there is none of these, the further one is closed at once, and its
+    calls fail with UNAVAILABLE; grpcio replaces none. The process needs a limit of at least as many open files."""
     grpc_message_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """Time limit for receiving the message of a unary call, or a message of a stream that has begun. The limit is
     renewed while the message averages at least ``grpc_min_message_bytes_per_s``; otherwise the call ends with
     CANCELLED. ``native`` transport only."""
     grpc_min_message_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
-    """Minimum average rate of a request message that takes longer than ``grpc_message_timeout_s``, in bytes per
-    second."""
+    """Minimum average rate of a request message that takes longer than ``grpc_message_timeout_s``, in bytes per second.
+    At the limit of connections, one whose calls are all below this rate, for a sixth of that time or with answers for a
+    sixth of ``grpc_send_timeout_s``, may be closed for a new one."""
     grpc_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """Time limit for a caller that receives nothing of an answer: the call then ends with CANCELLED. A connection that
     receives nothing at all for this time is closed. ``native`` transport only; grpcio has no such limit."""

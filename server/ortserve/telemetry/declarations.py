@@ -363,8 +363,8 @@ GRPC_CUT_ANSWERS: Final = counter(
     "ortserve_grpc_cut_answers_total",
     ("cause",),
     "Answers of the native gRPC transport that ended before the caller received all of them, by cause: disconnected, "
-    "reset_by_caller, connection_error, stream_error, or the status of the call. Most of these requests count as ok "
-    "in ortserve_request_duration_seconds, which ends when the answer is encoded.",
+    "reset_by_caller, connection_error, stream_error, overloaded (grpc_max_connections), or the status of the call. "
+    "Most of these requests count as ok in ortserve_request_duration_seconds, which ends when the answer is encoded.",
 )
 GRPC_CONNECTION_ERRORS: Final = counter(
     "ortserve_grpc_connection_errors_total",

@@ -2,18 +2,15 @@
 
 import time
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Protocol
 
 from ortserve.config.options import ServerOptions
 from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.limits import Stage, tick_s, too_many_connections, too_slow_body, too_slow_headers
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.idle_connections import has_unread_bytes
+from ortserve.frontends.read_rate import SLOW_SHARE, ReadRate
 from ortserve.frontends.unsent_answers import unacknowledged_bytes
-
-_SLOW_SHARE: Final = 1 / 6
-"""Share of ``http_body_timeout_s`` from which a body below the minimum rate may be rejected for a new connection, and
-share of ``http_send_timeout_s`` from which an answer that is read below this rate may be cut for one."""
 
 
 class TimeoutAction(Enum):
@@ -83,46 +80,11 @@ class StageTimer:
         """Whether the body has arrived below the minimum rate for a part of its timeout."""
         waited_s = self.waited_ns(now_ns, Stage.BODY, subject) / 1e9
         came = received_bytes - self._since_bytes
-        is_late = waited_s >= _SLOW_SHARE * self._options.http_body_timeout_s
+        is_late = waited_s >= SLOW_SHARE * self._options.http_body_timeout_s
         return is_late and came < waited_s * self._options.http_min_body_bytes_per_s
 
     def _restart(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
         self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
-
-
-class ReadRate:
-    """Measures how fast the caller reads a response, of which a part is unsent. Pure; noted once a tick."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        self._options = options
-        self._subject: object = None
-        self._since_ns = 0
-        self._read_bytes = 0
-        self._unsent_bytes = 0
-
-    def note(self, now_ns: int, subject: object, unsent_bytes: int) -> None:
-        """Count the bytes that were read since the last call.
-
-        Args:
-            now_ns: Monotonic time.
-            subject: The exchange of the response, by identity; another one restarts the measurement.
-            unsent_bytes: Bytes of responses that the caller has not read.
-        """
-        read_bytes = max(0, self._unsent_bytes - unsent_bytes)
-        is_over = now_ns - self._since_ns >= self._options.http_send_timeout_s * 1e9 and not self.is_slow(now_ns)
-        if not self._unsent_bytes or subject is not self._subject or is_over:
-            self._subject, self._since_ns, self._read_bytes = subject, now_ns, 0
-        else:
-            self._read_bytes += read_bytes
-        self._unsent_bytes = unsent_bytes
-
-    def is_slow(self, now_ns: int) -> bool:
-        """Whether the response was read below the minimum rate for a part of the timeout of sending."""
-        if not self._unsent_bytes:
-            return False
-        waited_s = (now_ns - self._since_ns) / 1e9
-        is_late = waited_s >= _SLOW_SHARE * self._options.http_send_timeout_s
-        return is_late and self._read_bytes < waited_s * self._options.http_min_body_bytes_per_s
 
 
 class Reader(Protocol):
@@ -161,7 +123,7 @@ class Timeouts:
         self._options = options
         self._tick_s = tick_s(options)
         self._stages = StageTimer(options)
-        self._reading = ReadRate(options)
+        self._reading = ReadRate(options.http_min_body_bytes_per_s, options.http_send_timeout_s)
         self._handle = connection.loop.call_later(self._tick_s, self._check)
         connection.context.idle_connections.add(self)
 
@@ -230,7 +192,7 @@ class Timeouts:
         if connection.is_write_paused:
             connection.count_unsent()
         now_ns = time.monotonic_ns()
-        self._reading.note(now_ns, connection.exchange, unsent)
+        self._reading.note(now_ns, connection.exchange, -unsent, has_unsent=unsent > 0)
         stage, exchange = reader.stage, connection.newest
         is_answered = exchange is None or exchange.response_complete
         if unsent or connection.is_read_paused or connection.ignores_input or not (is_answered or stage is Stage.BODY):

@@ -4,7 +4,7 @@ import pytest
 
 from fakes.http import LIMITS
 from ortserve.frontends.http.limits import Stage
-from ortserve.frontends.http.timeouts import ReadRate, StageTimer, TimeoutAction
+from ortserve.frontends.http.timeouts import StageTimer, TimeoutAction
 
 REQUEST = object()
 
@@ -80,30 +80,3 @@ def test_client_that_reads_nothing_is_disconnected_although_the_server_writes_mo
     timer = StageTimer(LIMITS)
     dues = [check(timer, second, Stage.RESPONSE, unsent=1000 + second) for second in range(10)]
     assert TimeoutAction.ABORT in dues
-
-
-@pytest.mark.parametrize("per_second", [0, 99, 100, 1000])
-def test_response_is_read_slowly_below_the_rate_of_bodies(per_second: int) -> None:
-    rate = ReadRate(LIMITS)
-    slow = []
-    for second in range(20):
-        rate.note(second * 10**9, REQUEST, 100_000 - second * per_second)
-        slow.append(rate.is_slow(second * 10**9))
-    assert slow == [False] + [per_second < 100] * 19
-
-
-def test_fast_start_of_a_response_gives_no_later_credit() -> None:
-    rate = ReadRate(LIMITS)
-    for second, unsent in enumerate([10**6, *[1000] * 12]):
-        rate.note(second * 10**9, REQUEST, unsent)
-    assert not rate.is_slow(6 * 10**9)
-    assert rate.is_slow(12 * 10**9)
-
-
-def test_next_response_restarts_the_rate() -> None:
-    rate = ReadRate(LIMITS)
-    for second, subject in enumerate([REQUEST, REQUEST, object()]):
-        rate.note(second * 10**9, subject, 1000)
-    assert not rate.is_slow(2 * 10**9)
-    rate.note(3 * 10**9, REQUEST, 0)
-    assert not rate.is_slow(9 * 10**9)

@@ -120,7 +120,7 @@ class Connection(asyncio.Protocol):
             on_cut_answer=port.on_cut_answer,
             on_stream_drained=self._close_if_drained,
         )
-        self._timeouts = CallTimeouts(self._loop, sending, port.options, port.ends)
+        self._timeouts = CallTimeouts(self._loop, sending, writer, port.options, port.ends)
         self._receiving = Receiving(port.dispatcher, port.options, sending, writer, self._timeouts, self._life)
         control = ControlFrames(self._receiving, sending, writer, port.options, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving, control)
@@ -278,17 +278,19 @@ class Connection(asyncio.Protocol):
     def idle_ns(self, now_ns: int) -> int | None:
         """As ``Evictable.idle_ns``."""
         if self.has_calls or self._is_turn_due or self._writer.buffered_bytes:
-            return None
+            is_slow = self._timeouts.slow_ns > self._life.useful_ns  # no call has begun since the check
+            return 0 if is_slow and not self._is_turn_due else None
         if self._transport.is_closing():
             return now_ns
         return max(1, now_ns - self._life.useful_ns) if self._reader.unfinished_since_ns is None else 0
 
     def has_unread(self) -> bool:
         """As ``Evictable.has_unread``."""
-        return has_unread_bytes(self._transport.get_extra_info("socket"))
+        return self._writer.may_read() and has_unread_bytes(self._transport.get_extra_info("socket"))
 
     def evict(self) -> None:
         """Close after a GOAWAY that names the last call, so that clients repeat calls that are on their way."""
+        self._port.ends.add(self._drop_calls("overloaded"))
         self._life.begin_drain(self._clock(), None)
         self._end_drain()
         self._close()  # also before pending resets

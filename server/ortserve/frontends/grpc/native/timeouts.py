@@ -10,8 +10,10 @@ import grpc
 
 from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ErrorKind
+from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.frontends.read_rate import SLOW_SHARE, ReadRate
 from ortserve.frontends.status import STATUSES
 
 _NEVER_NS: Final = 2**63 - 1
@@ -61,17 +63,28 @@ class CallTimeouts:
 
     Attributes:
         next_deadline_ns: Time at which the timer is due. A call with an earlier deadline needs ``wake_at``.
+        slow_ns: Time of the last check, if it found that only slow callers hold the connection; otherwise 0.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sending: Sending, options: GrpcOptions, ends: CallEnds) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sending: Sending,
+        writer: FrameWriter,
+        options: GrpcOptions,
+        ends: CallEnds,
+    ) -> None:
         self._loop = loop
         self._ends = ends
         self._sending = sending
+        self._writer = writer
         self._streams: Final = sending.streams
         self._options = options
         self._progress = SendProgress(options.grpc_send_timeout_s)
+        self._reading = ReadRate(options.grpc_min_message_bytes_per_s, options.grpc_send_timeout_s)
         self._timer: asyncio.TimerHandle | None = None
         self.next_deadline_ns = _NEVER_NS
+        self.slow_ns = 0
 
     def wake_at(self, by_ns: int) -> None:
         """Set the timer for a deadline that is earlier than ``next_deadline_ns``."""
@@ -122,6 +135,10 @@ class CallTimeouts:
             )
             self._ends.add(self._end_each(requests, _TOO_SLOW, text, self._is_stalled_now))
         sent = self._sending.sent_by_stream()
+        self._reading.note(now_ns, None, self._writer.count_sent() if sent else 0, has_unsent=bool(sent))
+        is_slow = not sent or self._reading.is_slow(now_ns)
+        is_slow = is_slow and all(self._is_slow(stream, now_ns) for stream in self._streams.values())
+        self.slow_ns = now_ns if is_slow else 0
         answers = self._progress.stalled(now_ns, sent)
         if 0 in answers:
             return True
@@ -158,17 +175,29 @@ class CallTimeouts:
 
     def _is_stalled(self, stream: Stream, now_ns: int) -> bool:
         """Whether a message arrives too slowly: the call keeps its connection open, and a part of it uses memory."""
-        if not stream.waits_for_caller:
-            return False
-        kept = stream.reader.kept_bytes
-        waited_s = (now_ns - stream.since_ns) / 1e9
-        if not stream.messages:  # otherwise the handler is behind, so the caller may wait for window
-            if waited_s < self._options.grpc_message_timeout_s:
-                return False
-            if kept - stream.since_bytes < waited_s * self._options.grpc_min_message_bytes_per_s:
-                return True
-        stream.since_ns, stream.since_bytes = now_ns, kept
+        timeout_s = self._options.grpc_message_timeout_s
+        if self._arrives_slowly(stream, now_ns, timeout_s):
+            return True
+        # With complete messages, the handler is behind, so the caller may wait for window.
+        if stream.waits_for_caller and (stream.messages or now_ns - stream.since_ns >= timeout_s * 1e9):
+            stream.since_ns, stream.since_bytes = now_ns, stream.reader.kept_bytes
         return False
+
+    def _arrives_slowly(self, stream: Stream, now_ns: int, for_s: float) -> bool:
+        """Whether a message has arrived below the minimum rate for ``for_s``."""
+        if stream.messages or not stream.waits_for_caller:
+            return False
+        waited_s = (now_ns - stream.since_ns) / 1e9
+        received = stream.reader.kept_bytes - stream.since_bytes
+        return waited_s >= for_s and received < waited_s * self._options.grpc_min_message_bytes_per_s
+
+    def _is_slow(self, stream: Stream, now_ns: int) -> bool:
+        """Whether a call waits for a slow caller. The rate of answers is that of the connection, for calls of some age:
+        behind a proxy, new calls share the connection with those of slow callers.
+        """
+        if stream.unsent:
+            return now_ns - stream.begun_ns >= SLOW_SHARE * self._options.grpc_send_timeout_s * 1e9
+        return self._arrives_slowly(stream, now_ns, SLOW_SHARE * self._options.grpc_message_timeout_s)
 
 
 class SendProgress:

@@ -984,6 +984,51 @@ def test_slowly_read_answer_is_sent_completely() -> None:
     on_wire(test)
 
 
+@pytest.mark.parametrize("per_second", [0, 10, 200])
+@pytest.mark.parametrize("part", ["answer", "request"])
+def test_connection_with_slow_callers_only_yields_to_a_new_one(part: str, per_second: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(ECHO)
+        if part == "answer":
+            await client.send_all(stream, framed(bytes(80_000)))
+        else:
+            client.send(stream, framed(bytes(10_000))[:100])
+        for second in range(25):
+            if per_second and part == "answer" and not wire.transport.is_closing():
+                client.h2.increment_flow_control_window(per_second)
+                client.h2.increment_flow_control_window(per_second, stream)
+            elif per_second and not wire.transport.is_closing():
+                client.send(stream, bytes(per_second))
+            await client.exchange()
+            assert not (wire.idle_connections.evict_one() and second < 10)
+            await asyncio.sleep(1)
+        assert wire.transport.is_lost is (per_second < 100)
+        assert wire.cut_answers == ["overloaded"] * (wire.transport.is_lost and part == "answer")
+
+    on_wire(test, options=GrpcOptions(grpc_min_message_bytes_per_s=100))
+
+
+@pytest.mark.parametrize("path", [HOLD, STREAM, ECHO])
+def test_connection_with_another_call_does_not_yield(path: str) -> None:
+    """Behind a proxy, the calls of several callers share a connection."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        await client.send_all(client.open(ECHO), framed(bytes(80_000)))
+        other = client.open(path)
+        if path != STREAM:
+            client.send(other, framed(b"x"), is_end=True)
+        await client.exchange()
+        await asyncio.sleep(30)
+        if path == ECHO:  # its answer waits behind others, for a moment so far
+            await client.send_all(client.open(ECHO), framed(bytes(80_000)))
+            await asyncio.sleep(2)
+        assert not wire.idle_connections.evict_one()
+
+    on_wire(test)
+
+
 def test_queued_answers_on_a_slow_connection_do_not_time_out() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
