@@ -16,7 +16,6 @@ from ortserve.core.inflight import NO_SCHEDULING, InflightRequest, Scheduling, T
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
-from ortserve.core.tensor import is_absent
 from ortserve.errors import STOPPING, ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import Plan
@@ -141,8 +140,10 @@ class ServedEnsemble(ServedVersion):
         if self._cached is None:
             self._run(own_terms, None, request)
         else:
-            # The cache stores all outputs, unless steps that the requested ones do not need may lack an input.
-            wanted = self._in_order(own_terms.outputs) if any(map(is_absent, request.inputs)) else ()
+            # Stored by the requested outputs: a step that they do not need may fail, or lack an input.
+            wanted = self._in_order(own_terms.outputs)
+            if len(wanted) == len(self.signature.outputs):
+                wanted = ()
             own_terms = EnsembleTerms(own_terms.answer_by_ns, own_terms.scheduling, wanted)
             self._cached.submit(request, own_terms, partial(self._run, own_terms, None), wanted)
 
