@@ -18,10 +18,10 @@ from ortserve.cli.main import main
 from ortserve.config.golden import load_golden_file
 from ortserve.config.model import ModelOptions
 from ortserve.example import repository_path
-from ortserve.tools.check.result import CheckResult
+from ortserve.tools.check.command import CheckResult
 from ortserve.tools.command import json_schema
 from ortserve.tools.golden import command as golden_command
-from ortserve.tools.golden.result import GoldenResult
+from ortserve.tools.golden.command import GoldenResult
 from ortserve.tools.publish import folder as publish_folder
 from pages import DOCS, blocks, commands
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving

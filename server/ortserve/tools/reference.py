@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import getdoc
@@ -17,7 +18,7 @@ COMMANDS: Final = (
     *("inspect", "profile", "bench", "doctor", "check", "compare", "publish", "golden", "quantize", "optimize"),
     *("tune", "models"),
 )
-"""The commands with ``--json``. The result of ``inspect`` is the dataclass ``InspectResult`` in ``inspect.result``."""
+"""The commands with ``--json``. The module ``inspect.command`` has the dataclass of its result, ``InspectResult``."""
 
 _ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -29,8 +30,8 @@ def file_of(command: str) -> Path:
 
 def render(command: str) -> str:
     """The content of the file."""
-    module = import_module(f"ortserve.tools.{command}.result")
-    result = getattr(module, f"{command.capitalize()}Result")
+    result = getattr(import_module(f"ortserve.tools.{command}.command"), f"{command.capitalize()}Result")
+    module = sys.modules[result.__module__]
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(result)}
     schema["title"] = f"ortserve {command} --json"
     for name, record in (("", schema), *schema.get("$defs", {}).items()):

@@ -1,18 +1,36 @@
 """``ortserve check``: loads the models of a repository as the server would, each version in a process of its own."""
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from ortserve.errors import invalid_input
 from ortserve.paths import is_model_file
-from ortserve.tools.check.result import CheckResult
 from ortserve.tools.command import FAILED, Outcome, status_of
 from ortserve.tools.doctor.findings import find_in_models
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory
 from ortserve.tools.doctor.options import check_options
 from ortserve.tools.doctor.presentation import models_table
-from ortserve.tools.report import Findings, Report, Table, worst_first
+from ortserve.tools.doctor.result import ModelCheck
+from ortserve.tools.report import Finding, Findings, Report, Table, worst_first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """The versions of a repository that a server would load, each loaded in a process of its own.
+
+    Attributes:
+        schema: Name and number of this schema.
+        repository: The repository as given.
+        findings: The findings, the worst first.
+        models: Each version that a server would load, and each model without one.
+    """
+
+    schema: str = "ortserve.check/1"
+    repository: str
+    findings: tuple[Finding, ...]
+    models: tuple[ModelCheck, ...]
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,7 +15,6 @@ from ortserve.tools.command import Outcome
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.golden.recording import Recorded, check_version, kept_tolerances, record_samples
-from ortserve.tools.golden.result import GoldenResult
 from ortserve.tools.report import Report, facts_of
 from ortserve.tools.staging import staging_folder, sync
 from ortserve.tools.subject import Subject, find_model, find_version
@@ -24,6 +23,33 @@ _Result = TypeVar("_Result")
 _LIMIT_S: Final = 3600.0
 _TIMEOUT_S: Final = 60.0
 """Timeout of a request to a server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenResult:
+    """The golden samples of a version.
+
+    Attributes:
+        schema: Name and number of this schema.
+        action: ``record`` or ``check``.
+        model: The name of the model.
+        version: The number of the version.
+        folder: Folder of the samples.
+        samples: The number of samples; null if they were not counted.
+        inputs: A description of the recorded inputs; empty for a check.
+        outputs: The source of the expected outputs; empty for a check.
+        agreement: How the version agrees with the samples; empty for an ensemble that was recorded from a server.
+    """
+
+    schema: str = "ortserve.golden/1"
+    action: str
+    model: str
+    version: int
+    folder: str
+    samples: int | None = None
+    inputs: str = ""
+    outputs: str = ""
+    agreement: str = ""
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
