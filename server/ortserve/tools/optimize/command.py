@@ -26,7 +26,7 @@ from ortserve.tools.optimize.arguments import DEFAULT_STEPS, FP32_BOUND, HALF_BO
 from ortserve.tools.optimize.checking import Look, look_at_source
 from ortserve.tools.optimize.files import data_file, nbytes_of, pack, prepare
 from ortserve.tools.optimize.findings import find
-from ortserve.tools.optimize.pipeline import ASKED_FOR, LIMIT_S, Make, Step, Work, run_steps
+from ortserve.tools.optimize.pipeline import ASKED_FOR, LIMIT_S, Draft, Make, Step, run_steps
 from ortserve.tools.optimize.presentation import present
 from ortserve.tools.optimize.recognition import fused_operators
 from ortserve.tools.optimize.result import OptimizeResult
@@ -57,12 +57,12 @@ def run(given: argparse.Namespace) -> Outcome:
         ):
             copy = folder / "source" / staged.name
             try:
-                result, work = optimize(given, source, folder, copy, step)
+                result, draft = optimize(given, source, folder, copy, step)
             except ServeError as failure:
                 raise ServeError(failure.kind, failure.message.replace(str(copy), str(source.path))) from None
-            if work.full_disk is not None:
-                raise work.full_disk
-            result = _deliver(given, source, staged, result, work)
+            if draft.full_disk is not None:
+                raise draft.full_disk
+            result = _deliver(given, source, staged, result, draft)
     except OSError as failure:
         if result is None:
             raise
@@ -72,7 +72,7 @@ def run(given: argparse.Namespace) -> Outcome:
 
 def optimize(
     given: argparse.Namespace, source: Subject, folder: Path, base: Path, progress: Progress
-) -> tuple[OptimizeResult, Work]:
+) -> tuple[OptimizeResult, Draft]:
     """Run the steps, and compare the resulting model with the source.
 
     Args:
@@ -97,38 +97,38 @@ def optimize(
     look = partial(look_at_source, tries_inputs=not given.dim)  # inputs may fit only with these sizes
     before = call_in_child(LIMIT_S, look, start, given.inputs, folder)
     steps = list(plan(given, before, opening))
-    work = run_steps(Work(base, before, start, given.inputs), steps, files, progress)
+    draft = run_steps(Draft(base, before, start, given.inputs), steps, files, progress)
     progress(len(steps), "comparing with the source")
-    compared = _compare(given, work)
-    if not any(step.is_kept and step.reason == ASKED_FOR for step in work.steps):
+    compared = _compare(given, draft)
+    if not any(step.is_kept and step.reason == ASKED_FOR for step in draft.steps):
         # For equal models, one of 40 intervals lies below 1: measure again.
         if compared.speed and compared.speed.is_slower:
-            compared = _compare(given, work)
+            compared = _compare(given, draft)
         if compared.speed and compared.speed.is_slower:
             why = "the resulting model is slower than the source"
-            dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in work.steps)
-            work = Work(base, before, start, given.inputs, dropped)
-            compared = _compare(given, work)
+            dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in draft.steps)
+            draft = Draft(base, before, start, given.inputs, dropped)
+            compared = _compare(given, draft)
     result = OptimizeResult(
         model=source.name,
         path=str(source.path),
         provider=before.provider,
         runtime=ort.__version__,
         before=before.shape,
-        after=work.look.shape,
-        steps=work.steps,
-        fused=fused_operators(before.operators, work.look.operators),
-        run_fused=work.look.fused,
-        almost_fused=work.look.almost,
+        after=draft.look.shape,
+        steps=draft.steps,
+        fused=fused_operators(before.operators, draft.look.operators),
+        run_fused=draft.look.fused,
+        almost_fused=draft.look.almost,
         bound=str(given.max_error or (HALF_BOUND if before.has_half or given.precision else FP32_BOUND)),
         inputs=compared.inputs,
         agreement=compared.agreement,
         source_speed=compared.reference_speed,
         speed=compared.speed,
-        domains=work.look.domains,
-        findings=tuple(find(before, work, compared, given.level, given.precision)),
+        domains=draft.look.domains,
+        findings=tuple(find(before, draft, compared, given.level, given.precision)),
     )
-    return result, work
+    return result, draft
 
 
 def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[Step]:
@@ -169,22 +169,22 @@ def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Mak
     yield "onnxscript", making.fuse_by_onnxscript
 
 
-def _compare(given: argparse.Namespace, work: Work) -> CompareResult:
+def _compare(given: argparse.Namespace, draft: Draft) -> CompareResult:
     """Compare the model with the source. The speed of a copy is that of the source, so it is not measured."""
-    seconds = given.seconds if any(step.is_kept for step in work.steps) else 0.0
-    return compare_models(work.reference, work.reference.at(work.model), work.inputs, seconds=seconds)
+    seconds = given.seconds if any(step.is_kept for step in draft.steps) else 0.0
+    return compare_models(draft.reference, draft.reference.at(draft.model), draft.inputs, seconds=seconds)
 
 
 def _deliver(
-    given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, work: Work
+    given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, draft: Draft
 ) -> OptimizeResult:
     """Write the model to its destination. Returns the result with its size there, and the destination."""
-    if given.external_data or data_file(work.model).exists():
-        call_in_child(LIMIT_S, pack, work.model, staged)
+    if given.external_data or data_file(draft.model).exists():
+        call_in_child(LIMIT_S, pack, draft.model, staged)
     else:
-        shutil.copyfile(work.model, staged)
+        shutil.copyfile(draft.model, staged)
     result = replace(result, after=replace(result.after, nbytes=nbytes_of(staged)))
-    kept = [step.name for step in work.steps if step.is_kept]
+    kept = [step.name for step in draft.steps if step.is_kept]
     notes: list[str] = []
     if not kept:
         if given.output is not None:
@@ -203,7 +203,7 @@ def _deliver(
         inputs=result.inputs,
         speed=result.speed,
         figures={"steps": ", ".join(kept) or "none", "nodes": float(result.after.nodes)},
-        libraries=work.libraries,
+        libraries=draft.libraries,
     )
     delivered = deliver(staged, source, provenance, given)
     return replace(result, delivered=replace(delivered, notes=(*notes, *delivered.notes)))

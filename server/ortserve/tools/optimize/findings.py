@@ -7,7 +7,7 @@ from ortserve.engine.provider_options import CPU
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE
 from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.optimize.checking import Look
-from ortserve.tools.optimize.pipeline import Work
+from ortserve.tools.optimize.pipeline import Draft
 from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import Catalog, Finding
 
@@ -36,19 +36,19 @@ synthetic_inputs (advice): {SYNTHETIC_NOTE[:1].upper()}{SYNTHETIC_NOTE[1:]}.
 
 
 def find(
-    before: Look, work: Work, compared: CompareResult, level: str | None, precision: str | None
+    before: Look, draft: Draft, compared: CompareResult, level: str | None, precision: str | None
 ) -> Iterator[Finding]:
     """All findings. ``level`` and ``precision`` are the options that the user gave."""
     found = _CATALOG.finding
     if old := ", ".join(sorted(_RUNTIME & {*before.domains})):
         yield found("optimized_source", f"the source has operators of {old}: it was optimized or quantized before")
-    new = sorted(_RUNTIME & {*work.look.domains} - {*before.domains})
+    new = sorted(_RUNTIME & {*draft.look.domains} - {*before.domains})
     if level is not None and ("com.microsoft.nchwc" in new or level in ("layout", "all")):
         only = "only for this version of ONNX Runtime and processors with these instruction sets"
         yield found("not_portable", f"saved at level {level}: {only}")
     elif new:
         yield found("runtime_operators", f"only for ONNX Runtime: operators of {', '.join(new)}")
-    sizes = next((step for step in work.steps if step.name == "dimensions"), None)
+    sizes = next((step for step in draft.steps if step.name == "dimensions"), None)
     if sizes and sizes.nodes_run and before.shape.nodes_run and sizes.nodes_run > before.shape.nodes_run:
         seen = f"with these dimensions {sizes.nodes_run:,} nodes run instead of {before.shape.nodes_run:,}"
         yield found("lost_fusions", seen)
@@ -57,5 +57,5 @@ def find(
         yield found("half_on_cpu", f"{precision} gains no time on a CPU: {speed_text(speed)}")
     elif speed is not None and speed.is_slower:
         yield found("slower", f"slower than the source: {speed_text(speed)}")
-    if work.inputs is None:
+    if draft.inputs is None:
         yield found("synthetic_inputs", f"{compared.agreement.samples} synthetic samples were compared")

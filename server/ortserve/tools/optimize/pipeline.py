@@ -68,7 +68,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Draft:
     """The model that the steps have made so far.
 
     Attributes:
@@ -91,7 +91,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class WayResult:
     """The result of one way to do a step: whether it is kept, and why.
 
     Attributes:
@@ -116,11 +116,11 @@ class Tried:
         return not self.is_kept, look.shape.nodes_run or look.shape.nodes, len(look.almost), look.shape.nbytes
 
 
-def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progress) -> Work:
+def run_steps(draft: Draft, steps: Sequence[Step], folder: Path, progress: Progress) -> Draft:
     """Do the steps one after the other.
 
     Args:
-        work: The source, whose file has external data only in ``files.data_file``.
+        draft: The source, whose file has external data only in ``files.data_file``.
         steps: The steps in their order.
         folder: Folder for the files of the steps.
         progress: Called before each step, with its number and name.
@@ -130,28 +130,28 @@ def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progres
     """
     for number, step in enumerate(steps):
         progress(number, step.name)
-        work = _do(step, work, folder / str(number))
+        draft = _do_step(step, draft, folder / str(number))
         for path in folder.iterdir():
-            if not any(path in one.parents for one in (work.model, work.reference.subject.path, work.inputs) if one):
+            if not any(path in one.parents for one in (draft.model, draft.reference.subject.path, draft.inputs) if one):
                 shutil.rmtree(path)
-    return work
+    return draft
 
 
-def _do(step: Step, work: Work, folder: Path) -> Work:
+def _do_step(step: Step, draft: Draft, folder: Path) -> Draft:
     began = time.monotonic()
-    tried: dict[str, Tried] = {}
+    tried: dict[str, WayResult] = {}
     for name, make in step.ways.items():
-        target = folder / str(len(tried)) / work.model.name
+        target = folder / str(len(tried)) / draft.model.name
         target.parent.mkdir(parents=True)
         try:
-            tried[name] = call_in_child(LIMIT_S, _try, step, make, work, target)
+            tried[name] = call_in_child(LIMIT_S, _try_way, step, make, draft, target)
         except ServeError as problem:
             tried[name] = _failed(step, problem, target)
         except OSError as problem:
             if problem.errno not in _FULL_DISK:  # no process could be started
                 raise
             tried[name] = _failed(step, problem, target)
-            work = replace(work, full_disk=problem)
+            draft = replace(draft, full_disk=problem)
     name, best = min(tried.items(), key=lambda one: one[1].rank())
     checked = best.checked
     if step.is_requested and not best.is_kept:
@@ -162,67 +162,67 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
     if len(tried) > 1:
         others = (f"by {other}: {one.reason}" for other, one in tried.items() if other != name)
         notes = (f"by {name}", *notes, *others)
-    result = StepResult(step.name, best.is_kept, best.reason, work.look.shape.nodes, notes=notes)
+    result = StepResult(step.name, best.is_kept, best.reason, draft.look.shape.nodes, notes=notes)
     if checked is not None:
         error = checked.agreement.error(step.bound.measure)
         result = replace(result, **asdict(checked.look.shape), error=error, ratio=checked.ratio)
     result = replace(result, seconds=round(time.monotonic() - began, 2))
-    work = replace(work, steps=(*work.steps, result))
+    draft = replace(draft, steps=(*draft.steps, result))
     if checked is None or not best.is_kept:
-        return work
-    model = folder / str([*tried].index(name)) / work.model.name
-    work = replace(work, model=model, look=checked.look, libraries=work.libraries | best.libraries)
+        return draft
+    model = folder / str([*tried].index(name)) / draft.model.name
+    draft = replace(draft, model=model, look=checked.look, libraries=draft.libraries | best.libraries)
     if step.kind == "same":
-        return work
-    inputs = work.inputs and keep_arrays(work.inputs, checked.look.inputs, folder)
-    return replace(work, reference=work.reference.at(model), inputs=inputs)
+        return draft
+    inputs = draft.inputs and keep_arrays(draft.inputs, checked.look.inputs, folder)
+    return replace(draft, reference=draft.reference.at(model), inputs=inputs)
 
 
-def _try(step: Step, make: Make, work: Work, target: Path) -> Tried:
+def _try_way(step: Step, make: Make, draft: Draft, target: Path) -> WayResult:
     """Do a step in one way and judge it. Runs in a process of its own. Raises OSError on a full disk."""
     tempfile.tempdir = str(target.parent)  # this folder is removed even if an interruption kills this process
     notes: tuple[str, ...] = ()
     try:
-        notes = make(work.model, target, *([work.inputs] if step.takes_inputs else []))
-        if not step.is_requested and not _may_gain(work.model, target):
-            return Tried(False, _NOTHING_GAINED, notes)
-        checked = check(work.reference, target, step.kind, work.inputs)
+        notes = make(draft.model, target, *([draft.inputs] if step.takes_inputs else []))
+        if not step.is_requested and not _may_gain(draft.model, target):
+            return WayResult(False, _NOTHING_GAINED, notes)
+        checked = check(draft.reference, target, step.kind, draft.inputs)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL_DISK:
             raise
         return replace(_failed(step, error, target), notes=notes)
     libraries = frozenset(LIBRARIES) & {*sys.modules}
-    return replace(judge(step, work.look, checked), notes=notes, libraries=libraries, checked=checked)
+    return replace(judge(step, draft.look, checked), notes=notes, libraries=libraries, checked=checked)
 
 
-def _failed(step: Step, error: Exception, target: Path) -> Tried:
+def _failed(step: Step, error: Exception, target: Path) -> WayResult:
     lines = without_paths(str(error)).strip().splitlines() or [""]
     text = error.message if isinstance(error, ServeError) else f"{type(error).__name__}: {lines[0][:300]}"
     text = text.removeprefix(f"{target}: ")
-    return Tried(False, text if step.is_requested else f"failed: {text}")
+    return WayResult(False, text if step.is_requested else f"failed: {text}")
 
 
-def judge(step: Step, before: Look, checked: Checked) -> Tried:
+def judge(step: Step, before: Look, checked: Checked) -> WayResult:
     """Decide whether a step is kept: first by its error, then by speed, nodes and size. Pure."""
     if excess := step.bound.excess(checked.agreement):
-        return Tried(False, excess)
+        return WayResult(False, excess)
     if step.is_requested:
-        return Tried(True, ASKED_FOR)
+        return WayResult(True, ASKED_FOR)
     old, new, ratio = before.shape, checked.look.shape, checked.ratio
     if ratio < _MUCH_SLOWER:
-        return Tried(False, f"slower: {number_text(ratio)} times as fast")
+        return WayResult(False, f"slower: {number_text(ratio)} times as fast")
     runs = (old.nodes_run or old.nodes, new.nodes_run or new.nodes)
     if runs[1] > runs[0]:
-        return Tried(False, f"more nodes to run: {runs[0]:,} → {runs[1]:,}")
+        return WayResult(False, f"more nodes to run: {runs[0]:,} → {runs[1]:,}")
     if runs[1] < runs[0]:
-        return Tried(True, f"nodes to run: {runs[0]:,} → {runs[1]:,}")
+        return WayResult(True, f"nodes to run: {runs[0]:,} → {runs[1]:,}")
     if new.nbytes > _GROWTH * old.nbytes:
-        return Tried(False, "a larger file")
+        return WayResult(False, "a larger file")
     if new.nodes < old.nodes:
-        return Tried(True, "fewer nodes in the file, but the same number runs")
+        return WayResult(True, "fewer nodes in the file, but the same number runs")
     if new.nbytes < old.nbytes - _MIN_SAVED_BYTES:
-        return Tried(True, "a smaller file")
-    return Tried(False, _NOTHING_GAINED)
+        return WayResult(True, "a smaller file")
+    return WayResult(False, _NOTHING_GAINED)
 
 
 def _may_gain(model: Path, target: Path) -> bool:

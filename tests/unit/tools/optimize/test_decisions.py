@@ -16,7 +16,7 @@ from ortserve.model_file.reading import read_model
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.optimize.checking import Checked, Look
 from ortserve.tools.optimize.findings import find
-from ortserve.tools.optimize.pipeline import Step, Work, judge, keep_arrays, run_steps
+from ortserve.tools.optimize.pipeline import Draft, Step, judge, keep_arrays, run_steps
 from ortserve.tools.optimize.precision import search
 from ortserve.tools.optimize.recognition import almost_fused, fused_operators
 from ortserve.tools.optimize.result import Shape
@@ -77,7 +77,7 @@ def test_only_synthetic_inputs_are_called_so(inputs: Path | None) -> None:
         speed=None,
         notes=("busy",),
     )
-    found = find(look(), Work(Path("m.onnx"), look(), timed, inputs), compared, None, None)
+    found = find(look(), Draft(Path("m.onnx"), look(), timed, inputs), compared, None, None)
     assert [finding.kind for finding in found] == ([] if inputs else ["synthetic_inputs"])
 
 
@@ -166,9 +166,9 @@ def fill(source: Path, target: Path) -> tuple[str, ...]:
     return ()
 
 
-def try_to_fill(folder: Path) -> Work:
-    work = Work(folder / "m.onnx", look(), Timed(Subject("m", folder / "m.onnx")), None)
-    return run_steps(work, [Step("fill", {"": fill}, ErrorBound("relative", 1))], folder, lambda done, now: None)
+def try_to_fill(folder: Path) -> Draft:
+    draft = Draft(folder / "m.onnx", look(), Timed(Subject("m", folder / "m.onnx")), None)
+    return run_steps(draft, [Step("fill", {"": fill}, ErrorBound("relative", 1))], folder, lambda done, now: None)
 
 
 @pytest.mark.usefixtures("importable", "preloaded_commands")
