@@ -53,12 +53,12 @@ def print_report(report: Report) -> None:
                 _print_findings(block, console)
 
 
-Step: TypeAlias = Callable[[float, str], None]
+ShowProgress: TypeAlias = Callable[[float, str], None]
 """Called with the amount of work done and a text about the current work. An empty text shows the title of the bar."""
 
 
 @contextmanager
-def progress(doing: str, total: float | None = None) -> Iterator[Step]:
+def progress(doing: str, total: float | None = None) -> Iterator[ShowProgress]:
     """Show a bar on standard error while the block runs, if it is a terminal. Nothing is shown in pipes."""
     console = _console(sys.stderr)
     if not sys.stderr.isatty():

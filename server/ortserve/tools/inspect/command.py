@@ -15,7 +15,7 @@ from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
 from ortserve.registry.load.row_axes import Grounds, RowAxes
 from ortserve.tools.command import Outcome, status_of
-from ortserve.tools.console import Step, progress
+from ortserve.tools.console import ShowProgress, progress
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors
 from ortserve.tools.inspect.findings import Evidence, find_all
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(result, report, status_of(result.findings, arguments.fail_on))
 
 
-def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
+def _inspect(arguments: argparse.Namespace, step: ShowProgress) -> InspectResult:
     subject = _with_providers(find_model(arguments.model), arguments.provider)
     settings = subject.options.session
     step(0, "opening the model on the CPU")
@@ -138,7 +138,7 @@ def _lacks_rows(signature: ModelSignature) -> bool:
     return not signature.is_batched and (not signature.inputs or any(spec.why_no_rows("") for spec in tensors))
 
 
-def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step: Step) -> Memory:
+def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step: ShowProgress) -> Memory:
     weights = sum(one.nbytes for one in count_weights(graph))
     step(0, "measuring memory in another process")
     try:

@@ -10,7 +10,7 @@ from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.load.progress import Progress
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
-from ortserve.tools.console import Step
+from ortserve.tools.console import ShowProgress
 from ortserve.tools.inspect.result import Rows
 from ortserve.tools.subject import Subject
 
@@ -19,7 +19,7 @@ _MAX_WARMUP_S: Final = 5.0
 _ROUNDING: Final = "as the graph keeps rows apart, this is rounding, which changes with the number of rows"
 
 
-def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows, str, LoadedModel]:
+def load_and_try(subject: Subject, step: ShowProgress, *, captures: bool) -> tuple[Rows, str, LoadedModel]:
     """Load a model as the server does, try its rows alone and together, and free it.
 
     The text is the evidence of the trials against a configuration that has rows run together; empty without any.

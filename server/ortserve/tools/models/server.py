@@ -1,6 +1,6 @@
 """The calls of ``ortserve models`` to a server, over HTTP. Each raises ServeError as ``Client`` does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -13,6 +13,7 @@ from pydantic import AliasPath, Field, TypeAdapter, ValidationError
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
 from ortserve.tools.client import Answer, Client, another_kind, path_of
+from ortserve.tools.console import ShowProgress
 from ortserve.tools.models.result import VersionStatus
 
 _PROGRESS_S: Final = 0.5
@@ -136,7 +137,7 @@ class ModelServer:
             client.expect_http()
             client.checked(client.exchange(client.prepare(path, orjson.dumps(body), method=method)))
 
-    def change_watched(self, path: str, model: str, step: Callable[[float, str], None]) -> None:
+    def change_watched(self, path: str, model: str, step: ShowProgress) -> None:
         """Make a POST for a model. Meanwhile, another thread passes the progress of the server to ``step``.
 
         The calling thread waits for the answer, so that Ctrl-C ends the call.

@@ -17,11 +17,9 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.command import Outcome
 from ortserve.tools.compare.measure import compare_models
 from ortserve.tools.compare.result import CompareResult
-from ortserve.tools.console import Step as Progress
-from ortserve.tools.console import progress
+from ortserve.tools.console import ShowProgress, progress
 from ortserve.tools.destination import Delivered, check_destination, deliver, staged_model
-from ortserve.tools.optimize import precision
-from ortserve.tools.optimize import steps as making
+from ortserve.tools.optimize import precision, steps
 from ortserve.tools.optimize.arguments import DEFAULT_STEPS, FP32_BOUND, HALF_BOUND
 from ortserve.tools.optimize.checking import Look, look_at_source
 from ortserve.tools.optimize.files import data_file, nbytes_of, pack, prepare
@@ -71,7 +69,7 @@ def run(given: argparse.Namespace) -> Outcome:
 
 
 def optimize(
-    given: argparse.Namespace, source: Subject, folder: Path, base: Path, progress: Progress
+    given: argparse.Namespace, source: Subject, folder: Path, base: Path, show: ShowProgress
 ) -> tuple[OptimizeResult, Draft]:
     """Run the steps, and compare the resulting model with the source.
 
@@ -80,7 +78,7 @@ def optimize(
         source: The model.
         folder: Folder for the files of the steps.
         base: File for a copy of the source. The files of the steps have its name.
-        progress: Called before each step, with its number and name.
+        show: Called before each step, with its number and name.
 
     Returns:
         The result, and the model that it describes.
@@ -96,9 +94,9 @@ def optimize(
     start = opening.at(base)
     look = partial(look_at_source, tries_inputs=not given.dim)  # inputs may fit only with these sizes
     before = call_in_child(LIMIT_S, look, start, given.inputs, folder)
-    steps = list(plan(given, before, opening))
-    draft = run_steps(Draft(base, before, start, given.inputs), steps, files, progress)
-    progress(len(steps), "comparing with the source")
+    planned = list(plan(given, before, opening))
+    draft = run_steps(Draft(base, before, start, given.inputs), planned, files, show)
+    show(len(planned), "comparing with the source")
     compared = _compare(given, draft)
     if not any(step.is_kept and step.reason == ASKED_FOR for step in draft.steps):
         # For equal models, one of 40 intervals lies below 1: measure again.
@@ -139,24 +137,25 @@ def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[St
     """
     bound = given.max_error or (HALF_BOUND if source.has_half else FP32_BOUND)
     if given.dim or given.name_dim:
-        make = partial(making.set_dimensions, fixed=dict(given.dim), named=dict(given.name_dim))
-        yield Step("dimensions", {"": make}, bound, True, "sizes")
+        make = partial(steps.set_dimensions, fixed=dict(given.dim), named=dict(given.name_dim))
+        yield Step("dimensions", {"": make}, bound, is_requested=True, kind="sizes")
     if given.outputs:
-        yield Step("outputs", {"": partial(making.keep_outputs, names=given.outputs)}, bound, True, "outputs")
+        make = partial(steps.keep_outputs, names=given.outputs)
+        yield Step("outputs", {"": make}, bound, is_requested=True, kind="outputs")
     if given.opset:
-        yield Step("opset", {"": partial(making.set_opset, opset=given.opset)}, bound, True)
+        yield Step("opset", {"": partial(steps.set_opset, opset=given.opset)}, bound, is_requested=True)
     if "fusions" not in given.skip and _FUSABLE & source.operators.keys():
         yield Step("fusions", dict(_fusions(given, source)), bound)
-    for name, clean in zip(DEFAULT_STEPS[1:], (making.fold, making.slim, making.share_weights), strict=True):
+    for name, clean in zip(DEFAULT_STEPS[1:], (steps.fold, steps.slim, steps.share_weights), strict=True):
         if name not in given.skip:
             yield Step(name, {"": clean}, bound)
     if given.precision:
         bound = given.max_error or HALF_BOUND
         convert = partial(precision.convert, name=given.precision, bound=bound, opening=opening)
-        yield Step("precision", {"": convert}, bound, True, takes_inputs=True)
+        yield Step("precision", {"": convert}, bound, is_requested=True, takes_inputs=True)
     if given.level:
-        save = partial(making.save_optimized, level=given.level, opening=opening, has_data=given.external_data)
-        yield Step("level", {"": save}, bound, True)
+        save = partial(steps.save_optimized, level=given.level, opening=opening, has_data=given.external_data)
+        yield Step("level", {"": save}, bound, is_requested=True)
 
 
 def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Make]]:
@@ -164,9 +163,9 @@ def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Mak
     types = (given.model_type,) if given.model_type else ("vit", "bert") if "Conv" in source.operators else ("bert",)
     for kind in types:
         sizes = f", {heads} heads, hidden size {hidden}" if heads else ""
-        make = partial(making.fuse_by_transformers, kind=kind, heads=heads, hidden=hidden)
+        make = partial(steps.fuse_by_transformers, kind=kind, heads=heads, hidden=hidden)
         yield f"onnxruntime.transformers (type {kind}{sizes})", make
-    yield "onnxscript", making.fuse_by_onnxscript
+    yield "onnxscript", steps.fuse_by_onnxscript
 
 
 def _compare(given: argparse.Namespace, draft: Draft) -> CompareResult:

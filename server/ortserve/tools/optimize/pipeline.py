@@ -18,7 +18,7 @@ from ortserve.engine.ort_errors import without_paths
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.reading import read_model
 from ortserve.registry.recording import write_arrays
-from ortserve.tools.console import Step as Progress
+from ortserve.tools.console import ShowProgress
 from ortserve.tools.inspect.content import count_operators
 from ortserve.tools.optimize.checking import Checked, Kind, Look, check
 from ortserve.tools.optimize.files import nbytes_of
@@ -116,20 +116,20 @@ class WayResult:
         return not self.is_kept, look.shape.nodes_run or look.shape.nodes, len(look.almost), look.shape.nbytes
 
 
-def run_steps(draft: Draft, steps: Sequence[Step], folder: Path, progress: Progress) -> Draft:
+def run_steps(draft: Draft, steps: Sequence[Step], folder: Path, show: ShowProgress) -> Draft:
     """Do the steps one after the other.
 
     Args:
         draft: The source, whose file has external data only in ``files.data_file``.
         steps: The steps in their order.
         folder: Folder for the files of the steps.
-        progress: Called before each step, with its number and name.
+        show: Called before each step, with its number and name.
 
     Raises:
         ServeError: A requested step fails, or its error is too large.
     """
     for number, step in enumerate(steps):
-        progress(number, step.name)
+        show(number, step.name)
         draft = _do_step(step, draft, folder / str(number))
         for path in folder.iterdir():
             if not any(path in one.parents for one in (draft.model, draft.reference.subject.path, draft.inputs) if one):

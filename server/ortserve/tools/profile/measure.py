@@ -12,7 +12,7 @@ from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.reading import read_model
-from ortserve.tools.console import Step
+from ortserve.tools.console import ShowProgress
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.opening import OpenModel, naming_failures, saving_graph
 from ortserve.tools.profile.runs import Runs, RunTime
@@ -33,7 +33,7 @@ class Variant(Timed):
     label: str
 
 
-def measure(variants: Sequence[Variant], folder: Path, given: Namespace, step: Step) -> list[Runs]:
+def measure(variants: Sequence[Variant], folder: Path, given: Namespace, step: ShowProgress) -> list[Runs]:
     """Open each variant twice, without and with profiling, and run all of them in turn.
 
     Args:

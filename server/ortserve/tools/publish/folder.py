@@ -26,7 +26,7 @@ from ortserve.registry.load.trial_load import trial_options
 from ortserve.registry.repository.model_files import OPTIONS_FILE
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
 from ortserve.registry.repository.source import choose_versions
-from ortserve.tools.console import Step, progress
+from ortserve.tools.console import ShowProgress, progress
 from ortserve.tools.golden.recording import check_version
 from ortserve.tools.opening import OpenModel, open_model, read_graph
 from ortserve.tools.provenance import Provenance, write_provenance
@@ -101,7 +101,9 @@ def publish_version(
         return Published(place.name, number, (*notes, *_policy_notes(place, number)))
 
 
-def _check_interface(model: Path, subject: Subject, place: Place, step: Step, *, allows_changes: bool) -> list[str]:
+def _check_interface(
+    model: Path, subject: Subject, place: Place, step: ShowProgress, *, allows_changes: bool
+) -> list[str]:
     """Open a staged copy of ``model``, and compare its interface with that of the served version. Returns notes.
 
     Raises:
@@ -132,7 +134,7 @@ def _stage_options(staging: Path, text: str | None, place: Place) -> ModelOption
 
 
 def _stage_version(
-    model: Path, version: Path, place: Place, provenance: Provenance, step: Step, *, keeps_golden: bool
+    model: Path, version: Path, place: Place, provenance: Provenance, step: ShowProgress, *, keeps_golden: bool
 ) -> Path:
     """Copy all files of the version. Returns the path of its model."""
     graph = read_graph(model)
