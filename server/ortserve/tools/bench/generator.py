@@ -47,11 +47,11 @@ READY: Final = "ready"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LoadPart:
     """The part of one load on one target that one process offers.
 
     Attributes:
-        key: Works with equal keys have equal plans, and share the target, which stays open.
+        key: Parts with equal keys have equal plans, and share the target, which stays open.
         plan: The plan of the target.
         callers: Callers of a closed loop; None for an open loop.
         times_ns: Times to send in an open loop, from the beginning of the warm-up; None for a closed loop.
@@ -79,11 +79,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last message about a ``Work``.
+    """The last message about a ``LoadPart``.
 
     Attributes:
         begin_ns: Beginning of the measurement (monotonic).
-        end_ns: End of the sending: the planned one, or earlier if the work was stopped.
+        end_ns: End of the sending: the planned one, or earlier if the part was stopped.
         cpu_ns: Processor time of the generator between them.
         due: Requests that should have been sent between them; None in a closed loop.
         batches: Counts of the batches of a batcher in this process, by rows.
@@ -156,13 +156,13 @@ class Channel:
 class LoopDriver(Recorder):
     """Offers a load to a ``Target`` on the event loop, and sends the next requests when it records outcomes."""
 
-    def __init__(self, target: Target, work: Work, channel: Channel, start_ns: int) -> None:
+    def __init__(self, target: Target, part: LoadPart, channel: Channel, start_ns: int) -> None:
         """``start_ns`` is the beginning of the warm-up (monotonic), in the future."""
-        self._target, self._work, self._channel = target, work, channel
+        self._target, self._part, self._channel = target, part, channel
         self._loop = asyncio.get_running_loop()
         self._start_ns = start_ns
-        begin_ns, self._end_ns, self._dues = work.times(start_ns)
-        super().__init__(begin_ns, work.look_every)
+        begin_ns, self._end_ns, self._dues = part.times(start_ns)
+        super().__init__(begin_ns, part.look_every)
         self._next = 0
         self._under_way = 0
         self._stopped, self._drained = asyncio.Event(), asyncio.Event()
@@ -179,10 +179,10 @@ class LoopDriver(Recorder):
 
     async def run(self) -> Finished:
         """Send all requests, or those before ``stop``, and wait until each is answered or late."""
-        work, target, begin_ns = self._work, self._target, self._begin_ns
+        part, target, begin_ns = self._part, self._target, self._begin_ns
         await asyncio.sleep((self._start_ns - monotonic_ns()) / 1e9)
         self._set_timer(monotonic_ns())
-        for caller in range(0 if self._stopped.is_set() else work.callers or 0):
+        for caller in range(0 if self._stopped.is_set() else part.callers or 0):
             self._send(caller, monotonic_ns())
         await self._wait(self._stopped, begin_ns)
         cpu_ns, before = time.process_time_ns(), target.batches()
@@ -193,13 +193,13 @@ class LoopDriver(Recorder):
             await self._wait(self._drained)
         self._timer.close()
         batches = {rows: number - before.get(rows, 0) for rows, number in target.batches().items()}
-        due = None if work.callers else sum(begin_ns <= due_ns < end_ns for due_ns in self._dues)
+        due = None if part.callers else sum(begin_ns <= due_ns < end_ns for due_ns in self._dues)
         return Finished(begin_ns, end_ns, cpu_ns, due, batches, self._waited_ns)
 
     async def _wait(self, event: asyncio.Event, until_ns: float = math.inf) -> None:
         """Wait for an event or a time. Meanwhile and at the end, send the outcomes, and fail requests that are late."""
         while True:
-            self._target.expire(monotonic_ns() - int(self._work.timeout_s * 1e9))
+            self._target.expire(monotonic_ns() - int(self._part.timeout_s * 1e9))
             self._channel.send(self.take())
             left_s = (until_ns - monotonic_ns()) / 1e9
             if event.is_set() or left_s <= 0:
@@ -214,7 +214,7 @@ class LoopDriver(Recorder):
 
         All answers of one turn of the event loop arrived before that turn began.
         """
-        if done_ns - ticket.sent_ns > self._work.timeout_s * 1e9:
+        if done_ns - ticket.sent_ns > self._part.timeout_s * 1e9:
             self.failed(ticket, done_ns, "timeout", "no answer in time")
             return
         if self._turn_ns is None:
@@ -238,19 +238,19 @@ class LoopDriver(Recorder):
             self._go_on(ticket, is_failed=True)
 
     def _go_on(self, ticket: Ticket, *, is_failed: bool) -> None:
-        """Send the next request of the ticket's caller, unless the work is stopped."""
+        """Send the next request of the ticket's caller, unless the part is stopped."""
         if self._stopped.is_set():
             if not self._under_way:
                 self._drained.set()
-        elif callers := self._work.callers:
-            number = self._work.plan.next_number(ticket.number, callers, is_failed=is_failed)
+        elif callers := self._part.callers:
+            number = self._part.plan.next_number(ticket.number, callers, is_failed=is_failed)
             self._send(number, monotonic_ns())
 
     def _send(self, number: int, due_ns: int) -> None:
         self._under_way += 1
-        work = self._work
-        now_ns = due_ns if work.callers else monotonic_ns()
-        request = work.plan.request_of(number, work.callers)
+        part = self._part
+        now_ns = due_ns if part.callers else monotonic_ns()
+        request = part.plan.request_of(number, part.callers)
         self._target.send(Ticket(number, due_ns, now_ns, self.wants_body(number, due_ns), request))
 
     def _set_timer(self, now_ns: int) -> None:
@@ -272,17 +272,17 @@ class LoopDriver(Recorder):
         self._set_timer(now_ns)
 
 
-def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int, stop: threading.Event) -> Finished:
+def run_threads(target: "BareRuns", part: LoadPart, channel: Channel, start_ns: int, stop: threading.Event) -> Finished:
     """Offer a load to blocking runs until ``stop``. Each caller is a thread; an open loop has one thread.
 
     Requests of an open loop that wait for longer than the time limit fail, as on a server.
     """
-    begin_ns, end_ns, dues = work.times(start_ns)
-    lock, recorder = threading.Lock(), Recorder(begin_ns, work.look_every)
-    timeout_ns = int(work.timeout_s * 1e9)
+    begin_ns, end_ns, dues = part.times(start_ns)
+    lock, recorder = threading.Lock(), Recorder(begin_ns, part.look_every)
+    timeout_ns = int(part.timeout_s * 1e9)
     # Numbers and due times, which the threads take in turn (not from a generator, which only one thread may run). In a
     # closed loop requests are due at once.
-    turns: Iterator[tuple[int, int]] = zip(count(), repeat(0), strict=False) if work.callers else enumerate(dues)
+    turns: Iterator[tuple[int, int]] = zip(count(), repeat(0), strict=False) if part.callers else enumerate(dues)
 
     def call() -> None:
         run = target.caller()
@@ -311,7 +311,7 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int,
             with lock:
                 recorder.answered(ticket, done_ns, sum(array.nbytes for array in body or ()), None, body)
 
-    threads = [threading.Thread(target=call, daemon=True) for _ in range(work.callers or 1)]
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(part.callers or 1)]
     for thread in threads:
         thread.start()
     stop.wait(max(0.0, (begin_ns - monotonic_ns()) / 1e9))
@@ -344,21 +344,21 @@ def make_target(plan: Plan) -> "Target | BareRuns":
 
 
 async def _serve(pipe: Connection) -> None:
-    """Offer one work after the other, until the pipe closes."""
+    """Offer one part after the other, until the pipe closes."""
     channel = Channel(pipe)
     targets: dict[int, Target | BareRuns] = {}
-    while (work := await channel.receive()) is not None:
-        if not isinstance(work, Work):  # STOP, for a work that this generator could not begin
+    while (part := await channel.receive()) is not None:
+        if not isinstance(part, LoadPart):  # STOP, for a part that this generator could not begin
             continue
         try:
-            target = targets.get(work.key) or targets.setdefault(work.key, make_target(work.plan))
+            target = targets.get(part.key) or targets.setdefault(part.key, make_target(part.plan))
             if isinstance(target, Target):
-                await target.open(work.callers or 8)
+                await target.open(part.callers or 8)
         except ServeError as error:
             channel.send(error)
             continue
         except OSError as error:
-            plan = work.plan
+            plan = part.plan
             what = f"{plan.address.url}: cannot reach the server" if isinstance(plan, ServerPlan) else plan.way
             channel.send(ServeError(ErrorKind.NOT_READY, f"{what}: {error.strerror or error}"))
             continue
@@ -369,13 +369,13 @@ async def _serve(pipe: Connection) -> None:
         if not isinstance(start_ns, int):  # another generator could not open its target
             continue
         if isinstance(target, Target):
-            driver = LoopDriver(target, work, channel, start_ns)
+            driver = LoopDriver(target, part, channel, start_ns)
             with channel.stopping(driver.stop):
                 finished = await driver.run()
         else:
             stop = threading.Event()
             with channel.stopping(stop.set):
-                finished = await asyncio.to_thread(run_threads, target, work, channel, start_ns, stop)
+                finished = await asyncio.to_thread(run_threads, target, part, channel, start_ns, stop)
         channel.send(finished)
     for target in targets.values():
         if isinstance(target, Target):

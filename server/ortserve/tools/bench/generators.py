@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.generator import STOP, Finished, Work
+from ortserve.tools.bench.generator import STOP, Finished, LoadPart
 from ortserve.tools.bench.outcomes import Chunk
 from ortserve.tools.staging import signals_handled_by
 
@@ -93,19 +93,19 @@ class Generators:
                 process.kill()
                 process.wait()
 
-    def offer(self, works: Sequence[Work], wants_more: Callable[[Seen, float], bool]) -> Seen:
-        """Offer the work of all generators at the same time. Ctrl-C ends the load, and this call returns normally.
+    def offer(self, parts: Sequence[LoadPart], wants_more: Callable[[Seen, float], bool]) -> Seen:
+        """Offer the parts of a load at the same time. Ctrl-C ends the load, and this call returns normally.
 
         Args:
-            works: One for each process.
+            parts: One for each process.
             wants_more: Called at the beginning of the measurement and ten times a second, with the outcomes so far and
                 the seconds since this beginning (negative in the warm-up). False ends the load.
 
         Raises:
             ServeError: A target cannot be opened, or a generator has died.
         """
-        seen, work = Seen(), works[0]
-        begin_ns, end_ns, _ = work.times(self._open(works))
+        seen, part = Seen(), parts[0]
+        begin_ns, end_ns, _ = part.times(self._open(parts))
         left = list(self._pipes)
 
         def interrupt(number: int, frame: FrameType | None) -> None:
@@ -125,7 +125,7 @@ class Generators:
                     else:
                         seen.chunks.append(message)
                 now_ns = monotonic_ns()
-                if now_ns > end_ns + (work.timeout_s + _GRACE_S) * 1e9:
+                if now_ns > end_ns + (part.timeout_s + _GRACE_S) * 1e9:
                     raise ServeError(ErrorKind.INTERNAL, "a generator has not ended in time")
                 seen.is_precise |= not wants_more(seen, (now_ns - begin_ns) / 1e9)
                 if not is_stopped and (seen.is_interrupted or seen.is_precise):
@@ -133,11 +133,11 @@ class Generators:
                     self._tell(STOP)
         return seen
 
-    def _open(self, works: Sequence[Work]) -> int:
+    def _open(self, parts: Sequence[LoadPart]) -> int:
         """Open all targets. Returns the time of the common start."""
-        for pipe, work in zip(self._pipes, works, strict=True):
+        for pipe, part in zip(self._pipes, parts, strict=True):
             with _watching():
-                pipe.send(work)
+                pipe.send(part)
         for pipe in self._pipes if self._open_limit_s is not None else ():
             if not pipe.poll(self._open_limit_s):
                 raise ServeError(ErrorKind.INTERNAL, f"it did not open within {self._open_limit_s:g} s")

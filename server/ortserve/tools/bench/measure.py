@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ortserve.errors import invalid_input
-from ortserve.tools.bench.generator import Work
+from ortserve.tools.bench.generator import LoadPart
 from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.outcomes import join
@@ -45,10 +45,19 @@ class _Series:
         if load.concurrency is not None and load.concurrency < processes:
             expected = f"expected at most one for each of {load.concurrency} callers"
             raise invalid_input(f"--processes: {expected}, got {processes}")
-        limits = given.warmup_s, seconds, given.timeout_s
-        parts = load.divide(processes, given.warmup_s + seconds, _SEED + len(self.rounds))
-        works = [Work(id(prepared), prepared.plan, *part, *limits) for part in parts]
-        seen = generators.offer(works, partial(self._look, precision=precision))
+        parts = [
+            LoadPart(
+                key=id(prepared),
+                plan=prepared.plan,
+                callers=callers,
+                times_ns=times_ns,
+                warmup_s=given.warmup_s,
+                seconds=seconds,
+                timeout_s=given.timeout_s,
+            )
+            for callers, times_ns in load.divide(processes, given.warmup_s + seconds, _SEED + len(self.rounds))
+        ]
+        seen = generators.offer(parts, partial(self._look, precision=precision))
         self._meter.end()
         for finished in seen.finished:
             self._meter.batches.update(finished.batches)

@@ -18,7 +18,7 @@ from ortserve.core.tensor import Tensor, as_numbers
 from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.interface import resolve_interface
-from ortserve.tools.bench.generator import Work
+from ortserve.tools.bench.generator import LoadPart
 from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.outcomes import join
 from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, repeated
@@ -183,10 +183,19 @@ class ModelProcess:
     def _run(self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False) -> Seen:
         slo_s = self._goal.slo_s or _TIMEOUT_S
         timeout_s = max(_RAMP_TIMEOUT_S, 3 * slo_s) if is_ramp else max(_TIMEOUT_S, 2 * slo_s)
-        work = Work(0, self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
+        part = LoadPart(
+            key=0,
+            plan=self._plan,
+            callers=callers,
+            times_ns=times_ns,
+            warmup_s=_WARMUP_S,
+            seconds=seconds,
+            timeout_s=timeout_s,
+            look_every=_LOOK_EVERY,
+        )
         wants_more = self._wants_more if is_ramp else lambda seen, elapsed_s: True
         try:
-            seen = self._generators.offer([work], wants_more)
+            seen = self._generators.offer([part], wants_more)
         except ServeError as error:
             said = os.pread(self._errors, 2000, max(0, os.fstat(self._errors).st_size - 2000)).decode(errors="replace")
             last = (said.strip().splitlines() or [""])[-1][:300]

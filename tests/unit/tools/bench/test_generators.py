@@ -17,7 +17,7 @@ from models import builders
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ServeError
 from ortserve.tools.address import Address
-from ortserve.tools.bench.generator import READY, STOP, Finished, Work
+from ortserve.tools.bench.generator import READY, STOP, Finished, LoadPart
 from ortserve.tools.bench.generators import Generators
 from ortserve.tools.bench.outcomes import Chunk
 from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
@@ -37,7 +37,7 @@ def test_a_generator_that_waits_for_the_start_ends_with_its_pipe(plan: ServerPla
     """The measuring process may be interrupted at that moment."""
     with Generators(1) as generators:
         (pipe,), (process,) = generators._pipes, generators._processes
-        pipe.send(Work(0, plan, 1, None, warmup_s=0, seconds=1, timeout_s=1))
+        pipe.send(LoadPart(0, plan, 1, None, warmup_s=0, seconds=1, timeout_s=1))
         assert pipe.recv() == READY
 
     assert process.returncode == 0, "it had to be killed"
@@ -46,7 +46,7 @@ def test_a_generator_that_waits_for_the_start_ends_with_its_pipe(plan: ServerPla
 def test_a_generator_that_is_stopped_before_the_measurement_used_no_time_in_it(plan: ServerPlan) -> None:
     with Generators(1) as generators:
         (pipe,) = generators._pipes
-        pipe.send(Work(0, plan, 1, None, warmup_s=60, seconds=1, timeout_s=0.1))
+        pipe.send(LoadPart(0, plan, 1, None, warmup_s=60, seconds=1, timeout_s=0.1))
         assert pipe.recv() == READY
         pipe.send(monotonic_ns())
         assert isinstance(pipe.recv(), Chunk)  # the load has begun
@@ -64,7 +64,7 @@ def test_a_server_that_ends_before_the_load_is_named() -> None:
     address = Address(f"http://127.0.0.1:{port}", "127.0.0.1", port, is_tls=False, is_grpc=False, headers={})
     gone = ServerPlan(address, (b"request",), is_stream=False, max_connections=1)
     with Generators(1) as generators, pytest.raises(ServeError) as caught:
-        generators.offer([Work(0, gone, 1, None, warmup_s=0, seconds=1, timeout_s=1)], lambda seen, elapsed_s: True)
+        generators.offer([LoadPart(0, gone, 1, None, warmup_s=0, seconds=1, timeout_s=1)], lambda seen, elapsed_s: True)
 
     assert caught.value.message == f"http://127.0.0.1:{port}: cannot reach the server: Connection refused"
 
@@ -78,7 +78,7 @@ def test_a_generator_that_is_stopped_at_its_start_ends(plan: ServerPlan, tmp_pat
         chosen = ModelPlan(Subject("mlp", builders.mlp(tmp_path / "mlp.onnx")), way, None, 1, inputs, 1)
     with Generators(1) as generators:
         (pipe,), (process,) = generators._pipes, generators._processes
-        pipe.send(Work(0, chosen, 1, None, warmup_s=0, seconds=3600, timeout_s=60))
+        pipe.send(LoadPart(0, chosen, 1, None, warmup_s=0, seconds=3600, timeout_s=60))
         assert pipe.recv() == READY
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
@@ -121,7 +121,7 @@ def test_an_interruption_during_a_message_loses_no_message(plan: ServerPlan) -> 
     thread.start()
     with Generators(0) as generators, ours:
         generators._pipes.append(ours)
-        seen = generators.offer([Work(0, plan, 1, None, 0, 60, 1)], lambda seen, elapsed_s: True)
+        seen = generators.offer([LoadPart(0, plan, 1, None, 0, 60, 1)], lambda seen, elapsed_s: True)
     thread.join()
 
     assert seen.is_interrupted

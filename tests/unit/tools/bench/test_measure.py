@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ortserve.tools.bench.generator import Finished, Work
+from ortserve.tools.bench.generator import Finished, LoadPart
 from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.measure import Measurement, bracket, first_rate, next_rate
 from ortserve.tools.bench.outcomes import Chunk
@@ -61,17 +61,17 @@ class SlowGenerators:
     def __init__(self, most: float, count: int = 1) -> None:
         self.most, self.count = most, count
 
-    def offer(self, works: Sequence[Work], _: object) -> Seen:
-        seen = [self._outcome(work) for work in works]
+    def offer(self, parts: Sequence[LoadPart], _: object) -> Seen:
+        seen = [self._outcome(part) for part in parts]
         return Seen([chunk for chunk, _ in seen], [finished for _, finished in seen])
 
-    def _outcome(self, work: Work) -> tuple[Chunk, Finished]:
-        assert work.callers != 0
-        due = np.arange(1000) * 1_000_000 if work.times_ns is None else work.times_ns
-        is_late = work.times_ns is not None and len(due) / work.seconds > self.most
+    def _outcome(self, part: LoadPart) -> tuple[Chunk, Finished]:
+        assert part.callers != 0
+        due = np.arange(1000) * 1_000_000 if part.times_ns is None else part.times_ns
+        is_late = part.times_ns is not None and len(due) / part.seconds > self.most
         sent = due + (np.linspace(0, 5e9, len(due)).astype(np.int64) if is_late else 0)
         times = np.stack([due, sent, sent + 1_000_000, np.ones_like(due)], axis=1)
-        finished = Finished(0, int(work.seconds * 1e9), 0, None if work.callers else len(due), {})
+        finished = Finished(0, int(part.seconds * 1e9), 0, None if part.callers else len(due), {})
         return Chunk(array("q", times.ravel().tolist())), finished
 
 

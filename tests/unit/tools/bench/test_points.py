@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ortserve.clock import monotonic_ns
-from ortserve.tools.bench.generator import Finished, LoopDriver, Work
+from ortserve.tools.bench.generator import Finished, LoadPart, LoopDriver
 from ortserve.tools.bench.generators import Seen
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.measure import is_sustained
@@ -249,8 +249,8 @@ def test_answers_that_come_together_wait_for_each_other() -> None:
     plan = ModelPlan(Subject("m", Path("m.onnx")), "batcher", None, None, ((),), 1)
 
     async def run() -> Finished:
-        work = Work(0, plan, 4, None, 0.0, 0.2, 1.0)
-        return await LoopDriver(Bursts(), work, channel, monotonic_ns() + 10_000_000).run()
+        part = LoadPart(0, plan, 4, None, 0.0, 0.2, 1.0)
+        return await LoopDriver(Bursts(), part, channel, monotonic_ns() + 10_000_000).run()
 
     finished = asyncio.run(run())
 
