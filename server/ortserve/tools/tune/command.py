@@ -37,7 +37,7 @@ from ortserve.tools.tune.ratios import Noise, is_too_noisy
 from ortserve.tools.tune.result import TuneResult, Variant
 from ortserve.tools.tune.search import Experiment, Search, measure_floor
 from ortserve.tools.tune.sides import Goal, Side
-from ortserve.tools.tune.space import Changes, Facts, Parameter, apply_changes, changes_of, make_space
+from ortserve.tools.tune.space import Changes, Conditions, Parameter, apply_changes, changes_of, make_space
 from ortserve.tools.tune.writing import edit_text, write_options
 
 _PREPARE_LIMIT_S: Final = 1800.0
@@ -66,7 +66,7 @@ def run(given: argparse.Namespace) -> Outcome:
     with progress("preparing inputs") as step:
         requests = call_in_child(_PREPARE_LIMIT_S, prepare_requests, subject, given.inputs, given.rows)
         goal = Goal(given.objective, given.slo, given.percentile)
-        space = make_space(subject.options, _facts(requests, given.slo), given.objective)
+        space = make_space(subject.options, _conditions(requests, given.slo), given.objective)
         lab = ProcessLab(subject, requests, goal, bound, variants)
         budget = Budget(given.max_minutes * 60 - (time.monotonic() - began_s), time.monotonic)
         budget.later = len(variants)
@@ -131,12 +131,19 @@ def _search(rate: float | None, experiment: Experiment, journal: Journal) -> tup
     return noise, end_search(experiment, winner, current.guess) if winner else None
 
 
-def _facts(requests: Requests, slo_s: float | None) -> Facts:
+def _conditions(requests: Requests, slo_s: float | None) -> Conditions:
     processors = read_processors(Files())
     nodes = tuple(processors.numa_nodes.values()) or (processors.allowed,)
     runtime = Runtime()
     offered = tuple(name for name in _OFFERED if not runtime.offer(full_name(name)).problem)
-    return Facts(cpu_budget(), nodes, requests.is_batched, requests.has_convolutions, offered, slo_s)
+    return Conditions(
+        processors=cpu_budget(),
+        nodes=nodes,
+        is_batched=requests.is_batched,
+        has_convolutions=requests.has_convolutions,
+        offered=offered,
+        slo_s=slo_s,
+    )
 
 
 @contextmanager

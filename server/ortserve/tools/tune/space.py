@@ -37,7 +37,7 @@ _ORDERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Conditions:
     """Properties of the machine and the model that the choices depend on.
 
     Attributes:
@@ -74,26 +74,26 @@ Point: TypeAlias = Mapping[str, int]
 """Indexes of choices, by the names of their parameters. Parameters that are not named have choice 0."""
 
 
-def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Parameter, ...]:
+def make_space(options: ModelOptions, conditions: Conditions, objective: str) -> tuple[Parameter, ...]:
     """The parameters with more than one choice, those that usually matter most first."""
-    bound_s = math.inf if facts.slo_s is None else facts.slo_s
+    bound_s = math.inf if conditions.slo_s is None else conditions.slo_s
     found: dict[str, Sequence[Changes]] = {
-        "providers": _providers(facts),
-        "replay": [{"graph_replay": value} for value in (True, False) if facts.offered],
-        "threads": _threads(facts),
-        "spinning": _SPINNING if facts.processors > 1 else _SPINNING[:1],
-        "instances": [{"instances": n} for n in dict.fromkeys((1, 2, min(facts.processors, _MAX_INSTANCES)))],
-        "max_rows": [{"max_rows": rows} for rows in (None, *_ROWS) if facts.is_batched],
-        "delay": [{"queue_delay_s": s} for s in (0.0, *_DELAYS_S) if facts.is_batched and 4 * s <= bound_s],
+        "providers": _providers(conditions),
+        "replay": [{"graph_replay": value} for value in (True, False) if conditions.offered],
+        "threads": _threads(conditions),
+        "spinning": _SPINNING if conditions.processors > 1 else _SPINNING[:1],
+        "instances": [{"instances": n} for n in dict.fromkeys((1, 2, min(conditions.processors, _MAX_INSTANCES)))],
+        "max_rows": [{"max_rows": rows} for rows in (None, *_ROWS) if conditions.is_batched],
+        "delay": [{"queue_delay_s": s} for s in (0.0, *_DELAYS_S) if conditions.is_batched and 4 * s <= bound_s],
         "execution": [
             {"session.execution_mode": "sequential", "session.inter_op_threads": 1},
             *[
                 {"session.execution_mode": "parallel", "session.inter_op_threads": n}
-                for n in ([2, 4] if facts.processors >= 4 else [2] if facts.processors > 1 else [])
+                for n in ([2, 4] if conditions.processors >= 4 else [2] if conditions.processors > 1 else [])
             ],
         ],
         "graph": [{"session.graph_optimization": level} for level in ("all", "extended", "basic")],
-        "buckets": [{"buckets": list(sizes)} for sizes in ((), _BUCKETS) if facts.is_batched],
+        "buckets": [{"buckets": list(sizes)} for sizes in ((), _BUCKETS) if conditions.is_batched],
         "arena": [
             {"session.memory_arena": True, "session.shrink_arenas": []},
             {"session.memory_arena": True, "session.shrink_arenas": ["cpu:0"]},
@@ -179,26 +179,26 @@ def _choices(options: ModelOptions, candidates: Sequence[Changes]) -> tuple[Chan
     return {}, *(one for one in changed if one)
 
 
-def _threads(facts: Facts) -> list[Changes]:
-    counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < facts.processors]
+def _threads(conditions: Conditions) -> list[Changes]:
+    counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < conditions.processors]
     free: dict[str, Value] = {"session.thread_affinities": None}
-    found: list[Changes] = [{"intra_op_threads": n, **free} for n in (None, *counts, facts.processors)]
-    places = [node for node in facts.nodes if len(node) > 1] if len(facts.nodes) > 1 else []
-    if facts.processors >= 4:
-        places.append(tuple(sorted(number for node in facts.nodes for number in node)))
+    found: list[Changes] = [{"intra_op_threads": n, **free} for n in (None, *counts, conditions.processors)]
+    places = [node for node in conditions.nodes if len(node) > 1] if len(conditions.nodes) > 1 else []
+    if conditions.processors >= 4:
+        places.append(tuple(sorted(number for node in conditions.nodes for number in node)))
     for place in places:
-        count = min(len(place), facts.processors)
+        count = min(len(place), conditions.processors)
         # The list has no entry for the calling thread, which is not pinned. Its numbers begin with 1.
         groups = ";".join(str(number + 1) for number in place[1:count])
         found.append({"intra_op_threads": count, "session.thread_affinities": groups})
     return found
 
 
-def _providers(facts: Facts) -> list[Changes]:
-    lists: list[list[Value]] = [["cpu"]] if facts.offered else []
-    for name in facts.offered:
+def _providers(conditions: Conditions) -> list[Changes]:
+    lists: list[list[Value]] = [["cpu"]] if conditions.offered else []
+    for name in conditions.offered:
         lists.append([name, "cpu"])
-        if name == "cuda" and facts.has_convolutions:
+        if name == "cuda" and conditions.has_convolutions:
             lists += [[{name: {"cudnn_conv_algo_search": "EXHAUSTIVE"}}, "cpu"], [{name: {"prefer_nhwc": 1}}, "cpu"]]
         if name == "tensorrt":
             lists.append([{name: {"trt_fp16_enable": 1}}, "cuda", "cpu"])

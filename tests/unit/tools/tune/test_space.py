@@ -7,7 +7,7 @@ import pytest
 
 from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
 from ortserve.tools.tune.space import (
-    Facts,
+    Conditions,
     apply_changes,
     changes_of,
     default_point,
@@ -17,8 +17,10 @@ from ortserve.tools.tune.space import (
     value_of,
 )
 
-SMALL = Facts(2, ((0, 1),), is_batched=True, slo_s=0.02)
-LARGE = Facts(8, ((0, 1, 2, 3), (4, 5, 6, 7)), is_batched=True, has_convolutions=True, offered=("cuda", "tensorrt"))
+SMALL = Conditions(2, ((0, 1),), is_batched=True, slo_s=0.02)
+LARGE = Conditions(
+    8, ((0, 1, 2, 3), (4, 5, 6, 7)), is_batched=True, has_convolutions=True, offered=("cuda", "tensorrt")
+)
 
 
 def options(**given: Any) -> ModelOptions:
@@ -33,9 +35,9 @@ CURRENT = [
 
 
 @pytest.mark.parametrize("current", CURRENT)
-@pytest.mark.parametrize("facts", [SMALL, LARGE])
-def test_every_choice_is_a_valid_change_that_has_an_effect(current: ModelOptions, facts: Facts) -> None:
-    space = make_space(current, facts, "throughput")
+@pytest.mark.parametrize("conditions", [SMALL, LARGE])
+def test_every_choice_is_a_valid_change_that_has_an_effect(current: ModelOptions, conditions: Conditions) -> None:
+    space = make_space(current, conditions, "throughput")
     assert len({parameter.name for parameter in space}) == len(space)
     for parameter in space:
         found = [apply_changes(current, choice) for choice in parameter.choices]
@@ -62,11 +64,11 @@ def test_other_keys_stay() -> None:
 
 
 def test_the_machine_and_the_model_decide_what_is_tried() -> None:
-    def names(facts: Facts) -> set[str]:
-        return {parameter.name for parameter in make_space(options(), facts, "throughput")}
+    def names(conditions: Conditions) -> set[str]:
+        return {parameter.name for parameter in make_space(options(), conditions, "throughput")}
 
     assert names(LARGE) - names(SMALL) == {"providers", "replay"}
-    alone = names(Facts(1, ((0,),), is_batched=False))
+    alone = names(Conditions(1, ((0,),), is_batched=False))
     assert not alone & {"max_rows", "delay", "buckets", "spinning", "execution", "providers"}
     choices = {one.name: one.choices for one in make_space(options(), LARGE, "throughput")}
     pinned = [choice for choice in choices["threads"] if "session.thread_affinities" in choice]
