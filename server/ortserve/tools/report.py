@@ -46,7 +46,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
-class Catalog:
+class FindingCatalog:
     """Kinds of findings, each with its level, its effect and its remedy."""
 
     def __init__(self, text: str) -> None:

@@ -10,10 +10,10 @@ from ortserve.tools.bench.result import BenchComparison, BenchResult, Point
 from ortserve.tools.page import chart
 from ortserve.tools.report import (
     Block,
-    Catalog,
     Cell,
     Facts,
     Finding,
+    FindingCatalog,
     Findings,
     Picture,
     Report,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_HISTOGRAMS: Final = 12
 _MAX_SEEN: Final = 4
 """Cases that the text of a finding names. ``where`` has all of them."""
-_CATALOG: Final = Catalog("""
+_CATALOG: Final = FindingCatalog("""
 generator_too_slow (problem): The generator or other work may have limited the figures, so there is no verdict.
     → Lower the rate, use --processes, free processors, or run the generator on another machine.
 generator_beside_server (warning): The generator takes processors from the server: throughput may be too low by this

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ortserve.tools.report import Catalog
+from ortserve.tools.report import FindingCatalog
 
 _TEXTS: Final = """
 # processors
@@ -138,5 +138,5 @@ rows_depend (warning): requests for this model now run alone
     → set batched: false, or correct the model
 """
 
-CATALOG: Final = Catalog(_TEXTS)
+CATALOG: Final = FindingCatalog(_TEXTS)
 finding: Final = CATALOG.finding

@@ -13,7 +13,7 @@ from ortserve.tools.inspect.content import described
 from ortserve.tools.inspect.patterns import Wiring
 from ortserve.tools.inspect.placement import Optimized, wishes
 from ortserve.tools.inspect.result import Content, Placement, TensorInfo
-from ortserve.tools.report import Catalog, Finding, worst_first
+from ortserve.tools.report import Finding, FindingCatalog, worst_first
 from ortserve.tools.subject import Subject
 
 _MAX_NODES: Final = 20
@@ -33,7 +33,7 @@ _PIECES: Final = """\
     value inside them is an output of the model or is read by other nodes.
     → {first}export with opset_version={since} or higher, so that the exporter writes {operator}
 """
-_CATALOG: Final = Catalog(
+_CATALOG: Final = FindingCatalog(
     """
 initializers_as_inputs (warning): ONNX Runtime does not treat them as constants, so it cannot fold, fuse or pack them.
     → python -m onnxruntime.tools.remove_initializer_from_input --input {file} --output {target}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.model_file.graph import Graph, Node
-from ortserve.tools.inspect.placement import Value
+from ortserve.tools.inspect.placement import ValueType
 
 _CONV: Final = frozenset(
     {
@@ -76,7 +76,7 @@ def attentions(wiring: Wiring) -> Iterator[tuple[Node, Node]]:
                 yield node, second[0]
 
 
-def heads_and_width(wiring: Wiring, product: Node, values: Mapping[str, Value]) -> tuple[int, int] | None:
+def heads_and_width(wiring: Wiring, product: Node, values: Mapping[str, ValueType]) -> tuple[int, int] | None:
     """The number of heads of an attention, and their total width. None if shapes do not determine them.
 
     Args:
@@ -125,7 +125,7 @@ def layout_transposes(wiring: Wiring) -> Iterator[Node]:
             yield node
 
 
-def casts_back(wiring: Wiring, values: Mapping[str, Value]) -> Iterator[Node]:
+def casts_back(wiring: Wiring, values: Mapping[str, ValueType]) -> Iterator[Node]:
     """Casts that undo another Cast. Between the two are only operators that move elements."""
     for node in wiring.graph.nodes:
         made = wiring.makers.get(node.inputs[0]) if node.op == "Cast" else None

@@ -23,7 +23,7 @@ from ortserve.tools.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ValueType:
     """The inferred element type and sizes of a value. Free sizes are 0."""
 
     dtype: int
@@ -42,7 +42,7 @@ class Optimized:
 
     model: Model
     is_saved: bool
-    values: Mapping[str, Value] = field(default_factory=dict)
+    values: Mapping[str, ValueType] = field(default_factory=dict)
 
 
 def wishes(subject: Subject) -> list[str]:
@@ -107,13 +107,13 @@ def describe_placement(opened: OpenModel, optimized: Optimized) -> Placement:
     )
 
 
-def _infer_values(file: Path) -> dict[str, Value]:
+def _infer_values(file: Path) -> dict[str, ValueType]:
     model = onnx.load(file, load_external_data=False)
     with suppress(onnx.shape_inference.InferenceError):  # it knows fewer operators than ONNX Runtime
         model = onnx.shape_inference.infer_shapes(model, data_prop=True)
     graph = model.graph
-    found = {one.name: Value(one.data_type, tuple(one.dims)) for one in graph.initializer}
+    found = {one.name: ValueType(one.data_type, tuple(one.dims)) for one in graph.initializer}
     for one in (*graph.input, *graph.output, *graph.value_info):
         tensor = one.type.tensor_type
-        found[one.name] = Value(tensor.elem_type, tuple(size.dim_value for size in tensor.shape.dim))
+        found[one.name] = ValueType(tensor.elem_type, tuple(size.dim_value for size in tensor.shape.dim))
     return found

@@ -9,12 +9,12 @@ from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.optimize.checking import Look
 from ortserve.tools.optimize.pipeline import Draft
 from ortserve.tools.provenance import speed_text
-from ortserve.tools.report import Catalog, Finding
+from ortserve.tools.report import Finding, FindingCatalog
 
 _RUNTIME: Final = frozenset({"com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
 
 
-_CATALOG: Final = Catalog(
+_CATALOG: Final = FindingCatalog(
     f"""
 optimized_source (warning): Other tools do not know these operators, so most steps find nothing to do.
     → optimize the model that the exporter wrote

@@ -17,14 +17,14 @@ _LAYOUT_ONLY: Final = ("ReorderOutput", "ReorderInput")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class MatchedNode:
     """A node of the optimized graph, and the constants that it can read."""
 
     node: Node
     constants: Mapping[str, Tensor]
 
 
-def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
+def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, MatchedNode]:
     """Find the node of the optimized graph for each traced node.
 
     Nodes are matched by name. Nodes without a name are matched by their order, because ONNX Runtime saves the nodes of
@@ -32,7 +32,7 @@ def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
     in which more nodes have the shapes of the trace is the right one.
     """
     outputs = {node.key: [dims for _, dims in node.outputs] for node in trace.nodes}
-    found: dict[NodeKey, Placed] = {}
+    found: dict[NodeKey, MatchedNode] = {}
     by_path: dict[tuple[str, ...], list[NodeKey]] = {}
     for key in dict.fromkeys(node.key for node in trace.nodes):
         by_path.setdefault(key[0], []).append(key)
@@ -55,7 +55,7 @@ def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
             fitting = [sum(_can_have(node, outputs[key], declared) for key, node in one.items()) for one in matches]
             nodes |= matches[fitting.index(max(fitting))]
             for key, node in nodes.items():
-                found.setdefault(key, Placed(node, constants))
+                found.setdefault(key, MatchedNode(node, constants))
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ortserve.engine.placement import COPIES
 from ortserve.model_file.graph import Node
-from ortserve.tools.profile.matching import Placed, find_replacements, match_nodes
+from ortserve.tools.profile.matching import MatchedNode, find_replacements, match_nodes
 from ortserve.tools.profile.result import Comparison, Fusion, NodeCost, OperatorCost, OperatorDifference, Profile
 from ortserve.tools.profile.runs import MIN_PAIRS, Runs, balance_of, doubts_of, median_interval, times_ns, typical
 from ortserve.tools.profile.trace import NodeKey, Run, TracedNode
@@ -28,7 +28,7 @@ class _Sum:
 
     kinds: Sequence[TracedNode]
     """The node once per set of shapes."""
-    place: Placed | None
+    matched: MatchedNode | None
     calls: int
     operations: int | None
     nbytes: int | None
@@ -56,7 +56,7 @@ def profile_of(runs: Runs) -> Profile:
             output_shapes=_shape_texts(one.kinds),
             call_bytes=None if one.nbytes is None else one.nbytes // one.calls,
             gap_us=None if runs.is_parallel else one.gap_ms * 1e3 * count / one.calls,
-            replaces=replaced.get(id(one.place.node), ()) if one.place else (),
+            replaces=replaced.get(id(one.matched.node), ()) if one.matched else (),
             **_cost([one], count, whole_ms),
         )
         for one in sorted(sums, key=lambda one: -one.self_ms)
@@ -98,15 +98,15 @@ def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
     # Times of operators and of whole runs are sums of these values, because typical values of sums would not add up.
     typical_ms = typical(times_us[:3], runs.groups).clip(0).T / 1e3
     thread_us = times_us[3:].sum(axis=-1).T
-    places = {} if runs.optimized is None else match_nodes(trace, runs.optimized)
+    matches = {} if runs.optimized is None else match_nodes(trace, runs.optimized)
     sums = []
     for row, (key, indices) in enumerate(of_node.items()):
-        place = places.get(key)
-        node, constants = (place.node, place.constants) if place else (None, {})
+        matched = matches.get(key)
+        node, constants = (matched.node, matched.constants) if matched else (None, {})
         kinds, called = [trace.nodes[index] for index in indices], [calls[index] for index in indices]
         works = [find_work(kind, node, constants) for kind in kinds]
         amounts = _weighted([one.operations for one in works], called), _weighted([one.nbytes for one in works], called)
-        sums.append(_Sum(kinds, place, sum(called), *amounts, *typical_ms[row].tolist(), *thread_us[row].tolist()))
+        sums.append(_Sum(kinds, matched, sum(called), *amounts, *typical_ms[row].tolist(), *thread_us[row].tolist()))
     return sums, times_us[0], times_us[2]
 
 

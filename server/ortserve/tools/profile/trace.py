@@ -16,7 +16,7 @@ from ortserve.errors import ErrorKind, ServeError
 
 _EXECUTE: Final = "SequentialExecutor::Execute"
 
-Shape: TypeAlias = tuple[str, tuple[int, ...]]
+TensorShape: TypeAlias = tuple[str, tuple[int, ...]]
 """The element type of a tensor, as ONNX Runtime names it, and its shape."""
 NodeKey: TypeAlias = tuple[tuple[str, ...], str, str, str]
 """Path, name, operator and index."""
@@ -37,8 +37,8 @@ class TracedNode:
     name: str
     op: str
     provider: str
-    inputs: tuple[Shape, ...]
-    outputs: tuple[Shape, ...]
+    inputs: tuple[TensorShape, ...]
+    outputs: tuple[TensorShape, ...]
     index: str = ""
 
     @property
@@ -205,5 +205,5 @@ def _thread_times(event: _Event, blocks: dict[str, int]) -> tuple[int, int]:
     return sum(main.get(part, 0) for part in parts), main.get("Wait", 0)
 
 
-def _shapes(given: Iterable[Mapping[str, list[int]]]) -> tuple[Shape, ...]:
+def _shapes(given: Iterable[Mapping[str, list[int]]]) -> tuple[TensorShape, ...]:
     return tuple((dtype, tuple(sizes)) for one in given for dtype, sizes in one.items())

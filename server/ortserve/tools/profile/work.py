@@ -11,7 +11,7 @@ from math import prod
 from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import ELEMENT_TYPES, Attribute, Node, Tensor
-from ortserve.tools.profile.trace import Shape, TracedNode
+from ortserve.tools.profile.trace import TensorShape, TracedNode
 
 _ITEM_BYTES: Final = {name: bits // 8 for name, bits in ELEMENT_TYPES.values() if bits >= 8}
 _MOVES_NOTHING: Final = frozenset(
@@ -49,11 +49,11 @@ def find_work(traced: TracedNode, node: Node | None, constants: Mapping[str, Ten
     return Work(operations, _count_bytes(traced, inputs))
 
 
-def _all_inputs(traced: TracedNode, node: Node, constants: Mapping[str, Tensor]) -> list[Shape]:
+def _all_inputs(traced: TracedNode, node: Node, constants: Mapping[str, Tensor]) -> list[TensorShape]:
     """The shapes of all inputs in order, with the prepacked ones that the trace leaves out."""
     seen = list(traced.inputs)
     missing = sum(name != "" for name in node.inputs) - len(seen)
-    found: list[Shape] = []
+    found: list[TensorShape] = []
     for name in filter(None, node.inputs):
         tensor = constants.get(name)
         if tensor is not None and tensor.dims is not None:
@@ -67,7 +67,7 @@ def _all_inputs(traced: TracedNode, node: Node, constants: Mapping[str, Tensor])
     return found
 
 
-def _count_bytes(traced: TracedNode, inputs: Sequence[Shape]) -> int | None:
+def _count_bytes(traced: TracedNode, inputs: Sequence[TensorShape]) -> int | None:
     if traced.op in _MOVES_NOTHING or not traced.outputs:
         return None
     made, read = traced.outputs[0], inputs

@@ -53,7 +53,7 @@ would be the only choice. The search takes time in proportion to the square of t
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """A model that is ready for quantization.
 
     Attributes:
@@ -74,7 +74,7 @@ class Prepared:
         return self.path.with_name("ranges.json")
 
 
-def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> Prepared:
+def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> PreparedModel:
     """Bring a model into the form that the library expects: names for all nodes, constants folded, shapes inferred.
 
     Opsets that cannot hold the result are converted. Gemm becomes MatMul and Add, except in mode ``static``.
@@ -125,7 +125,7 @@ def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> Prep
     _save(model, ready, is_large=is_large)
     values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
     dtypes = {value.name: value.type.tensor_type.elem_type for value in values}
-    return Prepared(ready, is_large, dtypes, tuple(notes))
+    return PreparedModel(ready, is_large, dtypes, tuple(notes))
 
 
 def _infer_shapes(named: Path, *, is_large: bool) -> Path:
@@ -174,8 +174,8 @@ def _untie_weights(model: ModelProto) -> None:
                 graph.input.remove(value)
 
 
-def calibrate(prepared: Prepared, settings: Settings, samples: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Run the model with samples and write the ranges of its activations to ``Prepared.ranges``.
+def calibrate(prepared: PreparedModel, settings: Settings, samples: Iterable[Mapping[str, np.ndarray]]) -> None:
+    """Run the model with samples and write the ranges of its activations to ``PreparedModel.ranges``.
 
     Only the activations of one sample are in memory at a time.
 
@@ -206,7 +206,7 @@ class _OneSample:
 
 
 def make(
-    prepared: Prepared, target: Path, settings: Settings, nodes: Mapping[str, str], passing: Iterable[str] = ()
+    prepared: PreparedModel, target: Path, settings: Settings, nodes: Mapping[str, str], passing: Iterable[str] = ()
 ) -> None:
     """Write a quantized model.
 
@@ -243,7 +243,7 @@ def make(
     )
 
 
-def _make_weights(prepared: Prepared, target: Path, settings: Settings, nodes: Mapping[str, str]) -> None:
+def _make_weights(prepared: PreparedModel, target: Path, settings: Settings, nodes: Mapping[str, str]) -> None:
     # Imported here: it takes 0.3 s, and only weights in blocks need it.
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 

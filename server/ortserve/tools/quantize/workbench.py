@@ -14,7 +14,7 @@ from ortserve.errors import invalid_input
 from ortserve.model_file.reading import read_model
 from ortserve.tools.compare.measure import measure_agreement
 from ortserve.tools.opening import OpenModel, open_model
-from ortserve.tools.quantize.making import Prepared, calibrate, make, prepare
+from ortserve.tools.quantize.making import PreparedModel, calibrate, make, prepare
 from ortserve.tools.quantize.plan import Candidates, find_candidates
 from ortserve.tools.quantize.result import Settings
 from ortserve.tools.quantize.samples import read_samples
@@ -66,7 +66,7 @@ class Workbench:
         """
         tempfile.tempdir = str(folder)  # the library writes whole models there; they are removed with the folder
         path, settings = self._source.subject.path, self._settings
-        self._prepared: Prepared = prepare(path, folder, settings, nbytes)
+        self._prepared: PreparedModel = prepare(path, folder, settings, nbytes)
         model = read_model(self._prepared.path)
         self._candidates: Candidates = find_candidates(model, settings, self._prepared.dtypes, exclude, str(path))
         calibration, evaluation = self._calibration, self._evaluation

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ortserve.model_file.graph import FLOAT, Node, Tensor
-from ortserve.tools.profile.trace import Shape, TracedNode
+from ortserve.tools.profile.trace import TensorShape, TracedNode
 from ortserve.tools.profile.work import find_work
 
 
@@ -15,7 +15,7 @@ def traced(op: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[
     return TracedNode((), op, op, "", _floats(inputs), _floats(outputs))
 
 
-def _floats(shapes: Sequence[Sequence[int]]) -> tuple[Shape, ...]:
+def _floats(shapes: Sequence[Sequence[int]]) -> tuple[TensorShape, ...]:
     return tuple(("float", tuple(dims)) for dims in shapes)
 
 

@@ -10,7 +10,7 @@ from models import builders, patterns
 from ortserve.errors import ServeError
 from ortserve.model_file.reading import read_model
 from ortserve.tools.quantize.arguments import build_parser
-from ortserve.tools.quantize.making import LARGE_NBYTES, Prepared, calibrate, make, prepare
+from ortserve.tools.quantize.making import LARGE_NBYTES, PreparedModel, calibrate, make, prepare
 from ortserve.tools.quantize.plan import choose_settings, find_candidates
 from ortserve.tools.quantize.result import Settings
 
@@ -21,7 +21,7 @@ def settings_of(words: str, path: Path) -> Settings:
     return choose_settings(given, read_model(path), {"avx512_vnni": True})
 
 
-def prepared_by(words: str, path: Path, folder: Path, nbytes: int = 0) -> tuple[Settings, Prepared]:
+def prepared_by(words: str, path: Path, folder: Path, nbytes: int = 0) -> tuple[Settings, PreparedModel]:
     settings = settings_of(words, path)
     folder.mkdir()
     return settings, prepare(path, folder, settings, nbytes)
