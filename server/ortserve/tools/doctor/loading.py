@@ -5,7 +5,7 @@ Nothing is written to disk: settings that write files are removed first.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -74,34 +74,16 @@ def check_models(
     if only is not None and only not in sources:
         known = ", ".join(sources) or "none"
         raise invalid_input(f"--model {only}: expected a model of {repository}, which has {known}")
+    chosen = sources.values() if only is None else (*_members(sources[only], sources), sources[only])
     checks: list[ModelCheck] = []
     to_load: list[LoadItem] = []
-    for source in sources.values() if only is None else (*_members(sources[only], sources), sources[only]):
-        events = tuple(f"option has no effect: {reason}" for reason in source.without_effect)
-        if source.problem or not source.versions:
-            checks.append(ModelCheck(source.name, problem=source.problem or "it has no versions", events=events))
-        for label, number in source.labels.items():
-            if number not in source.versions:
-                problem = f"labels.{label}: expected a version that is in the repository, got {number}"
-                checks.append(ModelCheck(source.name, number, problem))
-        if (rollout := source.rollout) is not None and source.versions:
-            if rollout.candidate not in source.versions:
-                problem = f"rollout.candidate: expected a version that is in the repository, got {rollout.candidate}"
-                checks.append(ModelCheck(source.name, rollout.candidate, problem))
-            elif reason := why_without_effect(rollout, source.name, source.labels.get(STABLE)):
-                events = (*events, f"option has no effect: {reason}")
-        for number, version in sorted(source.versions.items()):
-            own, nbytes = version.configuration.options, version.file_bytes
-            instances = own.instances
-            # An ensemble is assembled as a whole, which reports this.
-            without_cache = own.response_cache and not options.cache_bytes and own.ensemble is None
-            seen = (*events, f"option has no effect: {WITHOUT_CACHE}") if without_cache else events
-            check = ModelCheck(source.name, number, version.problem, "", seen, None, instances, None, nbytes)
-            if not check.problem and instances * nbytes <= free_bytes:
+    for source in chosen:
+        checks += _check_references(source)
+        for check, version in _check_versions(source, options, free_bytes):
+            if check.problem or check.skipped:
+                checks.append(check)
+            else:
                 to_load.append(LoadItem(check, version, source, _members(source, sources)))
-                continue
-            needed = f"{instances} instances need {bytes_text(instances * nbytes)}, {bytes_text(free_bytes)} are free"
-            checks.append(check if check.problem else replace(check, skipped=needed))
     libraries, shared = tuple(options.execution_provider_libraries), options.global_threads
     work = partial(load_one, libraries=libraries, global_threads=shared, cache_bytes=options.cache_bytes)
     with progress("loading models", len(to_load)) as step:
@@ -109,6 +91,52 @@ def check_models(
             step(number + 1, f"loaded {item.check.label}")
             checks.append(_failed(item.check, result) if isinstance(result, Failure) else result)
     return sorted(checks, key=lambda check: (check.name, check.version or 0))
+
+
+def _check_references(source: ModelSource) -> Iterator[ModelCheck]:
+    """The problems of a model itself, and of the versions that its labels and its rollout name."""
+    if source.problem or not source.versions:
+        yield ModelCheck(source.name, problem=source.problem or "it has no versions", events=_without_effect(source))
+    named = {f"labels.{label}": number for label, number in source.labels.items()}
+    if source.rollout is not None and source.versions:
+        named["rollout.candidate"] = source.rollout.candidate
+    for key, number in named.items():
+        if number not in source.versions:
+            problem = f"{key}: expected a version that is in the repository, got {number}"
+            yield ModelCheck(source.name, number, problem)
+
+
+def _without_effect(source: ModelSource) -> tuple[str, ...]:
+    """The events of options of a model that have no effect."""
+    reasons = list(source.without_effect)
+    rollout = source.rollout
+    if rollout is not None and rollout.candidate in source.versions:
+        reasons.append(why_without_effect(rollout, source.name, source.labels.get(STABLE)))
+    return tuple(f"option has no effect: {reason}" for reason in reasons if reason)
+
+
+def _check_versions(
+    source: ModelSource, options: ServerOptions, free_bytes: int
+) -> Iterator[tuple[ModelCheck, VersionSource]]:
+    """Each version of a model, with its check before the load: its problem, or why memory does not suffice for it."""
+    for number, version in sorted(source.versions.items()):
+        own, events = version.configuration.options, _without_effect(source)
+        # An ensemble is assembled as a whole, which reports this.
+        if own.response_cache and not options.cache_bytes and own.ensemble is None:
+            events += (f"option has no effect: {WITHOUT_CACHE}",)
+        check = ModelCheck(
+            source.name,
+            number,
+            version.problem,
+            events=events,
+            instances=own.instances,
+            files_bytes=version.file_bytes,
+        )
+        needed_bytes = own.instances * version.file_bytes
+        if not check.problem and needed_bytes > free_bytes:
+            needed = f"{own.instances} instances need {bytes_text(needed_bytes)}, {bytes_text(free_bytes)} are free"
+            check = replace(check, skipped=needed)
+        yield check, version
 
 
 def _members(source: ModelSource, sources: Mapping[str, ModelSource]) -> tuple[ModelSource, ...]:
