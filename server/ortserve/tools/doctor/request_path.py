@@ -103,4 +103,13 @@ def summarize(
         stages.append(Stage(name, middle, float(np.quantile(times, 0.99)), middle / median))
     dominant = max(stages, key=lambda stage: stage.median_us).name
     bare_us = float(np.median(bare_ns)) / 1e3 if len(bare_ns) else None
-    return RequestPath(model, len(total), origin, median, p99, tuple(stages), dominant, bare_us)
+    return RequestPath(
+        model=model,
+        requests=len(total),
+        inputs=origin,
+        median_us=median,
+        p99_us=p99,
+        stages=tuple(stages),
+        dominant=dominant,
+        bare_us=bare_us,
+    )

@@ -71,8 +71,14 @@ def read_runtime() -> RuntimeFacts:
     versions = {"ortserve": f"{__version__}, {how}", "Python": platform.python_version()}
     installed = {each.name: each.version for each in metadata.distributions()}
     versions |= {name: installed[name] for name in _PACKAGES if name in installed}
-    build = ort.get_build_info().removeprefix("ORT Build Info: ")
-    return RuntimeFacts(versions, installed_runtimes(), build, tuple(trials), tuple(gpus), gpu_problem)
+    return RuntimeFacts(
+        versions=versions,
+        distributions=installed_runtimes(),
+        build=ort.get_build_info().removeprefix("ORT Build Info: "),
+        providers=tuple(trials),
+        gpus=tuple(gpus),
+        gpu_problem=gpu_problem,
+    )
 
 
 def try_provider(name: str) -> ProviderTrial:
@@ -142,8 +148,14 @@ def read_gpus(environment: Mapping[str, str], library: Any = None) -> tuple[list
     driver, cuda = ask("nvmlSystemGetDriverVersion"), ask("nvmlSystemGetCudaDriverVersion_v2")
     gpus = []
     for gpu in visible_gpus(found, environment):
-        capability = ".".join(map(str, ask("nvmlDeviceGetCudaComputeCapability", gpu.handle) or ())) or None
         memory = ask("nvmlDeviceGetMemoryInfo", gpu.handle)
-        total, used = (int(memory.total), int(memory.used)) if memory else (None, None)
-        gpus.append(GpuFacts(gpu.model, capability, total, used, driver, _cuda_version(cuda) if cuda else None))
+        facts = GpuFacts(
+            name=gpu.model,
+            capability=".".join(map(str, ask("nvmlDeviceGetCudaComputeCapability", gpu.handle) or ())) or None,
+            memory_bytes=int(memory.total) if memory else None,
+            used_bytes=int(memory.used) if memory else None,
+            driver=driver,
+            cuda=_cuda_version(cuda) if cuda else None,
+        )
+        gpus.append(facts)
     return gpus, f"CUDA_VISIBLE_DEVICES hides all {len(found)}" if found and not gpus else ""

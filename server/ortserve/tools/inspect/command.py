@@ -146,7 +146,7 @@ def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step:
     except ServeError as error:
         if arguments.inputs is not None:
             raise
-        return Memory(weights, None, [], "", None, error.message)
+        return Memory(weights, None, [], inputs="", threads=None, problem=error.message)
 
 
 def _blocks(result: InspectResult) -> Iterator[Block]:

@@ -94,9 +94,17 @@ def describe_batch(rows: int, samples: Sequence[Sample]) -> BatchMemory:
     last = first[-1] if first else None
     if process is not None and held is not None and last is not None and last.arena is not None and rows > last.rows:
         process = min(process, last.process + held - last.arena.held)  # other growth does not depend on the batch size
-    use, grown = next(((one.arena, one.process) for one in samples if one.rows == rows), (None, None))
-    used, size = (use.activations, use.held) if use else (None, None)
-    return BatchMemory(rows, activations, used, held, size, process, grown)
+    measured = next((one for one in samples if one.rows == rows), None)
+    use = measured.arena if measured else None
+    return BatchMemory(
+        rows=rows,
+        activations_nbytes=activations,
+        activations_measured_nbytes=use.activations if use else None,
+        arena_nbytes=held,
+        arena_measured_nbytes=use.held if use else None,
+        process_nbytes=process,
+        process_measured_nbytes=measured.process if measured else None,
+    )
 
 
 def _line(points: Sequence[tuple[int, int]], rows: int) -> int | None:
@@ -164,7 +172,14 @@ def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], weights:
     uses = _profile(subject, inputs, list(growth))
     samples = [Sample(rows, use, grown) for (rows, grown), use in zip(growth.items(), uses, strict=True)]
     batches = [describe_batch(rows, samples) for rows in shown]
-    return Memory(weights, max(0, opening), batches, inputs.origin, threads, skipped)
+    return Memory(
+        weights_nbytes=weights,
+        weights_measured_nbytes=max(0, opening),
+        batches=batches,
+        inputs=inputs.origin,
+        threads=threads,
+        problem=skipped,
+    )
 
 
 def _sizes_to_run(shown: Sequence[int]) -> list[int]:

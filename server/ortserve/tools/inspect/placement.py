@@ -64,7 +64,8 @@ def place(subject: Subject, provider: str) -> tuple[Placement, Optimized]:
         opened, optimized = open_optimized(subject, provider)
     except ServeError as error:
         problem = error.message.removeprefix(f"{subject.path}: ")
-        return Placement(provider, problem, {}, {}, "", None, None), Optimized(UNREADABLE, is_saved=False)
+        failed = Placement(provider, problem, nodes={}, operators={}, elsewhere="", copies=None, fused=None)
+        return failed, Optimized(UNREADABLE, is_saved=False)
     return describe_placement(opened, optimized), optimized
 
 
@@ -98,12 +99,12 @@ def describe_placement(opened: OpenModel, optimized: Optimized) -> Placement:
     copies = [content.described(node) for node in all_nodes(optimized.model) if node.op in COPIES]
     return Placement(
         provider,
-        "",
-        total_nodes(operators),
-        {name: dict(kinds) for name, kinds in operators.items()},
-        describe_elsewhere(provider, operators),
-        copies if optimized.is_saved else None,
-        content.count_operators(optimized.model) if optimized.is_saved else None,
+        problem="",
+        nodes=total_nodes(operators),
+        operators={name: dict(kinds) for name, kinds in operators.items()},
+        elsewhere=describe_elsewhere(provider, operators),
+        copies=copies if optimized.is_saved else None,
+        fused=content.count_operators(optimized.model) if optimized.is_saved else None,
     )
 
 
