@@ -70,7 +70,10 @@ def run(given: argparse.Namespace) -> Outcome:
         lab = ProcessLab(subject, requests, goal, bound, variants)
         budget = Budget(given.max_minutes * 60 - (time.monotonic() - began_s), time.monotonic)
         budget.later = len(variants)
-        show = lambda line: step(0, f"{budget.spent_s / 60:.1f} min, {line}")  # noqa: E731
+
+        def show(line: str) -> None:
+            step(0, f"{budget.spent_s / 60:.1f} min, {line}")
+
         experiment = Experiment(lab, goal, space, budget, Noise(), show, given.max_trials)
         with _journal(given, subject, requests, space) as journal:
             noise, ending = _search(given.rate, experiment, journal)
@@ -121,9 +124,8 @@ def _search(rate: float | None, experiment: Experiment, journal: Journal) -> tup
         current = Side(contender, contender.probed_per_s)
         if experiment.goal.objective != "throughput":
             if rate is None and experiment.goal.slo_s is not None:
-                Side.measure(
-                    probed := replace(current), replace(experiment.goal, objective="throughput"), 0, may_fall=True
-                )
+                probed = replace(current)
+                probed.measure(replace(experiment.goal, objective="throughput"), 0, may_fall=True)
                 rate = probed.guess * _MODERATE
             experiment.goal = replace(experiment.goal, rate_per_s=rate or current.guess * _MODERATE)
         noise = measure_floor(experiment, current)

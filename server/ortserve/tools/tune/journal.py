@@ -111,9 +111,9 @@ def open_journal(
     if file is None:
         yield Journal(read_study(InMemoryStorage()), space)
         return
-    none = invalid_input(f"--resume: expected the journal of a search in {file}, found no such file")
+    no_search = invalid_input(f"--resume: expected the journal of a search in {file}, found no such file")
     if resume and not file.exists():
-        raise none
+        raise no_search
     with naming(file), file.open("ab+") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +136,7 @@ def open_journal(
                         f"--resume: {file} belongs to another search: model, options, machine or version differ"
                     )
                 if resume:
-                    raise none
+                    raise no_search
                 held.truncate(0)
                 is_empty = True
                 study = _load(file)

@@ -89,18 +89,16 @@ def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests
     if not right:
         raise invalid_input(f"{subject.path}: trials cannot be compared with {source}; give random operators a seed")
     answers = [as_clients_see(interface, one) for one in right]
-    served = subject.options.served_outputs
-    names = [spec.name for spec in interface.client.outputs]
-    names = list(dict.fromkeys(served)) if served else names
+    names = dict.fromkeys(subject.options.served_outputs or [spec.name for spec in interface.client.outputs])
     return Requests(
-        tuple(as_clients_send(model, interface, one) for one in arrays[: len(outputs)]),
-        tuple({name: answer[name].array for name in names} for answer in answers),
-        {name: answers[0][name].datatype for name in names},
-        inputs.origin,
-        model.signature.is_batched,
-        any(node.op in ("Conv", "ConvTranspose") for node in model.graph.graph.nodes),
-        model.choice.name != CPU,
-        rows,
+        arrays=tuple(as_clients_send(model, interface, one) for one in arrays[: len(outputs)]),
+        expected=tuple({name: answer[name].array for name in names} for answer in answers),
+        datatypes={name: answers[0][name].datatype for name in names},
+        origin=inputs.origin,
+        is_batched=model.signature.is_batched,
+        has_convolutions=any(node.op in ("Conv", "ConvTranspose") for node in model.graph.graph.nodes),
+        is_on_gpu=model.choice.name != CPU,
+        rows=rows,
     )
 
 

@@ -147,11 +147,11 @@ def read(
     seen = next((ages for ages in (calm, answers, ages_s) if len(ages)), np.zeros(1))
     p50, tail = (np.percentile(seen, [50, percentile]) * 1e3).tolist()
     return Reading(
-        len(due_s),
-        1 - float(is_good.mean()) if len(due_s) else 1.0,
-        sustained_rate(offer, due_s, is_good) if is_ramp else offer.low,
-        p50,
-        tail,
-        cpu_s / max(1, len(answers)) * 1e3,
-        memory_nbytes,
+        requests=len(due_s),
+        late_share=1 - float(is_good.mean()) if len(due_s) else 1.0,
+        rate_per_s=sustained_rate(offer, due_s, is_good) if is_ramp else offer.low,
+        p50_ms=p50,
+        tail_ms=tail,
+        cpu_ms=cpu_s / max(1, len(answers)) * 1e3,
+        memory_nbytes=memory_nbytes,
     )

@@ -93,7 +93,10 @@ def measure_floor(experiment: Experiment, current: Side) -> Estimate | None:
     if current.readings.pop().late_share == 1:
         return None
     with closing(experiment.open({})) as twin:
-        is_enough = lambda logs, _: len(logs) > 1 and experiment.budget.is_mostly_spent(_FLOOR_SHARE)  # noqa: E731
+
+        def is_enough(logs: list[float], _: Noise) -> bool:
+            return len(logs) > 1 and experiment.budget.is_mostly_spent(_FLOOR_SHARE)
+
         return estimate_ratio(experiment.compare(current, current.beside(twin), _FLOOR_PAIRS, is_enough))
 
 
@@ -136,7 +139,8 @@ class Search:
             self._journal.enqueue({})
             self._journal.ask()
             figures = self._current.figures(self._experiment.goal) if self._current.readings else None
-            trial = Trial(0, {}, "measured", "", Estimate(1.0, 1.0, 1.0), 0, figures)
+            ratio = Estimate(1.0, 1.0, 1.0)
+            trial = Trial(0, {}, state="measured", why="", ratio=ratio, pairs=0, figures=figures)
             self._journal.tell({}, trial, 0.0)
 
     def _coordinates(self) -> Iterator[Point]:
@@ -196,7 +200,7 @@ class Search:
         mean = None if why else sum(logs) / len(logs)
         if state == "pruned" and experiment.budget.is_over:
             why = "the time was over"
-        trial = Trial(number, changes, state, why, ratio, len(logs), figures)
+        trial = Trial(number, changes, state=state, why=why, ratio=ratio, pairs=len(logs), figures=figures)
         self._journal.tell(point, trial, mean)
         return trial
 

@@ -165,12 +165,12 @@ class Side:
         """Medians of the rounds, and the largest error."""
         readings = self.readings
         return Figures(
-            median(one.rate_per_s for one in readings) if goal.rate_per_s is None else None,
-            median(one.p50_ms for one in readings),
-            median(one.tail_ms for one in readings),
-            median(one.cpu_ms for one in readings),
-            int(median(one.memory_nbytes for one in readings)),
-            max(one.error for one in readings),
+            throughput_per_s=median(one.rate_per_s for one in readings) if goal.rate_per_s is None else None,
+            p50_ms=median(one.p50_ms for one in readings),
+            tail_ms=median(one.tail_ms for one in readings),
+            cpu_ms=median(one.cpu_ms for one in readings),
+            memory_nbytes=int(median(one.memory_nbytes for one in readings)),
+            error=max(one.error for one in readings),
         )
 
 
