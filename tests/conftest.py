@@ -66,8 +66,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         rewrite_share(session.config, files, number, worker["workercount"])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Collect no garbage before all tests are collected: most objects stay, and each pass inspects them again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Exclude the thousands of collected tests from later garbage collections."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
