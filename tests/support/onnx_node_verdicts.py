@@ -14,7 +14,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Final, TypeAlias
 
-import httpx
 import numpy as np
 import onnxruntime as ort
 import tritonclient.grpc as triton_grpc
@@ -27,12 +26,13 @@ from onnx_node_cases import (
     NodeCase,
     assert_similar,
     fetch_node_cases,
+    is_similar,
     make_repository,
     read_node_cases,
 )
 from ortserve.engine.encoded_images import find_images
 from ortserve.model_file.reading import read_model
-from servers import LONG_S, serving
+from servers import serving
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "onnx-node-tests.md"
 
@@ -71,10 +71,9 @@ def judging(cases: Sequence[NodeCase], repository: Path) -> Iterator[Callable[[]
         serving(repository, *FLAGS) as server,
         triton_http.InferenceServerClient(server.http) as http,
         triton_grpc.InferenceServerClient(server.grpc) as grpc,
-        httpx.Client(base_url=f"http://{server.http}", timeout=LONG_S) as rest,
     ):
         wires = {"http": _asking(triton_http, http), "grpc": _asking(triton_grpc, grpc)}
-        yield lambda: [_judge(case, rest, wires) for case in cases]
+        yield lambda: [_judge(case, http, wires) for case in cases]
 
 
 def render(verdicts: Sequence[Verdict]) -> str:
@@ -113,12 +112,12 @@ _SECTIONS: Final = {
 }
 
 
-def _judge(case: NodeCase, rest: httpx.Client, wires: Mapping[str, Ask]) -> Verdict:
-    answer = rest.get(f"/v2/models/{case.name}")
-    if answer.status_code != 200:
-        why = answer.json()["error"].partition("FAILED (")[2].removesuffix(")").partition("; served are")[0]
+def _judge(case: NodeCase, http: triton_http.InferenceServerClient, wires: Mapping[str, Ask]) -> Verdict:
+    try:
+        metadata = http.get_model_metadata(case.name)
+    except InferenceServerException as error:
+        why = error.message().partition("FAILED (")[2].removesuffix(")").partition("; served are")[0]
         return Verdict(case.name, Fate.NOT_LOADED if _open(case.model) is None else Fate.NOT_SERVED, why)
-    metadata = answer.json()
     why = metadata["properties"].get("not_served", "")
     fate = Fate.IN_PART if why else Fate.SERVED
     feeds = {
@@ -163,7 +162,7 @@ def _judge_beside_onnx_runtime(
                 raise got
             assert got.keys() == expected.keys(), sorted(got)
             for name in expected:
-                if plain is None or _is_similar(expected[name], plain[name]):
+                if plain is None or is_similar(expected[name], plain[name]):
                     assert_similar(expected[name], got[name])
                 else:
                     np.testing.assert_array_equal(got[name], plain[name])
@@ -227,16 +226,8 @@ def _refusal(ask: Ask, model: str, feeds: Mapping[str, np.ndarray]) -> str:
     raise answer
 
 
-def _is_similar(expected: np.ndarray, got: np.ndarray) -> bool:
-    try:
-        assert_similar(expected, got)
-    except AssertionError:
-        return False
-    return True
-
-
 def _are_similar(expected: Arrays, got: Arrays) -> bool:
-    return got.keys() == expected.keys() and all(_is_similar(expected[name], got[name]) for name in expected)
+    return got.keys() == expected.keys() and all(is_similar(expected[name], got[name]) for name in expected)
 
 
 def _comparable(value: Any) -> np.ndarray:

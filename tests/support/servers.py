@@ -42,7 +42,8 @@ class ServerProcess:
     ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens. ``client`` is the context of a client
     of the HTTP port if that uses TLS. ``through`` is a command that changes its process and then executes its
     arguments. ``limits`` are soft and hard limits, by constants of the module ``resource``. A server starts preloaded,
-    unless it has ``through``, or variables other than options, credentials, OpenTelemetry's and those of ``freezing``.
+    unless it has ``through``, or variables other than options, credentials, ``TMPDIR``, OpenTelemetry's and those of
+    ``freezing``.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ServerProcess:
             "GCE_",
             "GOOGLE_",
             "OTEL_",
+            "TMPDIR",
             *(("PYTHONPATH", "FREEZE_") if "FREEZE_WAY" in (env or ()) else ()),
         )
         is_plain = not through and all(name.startswith(plain) for name in env or ())
