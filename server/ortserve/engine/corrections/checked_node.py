@@ -1,6 +1,6 @@
 """A node of a model with the nodes that check its inputs, for ``operator_checks`` and ``empty_checks``."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -70,18 +70,18 @@ class CheckedNode:
 
     def has_free_end(self, place: int) -> bool:
         """Whether an input of the node is an input of the model whose last axis has a free size."""
-        dims = self.dims(place)
+        dims = self.declared_dims(place)
         return (
             place < len(self.inputs)
             and self.inputs[place] in self.context.declared
             and not (dims and isinstance(dims[-1], int))
         )
 
-    def dims(self, place: int) -> Dims:
+    def declared_dims(self, place: int) -> Dims:
         """The declared shape of an input of the model; empty if it is not known."""
         return self.context.declared.get(self.inputs[place]) or () if place < len(self.inputs) else ()
 
-    def sizes(self, place: int) -> tuple[int | None, ...] | None:
+    def known_sizes(self, place: int) -> tuple[int | None, ...] | None:
         """The known sizes of an input; None if not even its number of axes is known."""
         value = self._value(place)
         if value is None or value.dims is None:
@@ -98,10 +98,19 @@ class CheckedNode:
     def _value(self, place: int) -> Value | None:
         return self.context.value(self.inputs[place]) if self.has(place) else None
 
-    def size(self, place: int, axis: int) -> str:
-        """The name of the size of an axis of an input."""
+    def add_size(self, place: int, axis: int) -> str:
+        """Add nodes in front of the checked one that compute the size of an axis of an input."""
         shape = self.add("Shape", self.inputs[place])
         return self.add("Gather", shape, self.constant(INT64, axis))
+
+    def add_sizes(self, place: int, axes: Iterable[int]) -> str:
+        """Add nodes that compute a list of the sizes of several axes of an input."""
+        shape = self.add("Shape", self.inputs[place])
+        return self.add("Gather", shape, self.constant(INT64, *axes, is_list=True))
+
+    def add_rank(self, place: int) -> str:
+        """Add nodes that compute the number of axes of an input."""
+        return self.add("Size", self.add("Shape", self.inputs[place]))
 
     def add(self, operator: str, *sources: str, name: str = "", **attributes: int) -> str:
         """Add a node in front of the checked one, and return the name of its output."""

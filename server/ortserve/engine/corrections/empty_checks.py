@@ -36,8 +36,7 @@ def _not_empty(*places: int) -> Callable[[CheckedNode], None]:
 
 def _fail_if_none_along(node: CheckedNode, place: int, *axes: int) -> None:
     """Fail if an input has no elements along one of the axes."""
-    shape = node.add("Shape", node.inputs[place])
-    sizes = node.add("Gather", shape, node.constant(INT64, *axes, is_list=True))
+    sizes = node.add_sizes(place, axes)
     along = " or ".join(map(str, axes))
     is_empty = node.add("Equal", sizes, node.constant(INT64, 0))
     node.fail_if(is_empty, place, f"input {place} with at least 1 element along axis {along}, got 0")
@@ -46,7 +45,7 @@ def _fail_if_none_along(node: CheckedNode, place: int, *axes: int) -> None:
 def _check_summed(product: CheckedNode) -> None:
     """Products over an axis of length 0 are not written if they are quantized or transposed."""
     second = _SECOND_FACTOR.get(product.node.op, 1)
-    sizes = product.sizes(second)
+    sizes = product.known_sizes(second)
     summed = sizes[-2:][0] if sizes else None  # of a matrix the rows, of a vector all
     if not summed and (product.may_be_empty(0) or product.may_be_empty(second)):
         _fail_if_none_along(product, 0, -2 if product.attributes.get("transA") else -1)
@@ -69,7 +68,7 @@ def _check_product(product: CheckedNode) -> None:
 
 
 def _may_be_vector(product: CheckedNode, place: int) -> bool:
-    sizes = product.sizes(place)
+    sizes = product.known_sizes(place)
     return sizes is None or len(sizes) == 1
 
 
@@ -108,7 +107,7 @@ def _check_join(concat: CheckedNode) -> None:
     # A quantized tensor has a scale and a zero point behind it, and those of the output come first.
     places = range(len(concat.inputs))[slice(2, None, 3) if concat.node.domain else slice(None)]
     for place in places:
-        sizes = concat.sizes(place)
+        sizes = concat.known_sizes(place)
         if sizes is not None and len(sizes) == 1:
             return  # no other axis
         if concat.may_be_empty(place):
@@ -131,7 +130,7 @@ def _check_normalized(normalization: CheckedNode) -> None:
     values = [normalization.context.value(name) for name in normalization.inputs[:2]]  # of one type
     if not normalization.may_be_empty(0) or any(value and value.dtype not in (0, FLOAT16) for value in values):
         return
-    axes = range(2, len(normalization.sizes(0) or ()))
+    axes = range(2, len(normalization.known_sizes(0) or ()))
     if axes:
         _fail_if_none_along(normalization, 0, *axes)
     else:

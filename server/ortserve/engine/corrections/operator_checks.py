@@ -181,7 +181,7 @@ def _check_frame(stft: CheckedNode) -> None:
 
 def _check_square(inverse: CheckedNode) -> None:
     """Inverse takes any matrix for a square one."""
-    rows, columns = (inverse.size(0, axis) for axis in (-2, -1))
+    rows, columns = (inverse.add_size(0, axis) for axis in (-2, -1))
     inverse.fail_if(inverse.add("Not", inverse.add("Equal", rows, columns)), 0, "square matrices")
 
 
@@ -196,7 +196,7 @@ def _check_past(attention: CheckedNode) -> None:
     """MultiHeadAttention takes the size of a past of other values for that of these, and reads beyond it."""
     _make_present(attention, 6, 7)
     if attention.has(7) and attention.has_free_end(2):
-        keys, values = attention.size(1, -1), attention.size(2, -1)
+        keys, values = attention.add_size(1, -1), attention.add_size(2, -1)
         attention.fail_if(attention.add("Not", attention.add("Equal", keys, values)), 2, "keys and values of one size")
 
 
@@ -222,9 +222,9 @@ def _check_pairs(embedding: CheckedNode) -> None:
     """RotaryEmbedding rotates pairs, and does not write the last element of a head of odd size."""
     attributes = embedding.attributes
     if embedding.has_free_end(0) and not attributes.get("rotary_embedding_dim"):
-        heads = attributes.get("num_heads", 0) if len(embedding.dims(0)) == 3 else 0
+        heads = attributes.get("num_heads", 0) if len(embedding.declared_dims(0)) == 3 else 0
         pairs = embedding.constant(INT64, 2 * max(1, heads if isinstance(heads, int) else 0))
-        size = embedding.size(0, -1)
+        size = embedding.add_size(0, -1)
         rest = embedding.add("Sub", size, embedding.add("Mul", embedding.add("Div", size, pairs), pairs))
         embedding.fail_if(embedding.add("Cast", rest, to=BOOL), 0, "heads of an even size")
 
@@ -233,7 +233,7 @@ def _check_scales(product: CheckedNode) -> None:
     """MatMulIntegerToFloat writes beyond the product if scales widen it."""
     for place in (2, 3):
         if product.has(place) and product.inputs[place] not in product.context.narrow:
-            one, columns = product.constant(INT64, 1, is_list=True), product.size(1, -1)
+            one, columns = product.constant(INT64, 1, is_list=True), product.add_size(1, -1)
             # The last axis, and 1 for a scalar.
             last = product.add("Concat", one, product.add("Shape", product.inputs[place]), axis=0)
             last = product.add("Gather", last, product.constant(INT64, -1))
@@ -246,8 +246,8 @@ def _check_scales(product: CheckedNode) -> None:
 def _check_axes(node: CheckedNode) -> None:
     """Some operators read the sizes of more axes than a tensor has."""
     for place, least in enumerate(axes_needed_by(node.node)):
-        if least and node.has(place) and node.sizes(place) is None:
-            axes = node.add("Size", node.add("Shape", node.inputs[place]))
+        if least and node.has(place) and node.known_sizes(place) is None:
+            axes = node.add_rank(place)
             expected = f"input {place} with at least {least} axes"
             node.fail_if(node.add("Less", axes, node.constant(INT64, least)), place, expected)
 
@@ -264,10 +264,9 @@ def _check_image(pool: CheckedNode) -> None:
         [int(pads[axis]) + int(pads[axis + count]) for axis in range(count)] if isinstance(pads, tuple) else [0] * count
     )
     least = [int(size) - more for size, more in zip(kernel, added, strict=True)]
-    known = (pool.sizes(0) or ())[1:-1]
+    known = (pool.known_sizes(0) or ())[1:-1]
     if not known or any((size or 1) < needed for size, needed in zip(known, least, strict=False)):
-        axes = pool.constant(INT64, *range(1, count + 1), is_list=True)
-        sizes = pool.add("Gather", pool.add("Shape", pool.inputs[0]), axes)
+        sizes = pool.add_sizes(0, range(1, count + 1))
         is_small = pool.add("Less", sizes, pool.constant(INT64, *least, is_list=True))
         pool.fail_if(is_small, 0, f"images of at least {'x'.join(map(str, least))}")
 
@@ -287,9 +286,9 @@ def _check_axes_of_steps(scan: CheckedNode) -> None:
         if declared.dims is None or not scan.has(place):
             continue
         expected = len(declared.dims) + (place >= states)
-        known = scan.sizes(place)
+        known = scan.known_sizes(place)
         if known is None or len(known) != expected:
-            axes = scan.add("Size", scan.add("Shape", scan.inputs[place]))
+            axes = scan.add_rank(place)
             is_wrong = scan.add("Not", scan.add("Equal", axes, scan.constant(INT64, expected)))
             scan.fail_if(is_wrong, place, f"input {place} with {expected} axes")
 
