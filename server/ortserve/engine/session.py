@@ -119,6 +119,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     _check_dimensions(model, options.settings)
     check_functions(model)
     check_written_outputs(model)
+    open_edited = partial(_open_edited, path, name, options, model)
     try:
         images = find_images(model)
         find_tensors = cache(lambda: find_sizes(model).tensors)
@@ -129,14 +130,14 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     except ServeError:
         raise
     except Exception:  # a node of an invalid model may lack inputs, for example: ONNX Runtime gives the reason
-        _open(path, name, options, model, {})
+        open_edited({})
         raise
     try:
-        session = _open(path, name, options, model, {**edits, **checks}, harmful)
+        session = open_edited({**edits, **checks}, harmful)
     except ServeError as error:
         if not checks:
             raise
-        session = _open(path, name, options, model, edits, harmful)
+        session = open_edited(edits, harmful)
         message = "checks of operators are left out, because ONNX Runtime does not load the model with them"
         log_event(logger, logging.WARNING, message, model=name, reason=error.message)
     if not model.is_readable:
@@ -152,7 +153,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     return ImageSession(session, images, options.settings.max_image_pixels) if images else session
 
 
-def _open(
+def _open_edited(
     path: Path, name: str, options: SessionOptions, model: Model, edits: Edits, harmful: Sequence[str] = ()
 ) -> ort.InferenceSession:
     """Open an edited model without the optimizers ``harmful``.
@@ -161,7 +162,6 @@ def _open(
         ServeError: invalid_input, with ONNX Runtime's reason without paths.
     """
     make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
-    provider = options.provider
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))
         if harmful:
@@ -176,7 +176,7 @@ def _open(
             else:
                 native.add_session_config_entry(_WEIGHTS_FOLDER, str(folder))
             edited = edited_model(path, edits, 0 if "" in model.opsets else _OPSET, files)
-        attached = attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu)
+        attached = attach_providers(native, options.provider, threads=options.intra_op_threads, has_cpu=has_cpu)
         with options.interruptible(partial(native.set_load_cancellation_flag, True)):
             session = make_session(
                 edited or str(path),
@@ -187,17 +187,23 @@ def _open(
         if edited is not None:
             session._model_bytes = None  # only the wrapper's own fallback, which is off, would read it again
     except ORT_ERRORS as error:
-        # Remove the model's folder by its exact text: it may contain spaces, at which the pattern for paths stops.
-        reason = without_paths(str(error).replace(f"{path.parent}/", ""))
-        where = "" if provider.name == CPU else f" on {provider.name}"
-        missing = missing_library(provider.name) or _missing_locale(reason)
-        if not options.operator_libraries and _EXTENSION_OPERATOR.search(reason):
-            missing += f"; operators of {EXTENSIONS} need the option session: {{operator_libraries: [{EXTENSIONS}]}}"
-        if _WEIGHTS_FOLDER not in options.settings.entries and (damage := find_damage(path, model)):
-            reason = f"{without_paths(damage)} ({reason})"
-        error.__traceback__ = None  # its frames keep parts of the session alive, as below
-        raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
+        error.__traceback__ = None  # its frames keep parts of the session alive, as in ``open_session``
+        raise _load_error(error, path, options, model) from error
     return session
+
+
+def _load_error(error: Exception, path: Path, options: SessionOptions, model: Model) -> ServeError:
+    """The error of a load, with ONNX Runtime's reason without paths, and hints how to mend it."""
+    # Remove the model's folder by its exact text: it may contain spaces, at which the pattern for paths stops.
+    reason = without_paths(str(error).replace(f"{path.parent}/", ""))
+    provider = options.provider.name
+    where = "" if provider == CPU else f" on {provider}"
+    hint = missing_library(provider) or _missing_locale(reason)
+    if not options.operator_libraries and _EXTENSION_OPERATOR.search(reason):
+        hint += f"; operators of {EXTENSIONS} need the option session: {{operator_libraries: [{EXTENSIONS}]}}"
+    if _WEIGHTS_FOLDER not in options.settings.entries and (damage := find_damage(path, model)):
+        reason = f"{without_paths(damage)} ({reason})"
+    return invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{hint}")
 
 
 def _weights_folder(path: Path, model: Model) -> tuple[Path, dict[str, str]]:
