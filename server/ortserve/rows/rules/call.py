@@ -1,7 +1,7 @@
 """The interface of rules: an analysed node with operands, attributes and results; and the rules of broadcasting."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Protocol, TypeAlias
 
 from ortserve.model_file.graph import Attribute, Graph, Node
@@ -189,25 +189,15 @@ class Rule:
     """
 
     apply: Callable[[Call], Output]
-    arguments: frozenset[int] = frozenset()
-    parameters: frozenset[int] = frozenset()
+    _: KW_ONLY
+    arguments: Collection[int] = ()
+    parameters: Collection[int] = ()
     keeps_stride: bool = False
     keeps_padding: bool = False
     has_graphs: bool = False
 
 
 Rules: TypeAlias = Mapping[tuple[str, str], Rule]
-
-
-def rule(
-    apply: Callable[[Call], Output],
-    *,
-    arguments: Iterable[int] = (),
-    parameters: Iterable[int] = (),
-    keeps_stride: bool = False,
-    keeps_padding: bool = False,
-) -> Rule:
-    return Rule(apply, frozenset(arguments), frozenset(parameters), keeps_stride, keeps_padding)
 
 
 def normal_axis(axis: int, rank: int) -> int:

@@ -11,10 +11,10 @@ from ortserve.rows.rules.call import (
     Output,
     RandomError,
     RowsMeetError,
+    Rule,
     Rules,
     check_sizes,
     off_axis,
-    rule,
 )
 from ortserve.rows.values import Facts, Value
 
@@ -195,19 +195,19 @@ def vectorize(call: Call) -> Output:
 
 
 RULES: Final[Rules] = {
-    **{(DOMAIN, op): rule(classifier) for op in ("LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier")},
+    **{(DOMAIN, op): Rule(classifier) for op in ("LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier")},
     **{
-        (DOMAIN, op): rule(regressor)
+        (DOMAIN, op): Rule(regressor)
         for op in ("LinearRegressor", "SVMRegressor", "TreeEnsemble", "TreeEnsembleRegressor")
     },
-    (DOMAIN, "Normalizer"): rule(normalizer),
-    (DOMAIN, "ZipMap"): rule(zip_map),
-    **{(DOMAIN, op): rule(per_feature) for op in ("Imputer", "Scaler")},
-    **{(DOMAIN, op): rule(elementwise) for op in ("Binarizer", "CategoryMapper", "LabelEncoder")},
-    (DOMAIN, "OneHotEncoder"): rule(one_hot_encoder),
-    (DOMAIN, "ArrayFeatureExtractor"): rule(array_feature_extractor),
-    (DOMAIN, "FeatureVectorizer"): rule(feature_vectorizer),
-    ("", "StringNormalizer"): rule(normalize),
-    ("com.microsoft", "Tokenizer"): rule(tokenize),
-    ("", "TfIdfVectorizer"): rule(vectorize, keeps_padding=True),
+    (DOMAIN, "Normalizer"): Rule(normalizer),
+    (DOMAIN, "ZipMap"): Rule(zip_map),
+    **{(DOMAIN, op): Rule(per_feature) for op in ("Imputer", "Scaler")},
+    **{(DOMAIN, op): Rule(elementwise) for op in ("Binarizer", "CategoryMapper", "LabelEncoder")},
+    (DOMAIN, "OneHotEncoder"): Rule(one_hot_encoder),
+    (DOMAIN, "ArrayFeatureExtractor"): Rule(array_feature_extractor),
+    (DOMAIN, "FeatureVectorizer"): Rule(feature_vectorizer),
+    ("", "StringNormalizer"): Rule(normalize),
+    ("com.microsoft", "Tokenizer"): Rule(tokenize),
+    ("", "TfIdfVectorizer"): Rule(vectorize, keeps_padding=True),
 }

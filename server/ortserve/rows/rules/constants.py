@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT32, INT64, STRING, Tensor, rational
 from ortserve.rows.number import N, Number, contains_rows, is_nonnegative
-from ortserve.rows.rules.call import OTHER_AXIS, Call, NotKnownError, Output, RowsMeetError, Rules, rule
+from ortserve.rows.rules.call import OTHER_AXIS, Call, NotKnownError, Output, RowsMeetError, Rule, Rules
 from ortserve.rows.rules.index_bounds import LIMITS
 from ortserve.rows.rules.movement import length_of, rows_of_copies
 from ortserve.rows.symbols import DOUBLE_LIMIT
@@ -95,8 +95,8 @@ def eye_like(call: Call) -> Output:
 
 
 RULES: Final[Rules] = {
-    ("", "Constant"): rule(constant),
-    ("", "ConstantOfShape"): rule(constant_of_shape, arguments=(0,)),
-    ("", "Range"): rule(range_, arguments=(0, 1, 2)),
-    ("", "EyeLike"): rule(eye_like),
+    ("", "Constant"): Rule(constant),
+    ("", "ConstantOfShape"): Rule(constant_of_shape, arguments=(0,)),
+    ("", "Range"): Rule(range_, arguments=(0, 1, 2)),
+    ("", "EyeLike"): Rule(eye_like),
 }

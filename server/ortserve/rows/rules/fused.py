@@ -10,12 +10,12 @@ from ortserve.rows.rules.call import (
     NotKnownError,
     Output,
     RowsMeetError,
+    Rule,
     Rules,
     aligned_axis,
     broadcast,
     normal_axis,
     off_axis,
-    rule,
 )
 from ortserve.rows.rules.gather import gathered
 from ortserve.rows.rules.matmul import check_one_number
@@ -146,19 +146,19 @@ def concat(call: Call) -> Output:
 
 
 RULES: Final[Rules] = {
-    **{("com.microsoft", op): rule(plain) for op in ("Gelu", "MurmurHash3", "QuickGelu")},
-    **{("com.microsoft", op): rule(with_bias, parameters=(1,)) for op in ("BiasGelu", "FastGelu")},
-    ("com.microsoft", "BiasSplitGelu"): rule(bias_split, parameters=(1,)),
-    ("com.microsoft", "BiasAdd"): rule(bias_add, parameters=(1,)),
-    ("com.microsoft", "CDist"): rule(distances),
-    ("com.microsoft", "GatherBlockQuantized"): rule(gather_block, parameters=(2, 3)),
-    **{(domain, "QuantizeLinear"): rule(quantize, parameters=(1, 2)) for domain in ("", "com.microsoft")},
-    **{(domain, "DequantizeLinear"): rule(dequantize, parameters=(1, 2)) for domain in ("", "com.microsoft")},
-    ("", "DynamicQuantizeLinear"): rule(dynamic),
-    ("com.microsoft", "DynamicQuantizeMatMul"): rule(dynamic),
-    ("com.microsoft", "DynamicQuantizeLSTM"): rule(dynamic),
-    **{("com.microsoft", op): rule(pair, parameters=(1, 2, 4, 5, 6, 7)) for op in ("QLinearAdd", "QLinearMul")},
-    **{("com.microsoft", op): rule(single, parameters=(1, 2, 3, 4)) for op in ("QLinearLeakyRelu", "QLinearSigmoid")},
-    ("com.microsoft", "QLinearWhere"): rule(choice, parameters=(2, 3, 5, 6, 7, 8)),
-    ("com.microsoft", "QLinearConcat"): rule(concat),
+    **{("com.microsoft", op): Rule(plain) for op in ("Gelu", "MurmurHash3", "QuickGelu")},
+    **{("com.microsoft", op): Rule(with_bias, parameters=(1,)) for op in ("BiasGelu", "FastGelu")},
+    ("com.microsoft", "BiasSplitGelu"): Rule(bias_split, parameters=(1,)),
+    ("com.microsoft", "BiasAdd"): Rule(bias_add, parameters=(1,)),
+    ("com.microsoft", "CDist"): Rule(distances),
+    ("com.microsoft", "GatherBlockQuantized"): Rule(gather_block, parameters=(2, 3)),
+    **{(domain, "QuantizeLinear"): Rule(quantize, parameters=(1, 2)) for domain in ("", "com.microsoft")},
+    **{(domain, "DequantizeLinear"): Rule(dequantize, parameters=(1, 2)) for domain in ("", "com.microsoft")},
+    ("", "DynamicQuantizeLinear"): Rule(dynamic),
+    ("com.microsoft", "DynamicQuantizeMatMul"): Rule(dynamic),
+    ("com.microsoft", "DynamicQuantizeLSTM"): Rule(dynamic),
+    **{("com.microsoft", op): Rule(pair, parameters=(1, 2, 4, 5, 6, 7)) for op in ("QLinearAdd", "QLinearMul")},
+    **{("com.microsoft", op): Rule(single, parameters=(1, 2, 3, 4)) for op in ("QLinearLeakyRelu", "QLinearSigmoid")},
+    ("com.microsoft", "QLinearWhere"): Rule(choice, parameters=(2, 3, 5, 6, 7, 8)),
+    ("com.microsoft", "QLinearConcat"): Rule(concat),
 }

@@ -10,11 +10,11 @@ from ortserve.rows.rules.call import (
     NotKnownError,
     Output,
     RowsMeetError,
+    Rule,
     Rules,
     check_no_stride,
     check_sizes,
     off_axis,
-    rule,
 )
 from ortserve.rows.values import MAX_ELEMENTS, NO_FACTS, Facts, Kind, Value, taken
 
@@ -236,17 +236,17 @@ def whole_tensor(call: Call) -> Output:
 
 
 RULES: Final[Rules] = {
-    ("", "Gather"): rule(gather, keeps_stride=True),
-    ("", "GatherElements"): rule(gather_elements),
-    ("", "ScatterElements"): rule(scatter_elements),
-    ("", "Scatter"): rule(scatter_elements),
-    ("", "TensorScatter"): rule(tensor_scatter),
-    ("", "GatherND"): rule(gather_nd, keeps_stride=True),
-    ("com.microsoft", "GatherND"): rule(gather_nd, keeps_stride=True),
-    ("", "ScatterND"): rule(scatter_nd, keeps_stride=True),
-    ("", "OneHot"): rule(one_hot, arguments=(1,), parameters=(2,)),
-    ("", "Compress"): rule(compress),
-    ("", "NonZero"): rule(nonzero),
-    **{("", op): rule(whole_tensor) for op in ("NonMaxSuppression", "Unique")},
-    ("com.microsoft", "Unique"): rule(whole_tensor),
+    ("", "Gather"): Rule(gather, keeps_stride=True),
+    ("", "GatherElements"): Rule(gather_elements),
+    ("", "ScatterElements"): Rule(scatter_elements),
+    ("", "Scatter"): Rule(scatter_elements),
+    ("", "TensorScatter"): Rule(tensor_scatter),
+    ("", "GatherND"): Rule(gather_nd, keeps_stride=True),
+    ("com.microsoft", "GatherND"): Rule(gather_nd, keeps_stride=True),
+    ("", "ScatterND"): Rule(scatter_nd, keeps_stride=True),
+    ("", "OneHot"): Rule(one_hot, arguments=(1,), parameters=(2,)),
+    ("", "Compress"): Rule(compress),
+    ("", "NonZero"): Rule(nonzero),
+    **{("", op): Rule(whole_tensor) for op in ("NonMaxSuppression", "Unique")},
+    ("com.microsoft", "Unique"): Rule(whole_tensor),
 }

@@ -12,10 +12,10 @@ from ortserve.rows.rules.call import (
     NotKnownError,
     Output,
     RowsMeetError,
+    Rule,
     Rules,
     aligned_axis,
     broadcast_shape,
-    rule,
     without_rows,
 )
 from ortserve.rows.values import Value, element_count
@@ -248,15 +248,15 @@ def _without_ellipses(operands: Sequence[str], result: str, ranks: Sequence[int]
 
 
 RULES: Final[Rules] = {
-    ("", "MatMul"): rule(matmul),
-    ("", "Gemm"): rule(gemm),
-    ("", "Einsum"): rule(einsum),
-    ("", "MatMulInteger"): rule(matmul_integer, parameters=(2, 3)),
-    ("", "QLinearMatMul"): rule(qlinear_matmul, parameters=(1, 2, 4, 5, 6, 7)),
-    ("com.microsoft", "FusedMatMul"): rule(fused_matmul),
-    ("com.microsoft", "TransposeMatMul"): rule(fused_matmul),
-    ("com.microsoft", "FusedGemm"): rule(gemm),
-    ("com.microsoft", "MatMulIntegerToFloat"): rule(matmul_integer_to_float, parameters=(2, 3, 4, 5, 6)),
-    ("com.microsoft", "QGemm"): rule(qgemm, parameters=(1, 2, 4, 5, 7, 8)),
-    **{("com.microsoft", op): rule(matmul_nbits, parameters=(1, 2, 3, 4, 5)) for op in ("MatMulBnb4", "MatMulNBits")},
+    ("", "MatMul"): Rule(matmul),
+    ("", "Gemm"): Rule(gemm),
+    ("", "Einsum"): Rule(einsum),
+    ("", "MatMulInteger"): Rule(matmul_integer, parameters=(2, 3)),
+    ("", "QLinearMatMul"): Rule(qlinear_matmul, parameters=(1, 2, 4, 5, 6, 7)),
+    ("com.microsoft", "FusedMatMul"): Rule(fused_matmul),
+    ("com.microsoft", "TransposeMatMul"): Rule(fused_matmul),
+    ("com.microsoft", "FusedGemm"): Rule(gemm),
+    ("com.microsoft", "MatMulIntegerToFloat"): Rule(matmul_integer_to_float, parameters=(2, 3, 4, 5, 6)),
+    ("com.microsoft", "QGemm"): Rule(qgemm, parameters=(1, 2, 4, 5, 7, 8)),
+    **{("com.microsoft", op): Rule(matmul_nbits, parameters=(1, 2, 3, 4, 5)) for op in ("MatMulBnb4", "MatMulNBits")},
 }

@@ -21,10 +21,10 @@ from ortserve.rows.rules.call import (
     NotKnownError,
     Output,
     RowsMeetError,
+    Rule,
     Rules,
     check_sizes,
     normal_axis,
-    rule,
 )
 from ortserve.rows.values import MAX_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
@@ -341,11 +341,11 @@ def rows_of_copies(call: Call, value: Value, lengths: Sequence[Number], axis: in
 
 
 RULES: Final[Rules] = {
-    ("", "Concat"): rule(concat, keeps_stride=True),
-    ("", "Split"): rule(split, arguments=(1,), keeps_stride=True),
-    ("", "Slice"): rule(slice_, arguments=(1, 2, 3, 4), keeps_stride=True),
-    ("", "Pad"): rule(pad, arguments=(1, 3), parameters=(2,)),
-    ("com.microsoft", "Pad"): rule(pad, arguments=(1,), parameters=(2,)),
-    ("", "Expand"): rule(expand, arguments=(1,), keeps_stride=True),
-    ("", "Tile"): rule(tile, arguments=(1,), keeps_stride=True),
+    ("", "Concat"): Rule(concat, keeps_stride=True),
+    ("", "Split"): Rule(split, arguments=(1,), keeps_stride=True),
+    ("", "Slice"): Rule(slice_, arguments=(1, 2, 3, 4), keeps_stride=True),
+    ("", "Pad"): Rule(pad, arguments=(1, 3), parameters=(2,)),
+    ("com.microsoft", "Pad"): Rule(pad, arguments=(1,), parameters=(2,)),
+    ("", "Expand"): Rule(expand, arguments=(1,), keeps_stride=True),
+    ("", "Tile"): Rule(tile, arguments=(1,), keeps_stride=True),
 }

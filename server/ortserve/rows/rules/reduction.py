@@ -10,11 +10,11 @@ from ortserve.rows.rules.call import (
     NotKnownError,
     Output,
     RowsMeetError,
+    Rule,
     Rules,
     aligned_axis,
     normal_axis,
     off_axis,
-    rule,
 )
 from ortserve.rows.rules.elementwise import reduce_over
 from ortserve.rows.rules.index_bounds import LIMITS
@@ -301,29 +301,29 @@ def mean_variance(call: Call) -> Output:
 
 
 RULES: Final[Rules] = {
-    **{("", f"Reduce{kind}"): rule(reduce_, arguments=(1,)) for kind in _REDUCTIONS},
-    ("com.microsoft", "QLinearReduceMean"): rule(qlinear_reduce, parameters=(1, 2, 3, 4)),
-    **{("", op): rule(arg) for op in ("ArgMax", "ArgMin")},
-    ("", "TopK"): rule(top_k, arguments=(1,)),
-    **{("", op): rule(accumulate, arguments=(1,)) for op in ("CumProd", "CumSum")},
-    ("", "Trilu"): rule(last_two_axes, parameters=(1,)),
-    ("com.microsoft", "Trilu"): rule(last_two_axes, parameters=(1,)),
-    ("com.microsoft", "Inverse"): rule(last_two_axes),
-    ("", "Inverse"): rule(last_two_axes),
-    ("", "Det"): rule(determinant),
-    ("", "DFT"): rule(fourier, arguments=(1, 2)),
-    ("", "STFT"): rule(short_time_fourier, parameters=(1, 2, 3)),
-    ("", "ReverseSequence"): rule(reverse_sequence),
-    **{("", op): rule(softmax) for op in ("Hardmax", "LogSoftmax", "Softmax")},
-    ("com.microsoft", "QLinearSoftmax"): rule(qlinear_softmax, parameters=(1, 2, 3, 4)),
-    ("com.microsoft", "BiasSoftmax"): rule(bias_softmax),
-    ("", "BatchNormalization"): rule(batch_normalization, parameters=(1, 2, 3, 4)),
-    ("", "InstanceNormalization"): rule(first_axis_only, parameters=(1, 2)),
-    ("", "GroupNormalization"): rule(first_axis_only, parameters=(1, 2)),
-    ("com.microsoft", "GroupNorm"): rule(first_axis_only, parameters=(1, 2)),
-    ("com.microsoft", "SkipGroupNorm"): rule(skip_group_norm, parameters=(1, 2, 4)),
+    **{("", f"Reduce{kind}"): Rule(reduce_, arguments=(1,)) for kind in _REDUCTIONS},
+    ("com.microsoft", "QLinearReduceMean"): Rule(qlinear_reduce, parameters=(1, 2, 3, 4)),
+    **{("", op): Rule(arg) for op in ("ArgMax", "ArgMin")},
+    ("", "TopK"): Rule(top_k, arguments=(1,)),
+    **{("", op): Rule(accumulate, arguments=(1,)) for op in ("CumProd", "CumSum")},
+    ("", "Trilu"): Rule(last_two_axes, parameters=(1,)),
+    ("com.microsoft", "Trilu"): Rule(last_two_axes, parameters=(1,)),
+    ("com.microsoft", "Inverse"): Rule(last_two_axes),
+    ("", "Inverse"): Rule(last_two_axes),
+    ("", "Det"): Rule(determinant),
+    ("", "DFT"): Rule(fourier, arguments=(1, 2)),
+    ("", "STFT"): Rule(short_time_fourier, parameters=(1, 2, 3)),
+    ("", "ReverseSequence"): Rule(reverse_sequence),
+    **{("", op): Rule(softmax) for op in ("Hardmax", "LogSoftmax", "Softmax")},
+    ("com.microsoft", "QLinearSoftmax"): Rule(qlinear_softmax, parameters=(1, 2, 3, 4)),
+    ("com.microsoft", "BiasSoftmax"): Rule(bias_softmax),
+    ("", "BatchNormalization"): Rule(batch_normalization, parameters=(1, 2, 3, 4)),
+    ("", "InstanceNormalization"): Rule(first_axis_only, parameters=(1, 2)),
+    ("", "GroupNormalization"): Rule(first_axis_only, parameters=(1, 2)),
+    ("com.microsoft", "GroupNorm"): Rule(first_axis_only, parameters=(1, 2)),
+    ("com.microsoft", "SkipGroupNorm"): Rule(skip_group_norm, parameters=(1, 2, 4)),
     **{
-        (domain, op): rule(layer_normalization, parameters=(1, 2))
+        (domain, op): Rule(layer_normalization, parameters=(1, 2))
         for domain, op in (
             ("", "LayerNormalization"),
             ("", "RMSNormalization"),
@@ -333,10 +333,10 @@ RULES: Final[Rules] = {
         )
     },
     **{
-        ("com.microsoft", op): rule(skip_layer_normalization, parameters=(2, 3, 4))
+        ("com.microsoft", op): Rule(skip_layer_normalization, parameters=(2, 3, 4))
         for op in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
     },
-    ("", "LpNormalization"): rule(lp_normalization),
-    ("", "LRN"): rule(local_response),
-    ("", "MeanVarianceNormalization"): rule(mean_variance),
+    ("", "LpNormalization"): Rule(lp_normalization),
+    ("", "LRN"): Rule(local_response),
+    ("", "MeanVarianceNormalization"): Rule(mean_variance),
 }

@@ -5,7 +5,7 @@ from typing import Final
 
 from ortserve.model_file.graph import INT32
 from ortserve.rows.number import Number
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rules, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule, Rules
 from ortserve.rows.rules.matmul import check_columns, check_one_number
 from ortserve.rows.values import Value
 
@@ -347,17 +347,17 @@ def _check_same_rows(value: Value, state: Value, axis: int) -> None:
 
 
 RULES: Final[Rules] = {
-    ("com.microsoft", "Attention"): rule(attention, parameters=(1, 2, 6)),
-    ("com.microsoft", "QAttention"): rule(qattention, parameters=(1, 2, 3, 4, 6, 7)),
-    ("com.microsoft", "MultiHeadAttention"): rule(multi_head, parameters=(3,)),
-    ("com.microsoft", "GroupQueryAttention"): rule(group_query, parameters=(6, 7, 8, 11, 12, 13, 14, 15)),
-    ("", "Attention"): rule(onnx_attention),
-    **{(domain, "LinearAttention"): rule(linear_attention) for domain in ("", "com.microsoft")},
+    ("com.microsoft", "Attention"): Rule(attention, parameters=(1, 2, 6)),
+    ("com.microsoft", "QAttention"): Rule(qattention, parameters=(1, 2, 3, 4, 6, 7)),
+    ("com.microsoft", "MultiHeadAttention"): Rule(multi_head, parameters=(3,)),
+    ("com.microsoft", "GroupQueryAttention"): Rule(group_query, parameters=(6, 7, 8, 11, 12, 13, 14, 15)),
+    ("", "Attention"): Rule(onnx_attention),
+    **{(domain, "LinearAttention"): Rule(linear_attention) for domain in ("", "com.microsoft")},
     **{
-        (domain, "CausalConvWithState"): rule(causal_convolution, parameters=(1, 2)) for domain in ("", "com.microsoft")
+        (domain, "CausalConvWithState"): Rule(causal_convolution, parameters=(1, 2)) for domain in ("", "com.microsoft")
     },
-    ("com.microsoft", "EmbedLayerNormalization"): rule(embed, parameters=(2, 3, 4, 5, 6)),
-    ("com.microsoft", "RotaryEmbedding"): rule(rotary, parameters=(2, 3)),
-    ("", "RotaryEmbedding"): rule(onnx_rotary),
-    **{("", op): rule(recurrent, parameters=(1, 2, 3, 7)) for op in ("GRU", "LSTM", "RNN")},
+    ("com.microsoft", "EmbedLayerNormalization"): Rule(embed, parameters=(2, 3, 4, 5, 6)),
+    ("com.microsoft", "RotaryEmbedding"): Rule(rotary, parameters=(2, 3)),
+    ("", "RotaryEmbedding"): Rule(onnx_rotary),
+    **{("", op): Rule(recurrent, parameters=(1, 2, 3, 7)) for op in ("GRU", "LSTM", "RNN")},
 }

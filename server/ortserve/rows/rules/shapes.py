@@ -23,11 +23,11 @@ from ortserve.rows.rules.call import (
     NotKnownError,
     Output,
     RowsMeetError,
+    Rule,
     Rules,
     check_sizes,
     normal_axis,
     off_axis,
-    rule,
 )
 from ortserve.rows.rules.movement import as_length
 from ortserve.rows.values import Value, element_count, free, transposed
@@ -309,11 +309,11 @@ def unsqueeze(call: Call) -> Output:
 
 
 RULES: Final[Rules] = {
-    ("", "Shape"): rule(shape, arguments=(0,), keeps_stride=True, keeps_padding=True),
-    ("", "Size"): rule(size, arguments=(0,), keeps_stride=True, keeps_padding=True),
-    ("", "Reshape"): rule(reshape, arguments=(1,), keeps_stride=True, keeps_padding=True),
-    ("", "Flatten"): rule(flatten, keeps_stride=True, keeps_padding=True),
-    ("", "Transpose"): rule(transpose, keeps_stride=True),
-    ("", "Squeeze"): rule(squeeze, arguments=(1,), keeps_stride=True),
-    ("", "Unsqueeze"): rule(unsqueeze, arguments=(1,), keeps_stride=True),
+    ("", "Shape"): Rule(shape, arguments=(0,), keeps_stride=True, keeps_padding=True),
+    ("", "Size"): Rule(size, arguments=(0,), keeps_stride=True, keeps_padding=True),
+    ("", "Reshape"): Rule(reshape, arguments=(1,), keeps_stride=True, keeps_padding=True),
+    ("", "Flatten"): Rule(flatten, keeps_stride=True, keeps_padding=True),
+    ("", "Transpose"): Rule(transpose, keeps_stride=True),
+    ("", "Squeeze"): Rule(squeeze, arguments=(1,), keeps_stride=True),
+    ("", "Unsqueeze"): Rule(unsqueeze, arguments=(1,), keeps_stride=True),
 }
