@@ -251,6 +251,12 @@ def atom_alone(number: Number) -> Atom | None:
     return None
 
 
+def key_of(number: Number) -> tuple[Hashable, ...]:
+    """The expression of a number that is a single atom; empty for others."""
+    atom = atom_alone(number)
+    return () if atom is None else atom.key
+
+
 def multiple_of(atom: Atom, factor: Rational = 1) -> Product:
     """``factor * atom``."""
     return Product(factor, 0, ((atom, 1),))

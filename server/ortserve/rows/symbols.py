@@ -28,6 +28,7 @@ from ortserve.rows.number import (
     is_nonnegative,
     is_positive,
     is_whole,
+    key_of,
     largest,
     lowest,
     lowest_sum,
@@ -256,7 +257,7 @@ class Symbols:
         rest = self.sum(part for part in parts if not is_whole(part))
         if not isinstance(rest, Product):
             return self.add(whole, self.floor(rest))
-        divided = _key_of(scaled(rest, rest.factor.denominator))
+        divided = key_of(scaled(rest, rest.factor.denominator))
         if divided[:1] == ("floor",) and isinstance(divided[1], Product):  # of a floor, divided by an integer
             return self.add(whole, self.floor(scaled(divided[1], rest.factor)))
         low = lowest(rest)
@@ -374,28 +375,17 @@ class Symbols:
                 self.need(other if each is one else one, each)
                 return each
         for length, wanted in ((one, other), (other, one)):
-            if is_positive(length) and _is_cut_to(length, wanted):
+            # A table that is cut to at most ``wanted`` entries broadcasts to ``wanted`` if it has any.
+            if is_positive(length) and _is_result_of("minimum", length, wanted):
                 return wanted
-            if _is_broadcast_of(length, wanted):
+            if _is_result_of("broadcast", length, wanted):
                 return length
         # An axis of length 1 broadcasts to one of length 0.
         least = 1 if is_positive(one) and is_positive(other) else 0
         return self.opaque("broadcast", frozenset((one, other)), lowest=least)
 
 
-def _is_cut_to(length: Number, other: Number) -> bool:
-    """Whether an axis is a table cut to at most ``other`` entries, so that it broadcasts to ``other`` if it has any."""
-    key = _key_of(length)
-    return key[:1] == ("minimum",) and isinstance(key[1], frozenset) and other in key[1]
-
-
-def _is_broadcast_of(length: Number, other: Number) -> bool:
-    """Whether an axis was broadcast to ``other`` already."""
-    key = _key_of(length)
-    return key[:1] == ("broadcast",) and isinstance(key[1], frozenset) and other in key[1]
-
-
-def _key_of(number: Number) -> tuple[Hashable, ...]:
-    """The expression of a number that is a single atom; empty for others."""
-    atom = atom_alone(number)
-    return () if atom is None else atom.key
+def _is_result_of(operation: str, number: Number, operand: Number) -> bool:
+    """Whether a number is the result of a symmetric operation with this operand."""
+    key = key_of(number)
+    return key[:1] == (operation,) and isinstance(key[1], frozenset) and operand in key[1]

@@ -9,11 +9,11 @@ from ortserve.rows.number import (
     N,
     Number,
     Product,
-    atom_alone,
     atoms_of,
     contains_rows,
     is_nonnegative,
     is_positive,
+    key_of,
 )
 from ortserve.rows.rules.call import (
     OTHER_AXIS,
@@ -265,8 +265,7 @@ def as_length(call: Call, value: Value, length: Number) -> Number:
 
 def number_of(length: Number) -> Number:
     """The number that ``length_of`` made a length, which differs from the length if it is negative."""
-    atom = atom_alone(length)
-    key = () if atom is None else atom.key
+    key = key_of(length)
     return key[1] if key[:1] == ("length",) and isinstance(key[1], Product) else length
 
 
