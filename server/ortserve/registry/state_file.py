@@ -268,9 +268,12 @@ def _change(folder: Path, model: str, state: ModelState, timed_out: threading.Ev
         if len(states) > _MAX_MODELS:
             raise OSError(f"it already has the maximum of {_MAX_MODELS} models")
         document = {"schema": SCHEMA, "models": {name: _document(one) for name, one in sorted(states.items())}}
+        content = json.dumps(document, indent=1)  # in ASCII
+        if len(content) > _MAX_BYTES:
+            raise OSError(f"it would have {len(content)} bytes, of which a start would read at most {_MAX_BYTES}")
         beside = folder / f".{FILE_NAME}.new"
         with beside.open("w") as file:
-            json.dump(document, file, indent=1)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if timed_out.is_set():

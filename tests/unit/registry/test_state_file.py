@@ -183,3 +183,8 @@ async def test_model_without_changes_leaves_the_file_which_holds_a_limited_numbe
     await state.put("m", NOTHING_CHANGED)
     assert list(json.loads((tmp_path / FILE_NAME).read_text())["models"]) == ["n"]
     await state.put("o", LABELLED)
+    nbytes = (tmp_path / FILE_NAME).stat().st_size
+    monkeypatch.setattr(state_file, "_MAX_BYTES", nbytes)
+    monkeypatch.setattr(state_file, "_MAX_MODELS", 3)
+    assert f"of which a start would read at most {nbytes}" in await refusal(state, "n" * 100)
+    assert set(StateFile(tmp_path).models()) == {"n", "o"}
