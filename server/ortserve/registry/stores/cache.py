@@ -51,6 +51,8 @@ class StoreCache:
         """Held while an entry of a folder in the view is replaced, or the folders are read. Otherwise a reader could
         see the versions of one upload with the files of the next."""
         self._promised = 0
+        self._complete: set[Path] = set()
+        """Fetched files whose room was given back, until they are contents."""
         self._numbers = itertools.count()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -117,15 +119,18 @@ class StoreCache:
                 with contextlib.suppress(FileExistsError):
                     os.link(file, self._contents / sha256)  # no process removes it: ``file`` is its second link
                     self._verified.add(sha256)
-            file.unlink()
         except OSError as error:
             raise StoreError(f"the cache cannot be used: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+            self._complete.discard(file)
 
     @contextmanager
-    def room(self, needed: int) -> Iterator[Callable[[int], None]]:
+    def room(self, needed: int) -> Iterator[Callable[[Path], None]]:
         """Remove the least recently used contents until ``needed`` bytes fit, and reserve them within the context.
 
-        Yields a function that gives back bytes of the reservation, for a file that is about to become a content. Any
+        Yields a function that gives back the bytes of a complete file, for which ``add`` must be called then. Any
         thread.
 
         Raises:
@@ -133,11 +138,13 @@ class StoreCache:
         """
         left = needed
 
-        def give_back(nbytes: int) -> None:
+        def give_back(file: Path) -> None:
             nonlocal left
+            nbytes = file.stat().st_size
             with self._lock:
                 left -= nbytes
                 self._promised -= nbytes
+                self._complete.add(file)
 
         with self._lock:
             self._promised += needed
@@ -149,7 +156,8 @@ class StoreCache:
         try:
             yield give_back
         finally:
-            give_back(left)
+            with self._lock:
+                self._promised -= left
 
     def _make_room(self) -> None:
         found = sorted(_read(self._contents), key=lambda status: status[1].st_atime_ns)
@@ -161,7 +169,8 @@ class StoreCache:
                 excess -= status.st_size
         if excess > 0:
             raise StoreError(f"store_cache_bytes: expected {excess} bytes more than {self.max_bytes} for files in use")
-        arrived = sum(status.st_size for path, status in _read(self._incoming) if S_ISREG(status.st_mode))
+        incoming = [status for path, status in _read(self._incoming) if path not in self._complete]
+        arrived = sum(status.st_size for status in incoming if S_ISREG(status.st_mode))
         if (free := shutil.disk_usage(self._contents).free) < self._promised - arrived:
             raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised - arrived} bytes")
 

@@ -211,7 +211,7 @@ class Placer:
                 self._progress.end()
 
     def _fetch_all(
-        self, placement: Placement, objects: Collection[StoredObject], give_back: Callable[[int], None]
+        self, placement: Placement, objects: Collection[StoredObject], give_back: Callable[[Path], None]
     ) -> None:
         """Fetch objects concurrently. Raises the first error when the fetches that have begun are over.
 
@@ -230,7 +230,7 @@ class Placer:
         if error is not None:
             raise error
 
-    def _fetch(self, placement: Placement, one: StoredObject, give_back: Callable[[int], None]) -> None:
+    def _fetch(self, placement: Placement, one: StoredObject, give_back: Callable[[Path], None]) -> None:
         """Fetch an object. Its digest, if it has one, is that of the content."""
         placement.check()
         file = self._cache.new_path()
@@ -245,7 +245,7 @@ class Placer:
             )
         except StoreError as error:
             raise StoreError(f"{one.path}: {error.message}", is_final=error.is_final) from None
-        give_back(one.size)
+        give_back(file)
         self._cache.add(file, digest, placement.tree / one.path)
         self._on_digest(one, digest)
 

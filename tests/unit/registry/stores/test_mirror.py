@@ -15,7 +15,7 @@ from fakes.store import StoreInMemory
 from http_wire import wait_until
 from ortserve.config.model import LoadOptions
 from ortserve.registry.stores import cache, mirrors
-from ortserve.registry.stores.cache import StoreCache
+from ortserve.registry.stores.cache import StoreCache, digest_of
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import StoredObject, StoreError
 from scarcity import no_threads
@@ -296,13 +296,25 @@ def test_bytes_that_have_arrived_need_no_free_disk(tmp_path: Path, monkeypatch: 
     cache = StoreCache(tmp_path / "cache", 1000)
     free = 200
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    with cache.room(150):
-        cache.new_path().write_bytes(bytes(100))
+    with cache.room(150) as give_back:
+        file = cache.new_path()
+        file.write_bytes(bytes(100))
         free -= 100
-        with cache.room(50):
-            pass
-        with pytest.raises(StoreError, match="has 100 bytes free: expected 101 bytes"), cache.room(51):
-            pass
+        for _ in range(2):
+            with cache.room(50):
+                pass
+            with pytest.raises(StoreError, match="has 100 bytes free: expected 101 bytes"), cache.room(51):
+                pass
+            if file.exists():
+                give_back(file)
+        cache.add(file, digest_of(file), cache.view / "m.onnx")
+    with cache.room(100):
+        pass
+    other = cache.new_path()
+    other.write_bytes(bytes(50))
+    with pytest.raises(StoreError, match="the cache cannot be used"):
+        cache.add(other, digest_of(other), cache.view / "m.onnx" / "no_folder")
+    assert not other.exists()
 
 
 def test_upload_replaces_the_fetch_of_the_one_before_it(tmp_path: Path) -> None:
