@@ -87,15 +87,21 @@ def read_repositories(roots: Sequence[Path], only: str | None = None) -> list[Mo
         ServeError: invalid_input, if a repository is neither a readable folder nor a model file.
     """
     found: dict[str, ModelFiles] = {}
-    for root in roots:
+    numbers: dict[str, int] = {}
+    for number, root in enumerate(roots, 1):
         for model in _read_repository(root, only):
             if other := found.get(model.name):
+                first = numbers[model.name]
+                where = f"a folder and a file in repository {first}"
+                if number != first:
+                    where = f"in repository {first} and in repository {number} of those in the options"
                 model = ModelFiles(
                     model.name,
                     options_files=(*other.options_files, *model.options_files),
-                    problem="the repositories have two models of this name",
+                    problem=f"the repositories have two models of this name: {where}",
                 )
             found[model.name] = model
+            numbers[model.name] = number
     return [found[name] for name in sorted(found)]
 
 

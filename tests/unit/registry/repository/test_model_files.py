@@ -12,6 +12,8 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.repository.model_files import ModelFiles, read_repositories
 from ortserve.registry.repository.source import read_sources
 
+PLACES = "in repository 1 and in repository 2 of those in the options"
+
 
 def touch(root: Path, *names: str) -> None:
     for name in names:
@@ -109,7 +111,10 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
             ["m/1/model.onnx", "m/config.pbtxt", "m/model.yaml"],
             "it has both model.yaml and config.pbtxt: expected one of them",
         ),
-        (["m/1/model.onnx", "m.onnx"], "the repositories have two models of this name"),
+        (
+            ["m/1/model.onnx", "m.onnx"],
+            "the repositories have two models of this name: a folder and a file in repository 1",
+        ),
     ],
 )
 def test_model_that_cannot_be_read_is_found_with_its_problem(tmp_path: Path, files: list[str], problem: str) -> None:
@@ -185,7 +190,7 @@ def test_repository_given_as_a_model_is_recognized(tmp_path: Path) -> None:
 def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
     touch(tmp_path, "one/m.onnx", "two/m/1/model.onnx", "two/n.onnx")
     m, n = read_repositories([tmp_path / "one", tmp_path / "two"])
-    assert m.problem == "the repositories have two models of this name"
+    assert m.problem == f"the repositories have two models of this name: {PLACES}"
     assert not m.versions
     assert not n.problem
 
@@ -244,7 +249,7 @@ def test_model_file_can_be_a_repository(tmp_path: Path) -> None:
     (model,) = read_repositories([tmp_path / "m.onnx"])
     assert (model.name, model.versions, model.problem) == ("m", {1: tmp_path / "m.onnx"}, "")
     (model,) = read_repositories([tmp_path / "m.onnx", tmp_path / "r"])
-    assert model.problem == "the repositories have two models of this name"
+    assert model.problem == f"the repositories have two models of this name: {PLACES}"
 
 
 def test_empty_repository_has_no_models(tmp_path: Path) -> None:
