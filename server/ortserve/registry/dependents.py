@@ -1,9 +1,11 @@
 """Keeps ensembles connected to the present loads of their members."""
 
-from collections.abc import Collection, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any, Final
 
 from ortserve.clock import Clock
-from ortserve.registry.catalog import Catalog
+from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.changes import Changes, LoadRetries
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import is_connected
@@ -11,6 +13,9 @@ from ortserve.registry.ensemble.served_ensemble import ServedEnsemble
 from ortserve.registry.ensemble_sources import closure_of, members_of
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.versions import Versions
+
+_RETRY_S: Final = 30.0
+"""Wait before another reconnection of a version that was not connected, such as one whose members were too busy."""
 
 
 class Dependents:
@@ -28,8 +33,11 @@ class Dependents:
         changes: Changes,
         retries: LoadRetries,
         clock: Clock,
+        start: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
-        """``sources`` has the source of the latest load of each model, as in ``Registry``."""
+        """``sources`` and ``start`` are those of ``Reconciler``."""
+        self._loop = asyncio.get_running_loop()
+        self._start = start
         self._catalog = catalog
         self._versions = versions
         self._draining = draining
@@ -39,6 +47,8 @@ class Dependents:
         self._clock = clock
         self._ensembles: dict[str, None] = {}
         """The models that have been ensembles since they were loaded: of thousands of models, few or none."""
+        self._retrying: set[str] = set()
+        """The ensembles whose next reconnection is scheduled."""
 
     def note_source(self, source: ModelSource) -> None:
         """Note that a model has a new source, which may be that of an ensemble."""
@@ -99,8 +109,8 @@ class Dependents:
         """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.
 
         A version that does not fit these loads goes out of service with the reason, until a retry or a change of a
-        member. A version serves on if a later load failed to replace it, or if some members are not reconnected yet.
-        Returns the version and the reason of each failure.
+        member. A version serves on if a later load failed to replace it, if some members are not reconnected yet, or if
+        members are too busy for golden samples. Returns the version and the reason of each failure.
         """
         failures = []
         for record in self._catalog.ready(name):
@@ -112,9 +122,22 @@ class Dependents:
                 failures.append(load_failed(record.version, reason))
             else:
                 self._catalog.of(name)[record.version].reason = why_not_replaced
+                if record.state is State.READY and name not in self._retrying:
+                    self._retrying.add(name)
+                    self._loop.call_later(_RETRY_S, self._begin_retry, record)
         if failures:
             self._retries.note_failure(name, self._clock())
         return failures
+
+    def _begin_retry(self, record: VersionRecord) -> None:
+        self._retrying.discard(record.model)
+        if record.state is State.READY:  # Otherwise it was replaced, or drained.
+            self._start(self._retry(record.model))
+
+    async def _retry(self, name: str) -> None:
+        async with self._changes.lock(name):
+            await self.reconnect(name)
+            await self.reconnect_all(name)
 
 
 def load_failed(version: int, reason: str) -> str:

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from ortserve.clock import Clock
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
@@ -38,11 +38,13 @@ class Reconciler:
         changes: Changes,
         clock: Clock,
         on_model_change: Callable[[str], None],
+        start: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """Change nothing yet.
 
         ``sources`` has the source of the latest load of each model, as in ``Registry``. Only this class writes to it.
         ``on_model_change`` is called with a model whose versions, configuration, labels or rollout may have changed.
+        ``start`` runs a later change in a task that ends with the registry.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
@@ -54,7 +56,7 @@ class Reconciler:
         self._clock = clock
         self._on_model_change = on_model_change
         self._retries = LoadRetries()
-        self.dependents: Final = Dependents(catalog, versions, draining, sources, changes, self._retries, clock)
+        self.dependents: Final = Dependents(catalog, versions, draining, sources, changes, self._retries, clock, start)
         self._last_serving: dict[str, dict[int, VersionSource]] = {}
         """The versions of each model that served after its latest change. The model may be evicted since."""
         self._drained_early: dict[str, dict[int, VersionSource]] = {}

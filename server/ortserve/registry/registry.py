@@ -118,6 +118,7 @@ class Registry:
             self._changes,
             clock,
             on_model_change=lambda name: self.on_model_change(name),
+            start=self._start,
         )
         on_demand = LoadsOnDemand(
             self._catalog,

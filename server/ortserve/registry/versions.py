@@ -14,6 +14,7 @@ from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.catalog import ON_DEMAND, UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import MembersDisagreeError
+from ortserve.registry.load.golden_check import MembersBusyError
 from ortserve.registry.load.load_limits import LoadRank
 from ortserve.registry.load.progress import LoadCancelledError
 from ortserve.registry.repository.source import ModelSource, VersionChanges, VersionSource, plan_changes
@@ -226,9 +227,7 @@ class Versions:
             Why the load failed; empty if the version serves, if no load was needed, or if a change that follows
             cancelled it.
         """
-        if self._catalog.of(record.model).get(record.version) is not record or record.source is None:
-            return ""
-        if record.state not in (State.READY, State.FAILED):
+        if not self._is_shown(record) or record.source is None or record.state not in (State.READY, State.FAILED):
             return ""
         successor = VersionRecord(
             record.model, record.version, self._on_change, is_required=record.is_required, source=record.source
@@ -293,8 +292,7 @@ class Versions:
     def end_on_demand(self, name: str, *, only_sent: bool = False) -> None:
         """Prevent requests from loading the versions of a model that are not in memory, or those that a client sent."""
         for record in self._catalog.of(name).values():
-            is_sent = record.source is not None and record.source.is_sent
-            if record.is_on_demand and (is_sent or not only_sent):
+            if record.is_on_demand and not (only_sent and record.source and not record.source.is_sent):
                 record.reason, record.no_room = UNLOADED, None
                 if record.state is State.GONE:
                     self._metrics.forget(name, record.shown_version)
@@ -337,9 +335,7 @@ class Versions:
             record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
         if record.cancelled_because:
-            log_event(
-                logger, logging.INFO, "load cancelled", model=record.model, version=record.shown_version, reason=reason
-            )
+            _log_failure("load cancelled", record, reason, logging.INFO)
             return reason
         self._metrics.loaded(record.model, is_ok=False)
         shown = self._catalog.of(record.model).get(record.version, record)
@@ -393,9 +389,12 @@ def _is_followed(record: VersionRecord, error: Exception) -> bool:
     """Whether another load follows one that failed with ``error``.
 
     The change that makes members disagree loads the ensemble again, and waiting requests load files that have changed.
+    ``Dependents`` reconnects an ensemble later whose members were too busy for golden samples.
     """
+    if isinstance(error, MembersBusyError):
+        return record.is_reconnection
     return isinstance(error, MembersDisagreeError) or (record.is_awaited and isinstance(error, FilesChangedError))
 
 
-def _log_failure(event: str, record: VersionRecord, reason: str) -> None:
-    log_event(logger, logging.ERROR, event, model=record.model, version=record.shown_version, reason=reason)
+def _log_failure(event: str, record: VersionRecord, reason: str, level: int = logging.ERROR) -> None:
+    log_event(logger, level, event, model=record.model, version=record.shown_version, reason=reason)

@@ -1,7 +1,9 @@
 """Checks of a loaded version before it serves, in a registry with the real ONNX Runtime."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from prometheus_client import CollectorRegistry
 from fakes.inflight import submit_to
 from models import builders, members, sequences
 from ortserve.config.model import LoadOptions
+from ortserve.errors import ServeError
+from ortserve.registry import dependents
 from ortserve.registry.catalog import State
+from ortserve.registry.load import golden_check
 from ortserve.registry.load.golden_samples import GOLDEN_MISSING
 from ortserve.registry.registry import Registry
 from ortserve.telemetry.metrics import Metrics
@@ -44,7 +49,9 @@ async def test_ensemble_without_the_samples_that_it_requires_fails(tmp_path: Pat
     assert registry.ready_versions("double") == [1]
 
 
-async def test_samples_of_an_ensemble_wait_for_a_member_whose_queue_is_full(tmp_path: Path, registry: Registry) -> None:
+async def test_samples_of_an_ensemble_wait_for_a_member_whose_queue_is_full(
+    tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     builders.slow(put(tmp_path, "slow", "{max_rows: 1, max_queue_rows: 1}"), steps=300)
     members.add_ensemble(tmp_path, "e", ["x"], ["y"], [("slow", {"x": "x"}, {"y": "y"})])
     await registry.load_all()
@@ -54,7 +61,26 @@ async def test_samples_of_an_ensemble_wait_for_a_member_whose_queue_is_full(tmp_
     arrays: dict[str, Any] = {"input.x": x.repeat(8, 0), "output.y": y.repeat(8, 0)}
     np.savez(tmp_path / "e" / "1" / "golden" / "a.npz", **arrays)
     await registry.load("e")
-    assert registry.find("e", "").properties["golden"].startswith("8 samples agree")
+    before = registry.find("e", "")
+    assert before.properties["golden"].startswith("8 samples agree")
+    monkeypatch.setattr(golden_check, "_BUSY_NS", 50_000_000)
+    monkeypatch.setattr(dependents, "_RETRY_S", 0.1)
+
+    async def keep_full() -> None:
+        while True:
+            with suppress(ServeError):
+                submit_to(registry.find("slow", ""), (x,), 1)
+            await asyncio.sleep(0)
+
+    full = asyncio.ensure_future(keep_full())
+    builders.slow(tmp_path / "slow" / "1" / "model.onnx", steps=300)
+    await registry.load("slow")
+    assert registry.find("e", "") is before
+    full.cancel()
+    while registry.find("e", "") is before:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0.01)
+    (after,) = registry.find("e", "").members  # type: ignore[attr-defined]
+    assert after is registry.find("slow", "")
 
 
 async def test_models_with_sequences_are_not_compared_by_speed(

@@ -53,6 +53,10 @@ _BUSY_NS: Final = 10_000_000_000
 _BUSY_RETRY_S: Final = 0.005
 
 
+class MembersBusyError(ServeError):
+    """Members of an ensemble rejected a golden sample for as long as it was sent again."""
+
+
 def check_loaded(model: AnalysedModel, loaded: LoadedModel, bounds: RunBounds) -> str:
     """Check the golden samples of a version on its instances. Blocks; for the thread of the load.
 
@@ -83,7 +87,7 @@ async def check_ensemble(
         The result of ``check_samples``; empty without samples.
 
     Raises:
-        ServeError: invalid_input, from ``check_samples``, or if required samples are missing.
+        ServeError: invalid_input, from ``check_samples``, or if required samples are missing; MembersBusyError.
     """
     options, signature = served.options, served.signature
     loop = asyncio.get_running_loop()
@@ -104,8 +108,10 @@ async def check_ensemble(
                 served.submit(request, served.terms(clock()))
                 return as_batched(signature, served.cut_back(await request, inputs))
             except ServeError as error:  # The members serve: their queues may be full of requests of callers.
-                if error.kind not in _BUSY or isinstance(error, RunTimeoutError) or clock() >= stop_ns:
+                if error.kind not in _BUSY or isinstance(error, RunTimeoutError):
                     raise
+                if clock() >= stop_ns:
+                    raise MembersBusyError(error.kind, error.message) from None
             await asyncio.sleep(_BUSY_RETRY_S)
 
     async def answer_all(samples: Sequence[GoldenSample]) -> list[Arrays]:
@@ -160,7 +166,10 @@ def _compare(samples: Sequence[GoldenSample], how: str, run: RunTogether, compar
         raise
     except ServeError as error:
         which = samples[0].place if len(samples) == 1 else f"{samples[0].place} to {samples[-1].place}"
-        raise invalid_input(f"golden samples: {which} {how} fails: {error.message}") from None
+        text = f"golden samples: {which} {how} fails: {error.message}"
+        if isinstance(error, MembersBusyError):
+            raise MembersBusyError(error.kind, text) from None
+        raise invalid_input(text) from None
     for sample, outputs in zip(samples, found, strict=True):
         compared.add(sample, how, outputs)
 
