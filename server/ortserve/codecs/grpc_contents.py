@@ -19,6 +19,7 @@ from ortserve.codecs.binary_tensor import (
     decode_element,
     object_array,
 )
+from ortserve.codecs.bounds import MAX_TEXTS
 from ortserve.codecs.grpc_wire import FIXED32, FIXED64, LENGTH_DELIMITED, VARINT, malformed, read_field, read_varint
 from ortserve.core.dtypes import DataType
 from ortserve.errors import ServeError, invalid_input
@@ -62,6 +63,7 @@ encoding. Larger ones in an unusual encoding are rejected."""
 
 _STEP_BYTES: Final = 64 * 1024
 _MAX_VARINT_BYTES: Final = 10
+_MIN_TEXT_BYTES: Final = 2
 _TEXT_TAG: Final = InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER << 3 | LENGTH_DELIMITED
 
 _UNUSUAL: Final = IndexError("an unusual encoding")
@@ -81,6 +83,11 @@ def decode_contents(
     """
     count = math.prod(shape)
     if datatype is DataType.BYTES:
+        if count > MAX_TEXTS and count * _MIN_TEXT_BYTES > len(contents):
+            raise invalid_input(
+                f"expected {count} string elements for inference input '{name}' for model '{model}', "
+                f"got {len(contents)} bytes"
+            )
         check_text_count(count, name)
     array = _read(memoryview(contents), datatype, count, name, model)
     if array.size != count:

@@ -19,7 +19,7 @@ from interpreted import interpreted_only
 from ortserve._pb.grpc_service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from ortserve.codecs import grpc_answer, grpc_infer
 from ortserve.codecs.binary_tensor import encode_bytes_elements
-from ortserve.codecs.bounds import MAX_TEXT_BYTES
+from ortserve.codecs.bounds import MAX_TEXT_BYTES, MAX_TEXTS
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.grpc_wire import malformed, split_small_request, varint
@@ -517,6 +517,18 @@ def test_string_elements_that_are_not_text_are_rejected(raw: bytes) -> None:
     for count in (3, 30_000):  # decoded by protobuf, and in steps
         texts = [b"any"] * count + [raw[4:]]
         expect_invalid(typed("BYTES", [len(texts)], bytes_contents=texts), f"element {count} of inference input 'x'")
+
+
+@pytest.mark.parametrize("count", [MAX_TEXTS + 1, 2**62])
+def test_more_strings_than_the_message_can_hold_are_invalid_not_too_large(count: int) -> None:
+    """As in REST: too_large is the kind of a request that contains too much."""
+    raw = struct.pack("<I", 1) + b"x"
+    for message in (request(("x", "BYTES", [count]), raw=[raw]), typed("BYTES", [count], bytes_contents=[b"x"])):
+        error = refusal(message)
+        assert error.kind is ErrorKind.INVALID_INPUT
+        assert f"expected {count} string elements for inference input 'x'" in error.message
+    texts = typed("BYTES", [MAX_TEXTS + 1], bytes_contents=[b""] * (MAX_TEXTS + 1))
+    assert refusal(texts).kind is ErrorKind.TOO_LARGE
 
 
 def test_too_long_string_element_is_rejected() -> None:
