@@ -132,9 +132,13 @@ class _Embeddings:
             has_rows = text_input.batch_axis is not None and output.batch_axis == 0
             step = min(_ROWS, metadata.max_rows, rows_at_once) if has_rows else 1
             firsts = range(0, len(texts), step)
-            requests = [TextsRequest(name, text_input, output.name, texts[first : first + step]) for first in firsts]
-            encoders = [VectorEncoder(first, min(step, len(texts) - first), parameters) for first in firsts]
-            running = _Running(self._endpoint.service, received, requests, encoders, rows_at_once // step)
+
+            def create(index: int) -> tuple[TextsRequest, VectorEncoder]:
+                part = texts[firsts[index] : firsts[index] + step]
+                encoder = VectorEncoder(firsts[index], len(part), parameters)
+                return TextsRequest(name, text_input, output.name, part), encoder
+
+            running = _Running(self._endpoint.service, received, create, len(firsts), rows_at_once // step)
             entries = await running.run()
         return LongResponse(embeddings_answer(name, entries), received.headers(running.timing))
 
@@ -196,21 +200,24 @@ class _Running:
         self,
         inference: InferenceService,
         received: JsonCall,
-        requests: list[TextsRequest],
-        encoders: list[VectorEncoder],
+        create: Callable[[int], tuple[TextsRequest, VectorEncoder]],
+        count: int,
         at_once: int,
     ) -> None:
+        """Store the parameters. ``create`` returns one of ``count`` requests by index, when it begins: creating all in
+        one turn would take milliseconds.
+        """
         self._inference = inference
         self._received = received
-        self._requests = requests
-        self._encoders = encoders
+        self._create = create
+        self._count = count
         self._at_once = at_once
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._begun = 0
         self._calls: dict[int, Call] = {}
         """The requests that run, by index."""
-        self._entries: list[list[bytes | memoryview]] = [[]] * len(requests)
+        self._entries: list[list[bytes | memoryview]] = [[]] * count
         self.timing = Timing(received.complete_ns)
         """The times of the request that was answered last."""
 
@@ -228,7 +235,7 @@ class _Running:
             for call in self._calls.values():
                 call.cancel()
             self._calls.clear()
-            self._begun = len(self._requests)
+            self._begun = self._count
             if not ended.cancelled():
                 ended.exception()  # also if the task was cancelled, which does not retrieve it
             del ended, self._ended  # a reference cycle: the frames of its error
@@ -238,30 +245,25 @@ class _Running:
         """Begin some requests; the next turn of the loop begins more."""
         for _ in range(_PER_TURN):
             index = self._begun
-            if index == len(self._requests) or len(self._calls) >= self._at_once:
+            if index == self._count or len(self._calls) >= self._at_once:
                 return
             self._begun += 1
             call = self._calls[index] = self._received.begin()
-            self._inference.start(
-                call,
-                self._requests[index],
-                self._encoders[index],
-                partial(self._on_answer, index),
-                partial(self._on_error, index),
-            )
+            on_answer, on_error = partial(self._on_answer, index), partial(self._on_error, index)
+            self._inference.start(call, *self._create(index), on_answer, on_error)
         self._loop.call_soon(self._begin)
 
     def _on_answer(self, index: int, entries: list[bytes | memoryview]) -> None:
         self.timing = self._calls.pop(index).timing
         self._entries[index] = entries
-        if self._begun < len(self._requests):
+        if self._begun < self._count:
             self._begin()
         elif not self._calls and not self._ended.done():
             self._ended.set_result(None)
 
     def _on_error(self, index: int, error: ServeError) -> None:
         del self._calls[index]
-        self._begun = len(self._requests)
+        self._begun = self._count
         if not self._ended.done():
             self._ended.set_exception(error)
 
