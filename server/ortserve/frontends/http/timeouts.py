@@ -159,8 +159,9 @@ class Timeouts:
         return max(1, self._stages.waited_ns(now_ns, Stage.REQUEST, exchange))
 
     def has_unread(self) -> bool:
-        """As ``Evictable.has_unread``."""
-        return has_unread_bytes(self._connection.transport.get_extra_info("socket"))
+        """As ``Evictable.has_unread``: requests behind an unread answer do not protect a caller that reads slowly."""
+        transport = self._connection.transport
+        return not transport.get_write_buffer_size() and has_unread_bytes(transport.get_extra_info("socket"))
 
     def evict(self) -> None:
         """Close, as between two requests of a connection that has timed out. Reject a request that is incomplete."""
