@@ -8,13 +8,23 @@ exclusively.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+_ATTEMPTS_S: Final = (1, 2, 4, 8, 16, 32)
+"""How long each attempt to hold the lock exclusively delays shared requests. As much time passes before the next one,
+so that a run that takes minutes, or never ends, does not stop all other GPU work meanwhile."""
+
+
+class StillHeldError(Exception):
+    """The lock cannot be held exclusively, because a shared hold does not end."""
 
 
 class CaptureLock:
     """A lock that many threads hold shared, or one thread holds exclusively. Any thread may release a shared hold.
 
     An exclusive request has priority: later shared requests wait behind it, while it waits for the present holders. So
-    a thread that holds the lock must not acquire it again: both requests would wait for each other.
+    a thread that holds the lock must not acquire it again: both requests would wait for each other. If a holder does
+    not release the lock, the request lets others pass, tries again later, and fails in the end.
     """
 
     def __init__(self) -> None:
@@ -56,16 +66,33 @@ class CaptureLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock exclusively within the ``with``."""
-        with self._changed:
-            self._exclusive_requests += 1
-            while self._is_exclusive or self._shared_holds:
-                self._changed.wait()
-            self._exclusive_requests -= 1
-            self._is_exclusive = True
+        """Hold the lock exclusively within the ``with``.
+
+        Raises:
+            StillHeldError: A holder did not release the lock for two minutes.
+        """
+        self._acquire_exclusive()
         try:
             yield
         finally:
             with self._changed:
                 self._is_exclusive = False
                 self._changed.notify_all()
+
+    def _acquire_exclusive(self) -> None:
+        with self._changed:
+            for attempt_s in _ATTEMPTS_S:
+                self._exclusive_requests += 1
+                try:
+                    is_acquired = self._changed.wait_for(self._is_free, attempt_s)
+                finally:
+                    self._exclusive_requests -= 1
+                if is_acquired:
+                    self._is_exclusive = True
+                    return
+                self._changed.notify_all()
+                self._changed.wait_for(self._is_free, attempt_s)
+        raise StillHeldError(f"other work on the GPU did not end for {2 * sum(_ATTEMPTS_S)} s")
+
+    def _is_free(self) -> bool:
+        return not self._is_exclusive and not self._shared_holds

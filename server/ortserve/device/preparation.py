@@ -16,6 +16,7 @@ from ortserve.core.tensor import agree
 from ortserve.device.accounting import DeviceCounts
 from ortserve.device.binding import DeviceBinding, InstanceParts
 from ortserve.device.buffers import BufferSet
+from ortserve.device.capture_lock import StillHeldError
 from ortserve.device.protocol import DEVICE_ERRORS, BoundRun, is_lost_error
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout, layouts_of
@@ -127,6 +128,8 @@ class Preparation:
         self._on_step = on_step
         self._graph_bytes = 0
         self._captured_sizes = 0
+        self._no_capture_because = ""
+        """Why no further size is captured; empty otherwise."""
 
     def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, PreparedBuffers]:
         """Allocate buffers and test all sizes on them.
@@ -212,6 +215,9 @@ class Preparation:
         if self._captured_sizes == MAX_GRAPHS:
             self._counts.not_captured["over_limit"] += 1
             return f"{MAX_GRAPHS} sizes are already captured"
+        if self._no_capture_because:  # each further attempt would delay the other models again
+            self._counts.not_captured["failed"] += 1
+            return self._no_capture_because
         self._on_step(f"capturing the graph of batches of {rows} rows")
         inputs = self._make_inputs(rows, rows)
         try:
@@ -228,6 +234,10 @@ class Preparation:
                     return problem
         except DEVICE_ERRORS as error:
             return self._why_failed(error, "its capture failed", rows)
+        except StillHeldError as error:
+            self._counts.not_captured["failed"] += 1
+            self._no_capture_because = f"no graph could be captured: {error}"
+            return self._no_capture_because
         except DeviceLostError:
             raise
         except ServeError as error:

@@ -3,12 +3,15 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from device_models import wait_for_capture
-from ortserve.device.capture_lock import CaptureLock
+from ortserve.device import capture_lock
+from ortserve.device.capture_lock import CaptureLock, StillHeldError
 
 
 def test_an_exclusive_hold_excludes_all_others() -> None:
-    capture_lock = CaptureLock()
+    lock = CaptureLock()
     shared = exclusive = 0
     counting = threading.Lock()
     seen: list[tuple[int, int]] = []
@@ -16,14 +19,14 @@ def test_an_exclusive_hold_excludes_all_others() -> None:
     def work(number: int) -> None:
         nonlocal shared, exclusive
         if number % 5:
-            with capture_lock.shared():
+            with lock.shared():
                 with counting:
                     shared += 1
                     seen.append((shared, exclusive))
                 with counting:
                     shared -= 1
         else:
-            with capture_lock.exclusive():
+            with lock.exclusive():
                 with counting:
                     exclusive += 1
                     seen.append((shared, exclusive))
@@ -50,6 +53,26 @@ def test_an_exclusive_request_precedes_later_shared_ones() -> None:
     captures.join(10)
     newcomer.join(10)
     assert order == ["exclusive", "shared"]
+
+
+def test_an_exclusive_request_lets_others_pass_if_a_hold_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_lock, "_ATTEMPTS_S", (0.05, 0.05))
+    lock = CaptureLock()
+    lock.acquire_shared()  # as by a run that does not end
+    with ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(_exclusive, lock, [])
+        wait_for_capture(lock)
+        pool.submit(lock.acquire_shared).result(10)
+        lock.release_shared()
+        with pytest.raises(StillHeldError, match="other work on the GPU did not end"):
+            failing.result(10)
+        assert lock.try_acquire_shared()
+        lock.release_shared()
+        monkeypatch.setattr(capture_lock, "_ATTEMPTS_S", (0.01, 30))
+        following = pool.submit(_exclusive, lock, [])
+        wait_for_capture(lock)
+        lock.release_shared()
+        following.result(10)
 
 
 def test_another_thread_may_release_a_shared_hold() -> None:

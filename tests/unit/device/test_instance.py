@@ -31,7 +31,7 @@ from fakes.host_device import CAPTURING_RUNS, HostDevice, Pace
 from models import builders, interfaces
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.device import preparation
+from ortserve.device import capture_lock, preparation
 from ortserve.device.binding import _WAITED_EVERY
 from ortserve.device.devices import Devices, OpenDevice
 from ortserve.device.graph_sessions import SETS, graph_id
@@ -376,6 +376,23 @@ def test_captures_hold_the_gate_exclusively(tmp_path: Path) -> None:
         opened.append(made.opened)
         made.instance.prepare((2,), lambda rows, seed: (numbered(rows, seed),))
         assert alone == [True] * CAPTURING_RUNS * SETS
+
+
+def test_run_that_never_ends_keeps_models_from_capturing_and_not_from_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_lock, "_ATTEMPTS_S", (0.1, 0.1))
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True, is_prepared=False) as made:
+        made.opened.capture_lock.acquire_shared()  # by the instance of another model, which was abandoned
+        doing: list[str] = []
+        prepared = made.instance.prepare((2, 4), lambda rows, seed: (numbered(rows, seed),), doing.append)
+        assert (prepared.bound, prepared.replayed) == ((2, 4), ())
+        because = "no graph could be captured: other work on the GPU did not end for 0.4 s"
+        assert prepared.not_replayed == {2: because, 4: because}
+        assert doing.count("capturing the graph of batches of 4 rows") == 0
+        (answer,) = landed(made.start(batch_of((numbered(2, 1),))))
+        np.testing.assert_array_equal(answer, numbered(2, 1))
+        made.opened.capture_lock.release_shared()
 
 
 def test_batch_behind_a_capture_runs_after_it(tmp_path: Path) -> None:
