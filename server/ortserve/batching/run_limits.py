@@ -101,8 +101,15 @@ class Run:
         self.taken_ns = taken_ns
         self.begins_ns = begins_ns
         self.limit_ns = limit_ns
-        self.due_ns = begins_ns + limit_ns
+        self.due_ns = 0.0
         self.is_overdue = False
+        self.begin(begins_ns)
+
+    def begin(self, begins_ns: float) -> None:
+        """Set when the run begins, its limit, and the limit that the deadlines of its requests set."""
+        self.begins_ns = begins_ns
+        self.due_ns = begins_ns + self.limit_ns
+        self.end_by(latest_deadline_ns(self.group))
 
     def end_by(self, time_ns: float) -> None:
         """Terminate the run at ``time_ns``, if that is earlier, but not before ``MIN_LATE_RUN_NS``."""
@@ -190,7 +197,6 @@ class RunWatch:
     ) -> None:
         """Watch a run that was chosen at ``taken_ns`` and begins at ``begins_ns``, after the previous run there."""
         run = Run(runner, group, batch, predicted_ns, taken_ns, begins_ns, self._limits.limit_ns(predicted_ns))
-        run.end_by(latest_deadline_ns(group))
         self._runs[group] = run
         if run.due_ns < self._fires_ns:
             self._set(run.due_ns, taken_ns)
@@ -209,7 +215,21 @@ class RunWatch:
         run = self._runs.get(group)
         if run is None or run.runner is not runner:  # it runs on another instance
             return None
-        return self._runs.pop(group)
+        del self._runs[group]
+        following = self._first_of(runner)
+        if following is not None and not following.is_overdue:
+            now_ns = self._clock()
+            following.begin(max(following.begins_ns, float(now_ns)))
+            if following.due_ns < self._fires_ns:
+                self._set(following.due_ns, now_ns)
+        return run
+
+    def _first_of(self, runner: Runner) -> Run | None:
+        """The run of an instance that began first; the other one waits behind it."""
+        for run in self._runs.values():
+            if run.runner is runner:
+                return run
+        return None
 
     def close(self) -> None:
         """Stop the timer."""
@@ -222,8 +242,11 @@ class RunWatch:
         for run in list(self._runs.values()):
             if run.due_ns > now_ns or run.group not in self._runs:  # abandoned together with a run before it
                 continue
+            late_ns = latest_deadline_ns(run.group)
             if run.is_overdue:
                 self._abandon(run, now_ns)
+            elif late_ns > now_ns and self._first_of(run.runner) is not run:
+                run.due_ns = late_ns  # its own limit counts from the end of the run before it
             else:
                 run.is_overdue = True
                 run.due_ns = float(now_ns + self._limits.grace_ns)
@@ -233,8 +256,9 @@ class RunWatch:
                     self._terminate_cancelled(run, now_ns)
                 else:
                     self._terminate(run, now_ns)
-        if self._runs:
-            self._set(min([run.due_ns for run in self._runs.values()]), now_ns)
+        due_ns = min([run.due_ns for run in self._runs.values()], default=math.inf)
+        if due_ns < math.inf:
+            self._set(due_ns, now_ns)
 
     def _terminate(self, run: Run, now_ns: int) -> None:
         """Fail the requests of a run over its limit, and terminate it."""

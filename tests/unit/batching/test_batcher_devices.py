@@ -18,11 +18,11 @@ from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
-from ortserve.batching.run_limits import NO_CALLBACKS
+from ortserve.batching.run_limits import NO_CALLBACKS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.timing import Timing
-from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, RunTimeoutError, ServeError
 
 MS = 1_000_000
 RUN_NS = 10 * MS
@@ -52,9 +52,11 @@ def play(
     policy: BatchPolicy | None = None,
     instances: int = 1,
     depth: int = 2,
+    run_ns: int = RUN_NS,
+    run_limits: RunLimits | None = None,
 ) -> None:
     async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
-        runners = [FakeRunner(loop, clock, lambda rows: RUN_NS, compute, depth) for _ in range(instances)]
+        runners = [FakeRunner(loop, clock, lambda rows: run_ns, compute, depth) for _ in range(instances)]
         known = [(rows, float(RUN_NS)) for rows in (1, 2, 4, 8)]
         lost: list[str] = []
         runs = BatchRuns(
@@ -68,6 +70,7 @@ def play(
             clock=clock,
             observe_batch=lambda *_: None,
             depth=depth,
+            run_limits=run_limits,
             run_events=replace(NO_CALLBACKS, on_lost=lost.append),
         )
         batcher = Batcher(runs, QueueLimits(4096, 2**30), clock)
@@ -134,6 +137,38 @@ def test_request_that_arrives_during_two_batches_waits_for_the_first_to_end() ->
         assert stage.batches == [[0], [1], [2]]
 
     play(main)
+
+
+def test_a_batch_behind_a_long_one_has_its_own_time_limit() -> None:
+    async def main(stage: Stage) -> None:
+        first = stage.submit(rows_of(0))
+        await asyncio.sleep(0.001)
+        second = stage.submit(rows_of(1))
+        for future, value in ((first, 0), (second, 1)):
+            np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
+        assert [run.ended_ns - run.began_ns for run in stage.runners[0].runs] == [3 * RUN_NS] * 2
+        assert stage.runners[0].terminated == 0
+
+    play(main, run_ns=3 * RUN_NS, run_limits=RunLimits(4 * RUN_NS))
+
+
+def test_a_batch_behind_one_that_does_not_end_runs_on_another_instance() -> None:
+    async def main(stage: Stage) -> None:
+        healthy, stuck = stage.runners  # the last one is used first
+        stuck.latency_ns = lambda rows: 3600_000 * MS
+        stuck.is_endless = True
+        lost = stage.submit(rows_of(0))
+        await asyncio.sleep(0.001)
+        beside = stage.submit(rows_of(1))
+        await asyncio.sleep(0.001)
+        behind = stage.submit(rows_of(2))
+        for future, value in ((beside, 1), (behind, 2)):
+            np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
+        with pytest.raises(RunTimeoutError):
+            await lost
+        assert (stuck._in_flight, len(healthy.runs)) == (2, 2)
+
+    play(main, instances=2, run_limits=RunLimits(5 * RUN_NS, 3 * RUN_NS))
 
 
 def test_a_hundred_callers_get_their_own_answers_two_batches_at_a_time() -> None:
