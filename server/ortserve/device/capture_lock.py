@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_ATTEMPTS_S: Final = (1, 2, 4, 8, 16, 32)
+_ATTEMPTS_S: Final = (1, 2, 4, *(8,) * 7)
 """How long each attempt to hold the lock exclusively delays shared requests. As much time passes before the next one,
-so that a run that takes minutes, or never ends, does not stop all other GPU work meanwhile."""
+so that a run that takes minutes, or never ends, does not stop all other GPU work meanwhile. Longer delays could make
+runs that wait for the lock exceed their own time limits."""
 
 
 class StillHeldError(Exception):
