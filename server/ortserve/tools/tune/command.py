@@ -124,7 +124,7 @@ def _search(rate: float | None, experiment: Experiment, journal: Journal) -> tup
         current = Side(contender, contender.probed_per_s)
         if experiment.goal.objective != "throughput":
             if rate is None and experiment.goal.slo_s is not None:
-                probed = replace(current)
+                probed = Side(contender, current.guess)
                 probed.measure(replace(experiment.goal, objective="throughput"), 0, may_fall=True)
                 rate = probed.guess * _MODERATE
             experiment.goal = replace(experiment.goal, rate_per_s=rate or current.guess * _MODERATE)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,11 @@ from ortserve.tools.subject import find_model
 from ortserve.tools.tune import arguments as tune_arguments
 from ortserve.tools.tune import command
 from ortserve.tools.tune.lab import Requests
+from ortserve.tools.tune.loads import Offer, Reading
 from ortserve.tools.tune.space import Changes
 from ortserve.tools.tune.writing import edit_text
 from pages import DOCS, commands
-from virtual_lab import VirtualLab
+from virtual_lab import VirtualContender, VirtualLab
 
 DIGITS = Path(command.__file__).parents[2] / "example" / "repository" / "digits"
 REQUESTS = Requests(
@@ -225,6 +227,20 @@ def test_models_that_are_not_there_and_files_without_a_folder(model: Path, capsy
     status, result = run(capsys, file, *GOAL) if capsys.readouterr() else (1, None)
     assert (status, result["has_gain"], result["written"]) == (0, True, "")
     assert "single file" in result["why_not_written"]
+
+
+def test_the_load_that_finds_the_rate_is_no_round(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = VirtualContender.measure
+
+    def measure(self: VirtualContender, offer: Offer, seed: int) -> Reading:
+        return replace(usual(self, offer, seed), error=float(offer.high > offer.low))
+
+    monkeypatch.setattr(VirtualContender, "measure", measure)
+    _, result = run(capsys, str(model), "--objective", "memory", *GOAL)
+    assert result["rate_per_s"] is not None
+    assert result["trials"][0]["figures"]["error"] == 0
 
 
 def test_objectives_are_parsed_with_and_without_units() -> None:
