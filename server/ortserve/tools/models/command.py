@@ -26,6 +26,20 @@ def run(arguments: argparse.Namespace) -> Outcome:
     Raises:
         ServeError: invalid_input, for wrong arguments; otherwise as the server answers.
     """
+    _check_arguments(arguments)
+    server = ModelServer(address_of(arguments.url, arguments, needs_http=True), arguments.timeout_s)
+    try:
+        outcome = _shown(server, arguments, _change(server, arguments))
+        while arguments.watch:
+            print_report(outcome.report)
+            outcome = _next(server, arguments, outcome)
+        return outcome
+    finally:
+        server.close()
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ServeError: invalid_input, for arguments that do not fit the action."""
     action, model = arguments.action, arguments.model
     if model and "://" in model:
         raise invalid_input(f"{action}: expected the URL of the server as --url {model}")
@@ -37,36 +51,32 @@ def run(arguments: argparse.Namespace) -> Outcome:
         raise invalid_input(f"--watch: expected list, status or rollout without a change, got {action}")
     if arguments.watch and arguments.json:
         raise invalid_input("--watch: expected tables, got --json")
-    labels = _labels(arguments.changes) if action == "labels" else {}
-    options = _options(arguments.changes) if action == "rollout" else {}
-    promoted = _version(arguments.changes) if action == "promote" else {}
-    address = address_of(arguments.url, arguments, needs_http=True)
-    server = ModelServer(address, arguments.timeout_s)
-    note = ""
-    try:
-        if action in ("load", "unload"):
-            before = server.versions(model) if action == "unload" else ()
-            with progress(f"{action} {model}") as step:
+
+
+def _change(server: ModelServer, arguments: argparse.Namespace) -> str:
+    """Carry out the action. Returns why it changed nothing; empty if it did, or only shows the models."""
+    action, model, changes = arguments.action, arguments.model, arguments.changes
+    path = path_of(model)
+    match action:
+        case "load":
+            with progress(f"load {model}") as step:
                 server.change_watched(repository_path(model, action), model, step)
-            if before and before == server.versions(model):
-                note = f"Model '{model}' was not loaded: nothing was unloaded."
-        elif labels:
-            server.change("PUT", f"{path_of(model)}/labels", {"labels": labels})
-        elif options:
-            server.change("PUT", f"{path_of(model)}/rollout", options)
-        elif arguments.changes and action == "rollout":
-            server.change("DELETE", f"{path_of(model)}/rollout", {})
-        elif action == "promote":
-            server.change("POST", f"{path_of(model)}/promote", promoted)
-        elif action == "rollback":
-            server.change("POST", f"{path_of(model)}/rollback", {})
-        outcome = _shown(server, arguments, note)
-        while arguments.watch:
-            print_report(outcome.report)
-            outcome = _next(server, arguments, outcome)
-        return outcome
-    finally:
-        server.close()
+        case "unload":
+            before = server.versions(model)
+            with progress(f"unload {model}") as step:
+                server.change_watched(repository_path(model, action), model, step)
+            if before == server.versions(model):
+                return f"Model '{model}' was not loaded: nothing was unloaded."
+        case "labels" if changes:
+            server.change("PUT", f"{path}/labels", {"labels": _labels(changes)})
+        case "rollout" if changes:
+            options = _options(changes)
+            server.change("PUT" if options else "DELETE", f"{path}/rollout", options)
+        case "promote":
+            server.change("POST", f"{path}/promote", _version(changes))
+        case "rollback":
+            server.change("POST", f"{path}/rollback", {})
+    return ""
 
 
 def _next(server: ModelServer, arguments: argparse.Namespace, before: Outcome) -> Outcome:
