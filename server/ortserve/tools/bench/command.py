@@ -31,7 +31,6 @@ def run(given: argparse.Namespace) -> Outcome:
 
 def _measure(given: argparse.Namespace) -> Outcome:
     loads = _loads(given)
-    given.callers = max(load.concurrency or 0 for load in loads)
     chosen = [choice for target in given.targets for choice in _choices(target, given)]
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with contextlib.ExitStack() as stack:

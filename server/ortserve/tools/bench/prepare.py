@@ -202,7 +202,7 @@ def prepare_server(address: Address, protocol: str, batch: int, given: Namespace
     elif length:
         requests = [
             encode(tensors[caller % len(tensors)], 1 + caller, is_start=is_start, is_end=is_end)
-            for caller in range(given.callers)
+            for caller in range(max(given.concurrency or [1]))
             for is_start, is_end in ((True, length == 1), (False, False), (length == 1, True))
         ]
     else:
