@@ -147,13 +147,13 @@ def _open_and_look(model: Timed) -> tuple[OpenModel, Look]:
     operators = count_operators(opened.graph)
     run = sum(1 for _ in all_nodes(optimized.model)) if optimized.is_saved else None
     look = Look(
-        Shape(sum(operators.values()), run, nbytes_of(path)),
-        tuple(spec.name for spec in opened.signature.inputs),
-        operators,
-        fused_operators({}, count_operators(optimized.model)),
-        tuple(almost_fused(optimized.model, opened.graph)),
-        tuple(sorted({node.domain for node in all_nodes(opened.graph)} - _STANDARD)),
-        opened.choice.name,
+        shape=Shape(sum(operators.values()), run, nbytes_of(path)),
+        inputs=tuple(spec.name for spec in opened.signature.inputs),
+        operators=operators,
+        fused=fused_operators({}, count_operators(optimized.model)),
+        almost=tuple(almost_fused(optimized.model, opened.graph)),
+        domains=tuple(sorted({node.domain for node in all_nodes(opened.graph)} - _STANDARD)),
+        provider=opened.choice.name,
     )
     return opened, look
 

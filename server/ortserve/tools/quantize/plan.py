@@ -70,7 +70,17 @@ def choose_settings(given: Namespace, model: Model, instruction_sets: Mapping[st
     operators = given.operators or _usual_operators(given.mode, model)
     if given.mode == "weights":
         bits = given.bits or 4
-        return Settings("weights", bits, given.block or 32, "", True, "", f"uint{bits}", False, operators)
+        return Settings(
+            mode="weights",
+            bits=bits,
+            block=given.block or 32,
+            calibrator="",
+            per_channel=True,
+            activations="",
+            weights=f"uint{bits}",
+            reduce_range=False,
+            operators=operators,
+        )
     is_static = given.mode == "static"
     return Settings(
         mode=given.mode,

@@ -72,11 +72,11 @@ class Workbench:
         calibration, evaluation = self._calibration, self._evaluation
         names = [spec.name for spec in self._source.signature.inputs]
         return Ready(
-            self._candidates,
-            "" if calibration is None else calibration.origin,
-            evaluation.origin,
-            [dict(zip(names, arrays, strict=True)) for arrays in evaluation.arrays[:_MAX_FEEDS]],
-            (*evaluation.notes, *self._prepared.notes),
+            candidates=self._candidates,
+            calibration="" if calibration is None else calibration.origin,
+            inputs=evaluation.origin,
+            feeds=[dict(zip(names, arrays, strict=True)) for arrays in evaluation.arrays[:_MAX_FEEDS]],
+            notes=(*evaluation.notes, *self._prepared.notes),
         )
 
     def calibrate(self, limit_s: float) -> int:
