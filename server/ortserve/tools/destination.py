@@ -33,15 +33,15 @@ class Delivered:
     notes: tuple[str, ...] = ()
 
 
-def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
+def check_destination(given: argparse.Namespace, source: Subject) -> None:
     """Check the destination before the work begins. ``--dry-run``, if the command has it, needs none.
 
     Raises:
         ServeError: invalid_input: there is none, or it cannot be written.
     """
-    output: Path | None = arguments.output
-    if output is None and arguments.publish is None:
-        if getattr(arguments, "dry_run", False):
+    output: Path | None = given.output
+    if output is None and given.publish is None:
+        if getattr(given, "dry_run", False):
             return
         raise invalid_input("expected -o OUT.onnx or --publish [REPOSITORY/name], got neither")
     if output is not None:
@@ -53,65 +53,65 @@ def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
         for file in (output, output.with_name(f"{output.name}.data")):
             if file.resolve() in own:
                 raise invalid_input(f"-o: expected another file than the model itself, got '{file}'")
-    if arguments.publish is not None:
-        find_place(_target(arguments, source))
+    if given.publish is not None:
+        find_place(_target(given, source))
 
 
 @contextmanager
-def staged_model(arguments: argparse.Namespace, source: Subject) -> Iterator[Path]:
+def staged_model(given: argparse.Namespace, source: Subject) -> Iterator[Path]:
     """The path to write the model to, in a new folder that disappears again.
 
     The file already has its last name, so that external data keep theirs, which is ``<name>.data``. Write nothing else
     into its folder: with ``--output``, all files of the folder go to the folder of that file. Errors of the block name
     the destination instead of this path.
     """
-    if arguments.output is not None:
-        beside, name = arguments.output, arguments.output.name
+    if given.output is not None:
+        beside, name = given.output, given.output.name
     else:
-        beside, name = find_place(_target(arguments, source)).beside, MODEL_FILE
+        beside, name = find_place(_target(given, source)).beside, MODEL_FILE
     with staging_folder(beside) as folder:
         try:
             yield folder / name
         except ServeError as error:
-            shown = str(arguments.output or "the new model")
+            shown = str(given.output or "the new model")
             raise ServeError(error.kind, error.message.replace(str(folder / name), shown)) from None
 
 
-def deliver(staged: Path, source: Subject, provenance: Provenance, arguments: argparse.Namespace) -> Delivered:
+def deliver(staged: Path, source: Subject, provenance: Provenance, given: argparse.Namespace) -> Delivered:
     """Publish the model, move it to ``--output``, or both, with its provenance.
 
     Args:
         staged: The path of ``staged_model``.
         source: The model that it was made from.
         provenance: The provenance of the model.
-        arguments: The arguments, with those of ``add_destination``.
+        given: The arguments, with those of ``add_destination``.
 
     Raises:
         ServeError: As ``publish_version``.
         OSError: The disk is full or cannot be written.
     """
     published: Published | None = None
-    if arguments.output is not None:
+    if given.output is not None:
         write_provenance(provenance, provenance_beside(staged))
-    if arguments.publish is not None:
-        published = publish_version(staged, _target(arguments, source), provenance, arguments)
-    if arguments.output is not None:
+    if given.publish is not None:
+        published = publish_version(staged, _target(given, source), provenance, given)
+    if given.output is not None:
         try:
-            with naming(arguments.output, instead_of=staged.parent):
-                install_files(staged.parent, arguments.output)
+            with naming(given.output, instead_of=staged.parent):
+                install_files(staged.parent, given.output)
         except OSError as error:
             if published is not None:
                 error.strerror = f"{error.strerror}; version {published.version} of {published.name} is published"
             raise
-    output = None if arguments.output is None else str(arguments.output)
+    output = None if given.output is None else str(given.output)
     if published is None:
         return Delivered(output)
     return Delivered(output, published.name, published.version, published.notes)
 
 
-def _target(arguments: argparse.Namespace, source: Subject) -> str:
-    if arguments.publish:
-        return str(arguments.publish)
+def _target(given: argparse.Namespace, source: Subject) -> str:
+    if given.publish:
+        return str(given.publish)
     if source.folder is None:
         raise invalid_input(f"--publish: expected REPOSITORY/name, because {source.path} is not a version of a model")
     return str(source.folder)

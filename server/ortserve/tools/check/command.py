@@ -33,16 +33,16 @@ class CheckResult:
     models: tuple[ModelCheck, ...]
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Check the models.
 
     Raises:
         ServeError: invalid_input: the repository cannot be read, or has no model of this name.
     """
-    repository = Path(arguments.repository)
+    repository = Path(given.repository)
     if not repository.is_dir() and not is_model_file(repository):
-        raise invalid_input(f"'{arguments.repository}': expected a folder of models or an .onnx file on this machine")
-    options, found = check_options(arguments.config)
+        raise invalid_input(f"'{given.repository}': expected a folder of models or an .onnx file on this machine")
+    options, found = check_options(given.config)
     if any(one.kind == "invalid_option" for one in found):
         raise invalid_input("; ".join(one.seen for one in found if one.kind == "invalid_option"))
     free_bytes = read_memory(Files()).free_bytes
@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
         repository,
         options,
         free_bytes,
-        arguments.seconds_per_model,
-        only=arguments.model,
-        jobs=arguments.jobs,
+        given.seconds_per_model,
+        only=given.model,
+        jobs=given.jobs,
     )
     findings = tuple(worst_first(find_in_models(models, None, free_bytes)))
     result = CheckResult(repository=str(repository), findings=findings, models=tuple(models))
@@ -61,5 +61,5 @@ def run(arguments: argparse.Namespace) -> Outcome:
     rows = [(one.label, one.golden) for one in models if one.golden]
     golden = (Table("Golden samples", ("version", "result"), rows),) if rows else ()
     report = Report(title, (Findings(findings), *models_table(models), *golden))
-    fails = failing and arguments.fail_on != "never"
-    return Outcome(result, report, FAILED if fails else status_of(findings, arguments.fail_on))
+    fails = failing and given.fail_on != "never"
+    return Outcome(result, report, FAILED if fails else status_of(findings, given.fail_on))

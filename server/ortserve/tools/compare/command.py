@@ -22,27 +22,24 @@ _ABOUT_ERRORS: Final = (
 )
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Compare two models.
 
     Raises:
         ServeError: invalid_input: a model or the inputs are wrong, or the models cannot be compared.
     """
-    bounds = [parse_bound(text) for text in arguments.max_error]
-    if arguments.labels is None and any(bound.measure == "accuracy" for bound in bounds):
+    bounds = [parse_bound(text) for text in given.max_error]
+    if given.labels is None and any(bound.measure == "accuracy" for bound in bounds):
         raise invalid_input("--max-error accuracy: expected --labels to be given, too")
-    if arguments.min_speedup is not None and not arguments.seconds:
+    if given.min_speedup is not None and not given.seconds:
         raise invalid_input("--min-speedup: expected --seconds above 0")
     reference, candidate = (
-        Timed(find_version(text), arguments.provider, arguments.threads)
-        for text in (arguments.reference, arguments.candidate)
+        Timed(find_version(text), given.provider, given.threads) for text in (given.reference, given.candidate)
     )
-    result = compare_models(
-        reference, candidate, arguments.inputs, arguments.labels, seconds=arguments.seconds, batch=arguments.batch
-    )
+    result = compare_models(reference, candidate, given.inputs, given.labels, seconds=given.seconds, batch=given.batch)
     exceeded = [excess for bound in bounds if (excess := bound.excess(result.agreement))]
-    if arguments.min_speedup is not None and result.speed is not None:
-        exceeded += missed_speedup(result.speed, arguments.min_speedup)
+    if given.min_speedup is not None and result.speed is not None:
+        exceeded += missed_speedup(result.speed, given.min_speedup)
     result = replace(result, exceeded=tuple(exceeded))
     title = f"{_label(result.candidate)} against {_label(result.reference)}"
     return Outcome(result, Report(title, tuple(_blocks(result))), FAILED if exceeded else OK)

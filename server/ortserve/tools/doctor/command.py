@@ -26,28 +26,28 @@ from ortserve.tools.speed import Timed
 from ortserve.tools.subject import find_version
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Examine the machine or the server. Raises ServeError."""
-    subject: str | None = arguments.subject
+    subject: str | None = given.subject
     if subject is not None and is_url(subject):
-        result = _look_at_server(subject, arguments)
-    elif arguments.model:
+        result = _look_at_server(subject, given)
+    elif given.model:
         raise invalid_input("--model: also expected the URL of a server, got none")
     else:
-        result = _look_at_machine(subject, arguments)
+        result = _look_at_machine(subject, given)
     result = replace(result, findings=tuple(worst_first(result.findings)))
-    return Outcome(result, present(result), status_of(result.findings, arguments.fail_on))
+    return Outcome(result, present(result), status_of(result.findings, given.fail_on))
 
 
-def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:
+def _look_at_machine(repository: str | None, given: argparse.Namespace) -> DoctorResult:
     if repository is not None and not Path(repository).is_dir() and not is_model_file(Path(repository)):
         expected = "a folder of models, an .onnx file, or a URL such as http://127.0.0.1:8000"
         raise invalid_input(f"'{repository}': expected {expected}")
     files = Files()
     processors, memory, system = read_processors(files), read_memory(files), read_system(os.environ)
-    options, found = check_options(arguments.config)
+    options, found = check_options(given.config)
     runtime = read_runtime()
-    steadiness = measure_steadiness(processors.allowed, memory.free_bytes, arguments.seconds)
+    steadiness = measure_steadiness(processors.allowed, memory.free_bytes, given.seconds)
     found += find.find_in_runtime(runtime)
     found += find.find_in_processors(processors)
     found += find.find_in_memory(memory)
@@ -55,7 +55,7 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     found += find.find_in_steadiness(steadiness) if steadiness else ()
     models: list[ModelCheck] = []
     if repository is not None:
-        models = check_models(Path(repository), options, memory.free_bytes, arguments.seconds_per_model)
+        models = check_models(Path(repository), options, memory.free_bytes, given.seconds_per_model)
         # With global_threads, models share their threads, so instances do not add threads.
         budget = None if options.global_threads else processors.budget
         found += find.find_in_models(models, budget, memory.free_bytes)
@@ -71,11 +71,11 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     )
 
 
-def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
-    name: str = arguments.model or ""
+def _look_at_server(url: str, given: argparse.Namespace) -> DoctorResult:
+    name: str = given.model or ""
     bare = Timed(find_version(name)).open_with_members() if "/" in name or name.endswith(".onnx") else None
     problem, request = "", None
-    client = Client(address_of(url, arguments, needs_http=True))
+    client = Client(address_of(url, given, needs_http=True))
     try:
         try:
             client.connect()
@@ -84,10 +84,10 @@ def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
                 raise untrusted(client.address, error) from None
             problem = error.verify_message
             client = Client(replace(client.address, is_verified=False))
-        facts = look_at(client, arguments.metrics, problem)
+        facts = look_at(client, given.metrics, problem)
         if name:
             name = bare.subject.name if bare else name
-            request = follow_requests(client, name, bare, arguments.requests)
+            request = follow_requests(client, name, bare, given.requests)
     finally:
         client.close()
     found = tuple(find.find_in_server(facts))

@@ -52,24 +52,24 @@ class GoldenResult:
     agreement: str = ""
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Record or check.
 
     Raises:
         ServeError: invalid_input: wrong arguments; internal: the version disagrees with the samples.
         OSError: The samples cannot be written.
     """
-    _check_options(arguments)
-    subject = find_version(arguments.target)
+    _check_options(given)
+    subject = find_version(given.target)
     folder = golden_folder(subject.path, subject.folder, subject.options)
     if folder is None or subject.version is None:
-        raise invalid_input(f"{arguments.target}: expected REPOSITORY/name[/version], got a single file")
-    result = GoldenResult(action=arguments.action, model=subject.name, version=subject.version, folder=str(folder))
+        raise invalid_input(f"{given.target}: expected REPOSITORY/name[/version], got a single file")
+    result = GoldenResult(action=given.action, model=subject.name, version=subject.version, folder=str(folder))
     if result.action == "check":
         result = replace(result, agreement=_check(subject, folder))
     else:
-        recorded = _record(arguments, subject, folder)
-        outputs = arguments.source or "the version itself"
+        recorded = _record(given, subject, folder)
+        outputs = given.source or "the version itself"
         samples, agreement = recorded.samples, recorded.agreement
         result = replace(result, samples=samples, inputs=recorded.origin, outputs=outputs, agreement=agreement)
     title = f"Golden samples of version {result.version} of {result.model}"
@@ -77,17 +77,17 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(result, Report(title, (facts_of("", result, without=hidden),)))
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
+def _check_options(given: argparse.Namespace) -> None:
     """Raise ServeError: invalid_input, for too many samples, and for options that would have no effect."""
-    if arguments.samples > MAX_SAMPLES:
-        raise invalid_input(f"--samples: expected at most {MAX_SAMPLES:,}, got {arguments.samples:,}")
-    of_record = ("inputs", arguments.inputs), ("from", arguments.source), ("tolerance", arguments.tolerance)
-    for name, value in (*of_record, ("replace", arguments.replace)):
-        if value and arguments.action == "check":
+    if given.samples > MAX_SAMPLES:
+        raise invalid_input(f"--samples: expected at most {MAX_SAMPLES:,}, got {given.samples:,}")
+    of_record = ("inputs", given.inputs), ("from", given.source), ("tolerance", given.tolerance)
+    for name, value in (*of_record, ("replace", given.replace)):
+        if value and given.action == "check":
             raise invalid_input(f"--{name}: expected the action record, got check")
     for flag in ("--model", "--version", *ACCESS_FLAGS):
-        if getattr(arguments, flag[2:].replace("-", "_")) and not is_url(arguments.source or ""):
-            raise invalid_input(f"{flag}: expected --from URL, too, got {arguments.source or 'none'}")
+        if getattr(given, flag[2:].replace("-", "_")) and not is_url(given.source or ""):
+            raise invalid_input(f"{flag}: expected --from URL, too, got {given.source or 'none'}")
 
 
 def _check(subject: Subject, folder: Path) -> str:
@@ -103,17 +103,16 @@ def _check(subject: Subject, folder: Path) -> str:
         return _apart(check_version, subject)
 
 
-def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> Recorded:
+def _record(given: argparse.Namespace, subject: Subject, folder: Path) -> Recorded:
     if subject.options.is_ragged:
         raise invalid_input(f"{subject.name}: expected a model without ragged batches, whose samples share outputs")
-    if folder.exists() and not arguments.replace:
+    if folder.exists() and not given.replace:
         raise invalid_input(f"{folder}: expected a version without golden samples; --replace replaces existing ones")
-    tolerances = _tolerances(arguments.tolerance) or kept_tolerances(folder)
-    source = _source(arguments, subject)
+    tolerances = _tolerances(given.tolerance) or kept_tolerances(folder)
+    source = _source(given, subject)
     with staging_folder(folder) as staging, progress("recording in another process"):
         staged = staging / folder.name
-        given = (subject, source, arguments.inputs, arguments.samples, tolerances, staged)
-        recorded = _apart(record_samples, *given)
+        recorded = _apart(record_samples, subject, source, given.inputs, given.samples, tolerances, staged)
         for path in (*staged.iterdir(), staged):
             sync(path)
         _install(staged, folder, staging / "before")
@@ -143,13 +142,13 @@ def _install(staged: Path, folder: Path, before: Path) -> None:
     sync(folder.parent)
 
 
-def _source(arguments: argparse.Namespace, subject: Subject) -> Subject | Control | None:
-    if arguments.source is None:
+def _source(given: argparse.Namespace, subject: Subject) -> Subject | Control | None:
+    if given.source is None:
         return None
-    if not is_url(arguments.source):
-        return find_model(arguments.source)
-    address = address_of(arguments.source, arguments)
-    return Control(address, arguments.model or subject.name, arguments.version, _TIMEOUT_S)
+    if not is_url(given.source):
+        return find_model(given.source)
+    address = address_of(given.source, given)
+    return Control(address, given.model or subject.name, given.version, _TIMEOUT_S)
 
 
 def _tolerances(given: Sequence[str]) -> dict[str, dict[str, float]]:

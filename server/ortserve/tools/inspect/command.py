@@ -37,7 +37,7 @@ _ABOUT_MEMORY: Final = (
 )
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Inspect a model.
 
     Raises:
@@ -45,19 +45,19 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """
     ort.set_default_logger_severity(4)  # the errors of providers contain what they log at start
     with progress("reading the model") as step:
-        result = _inspect(arguments, step)
+        result = _inspect(given, step)
     report = Report(f"{result.model}: {result.path}", tuple(_blocks(result)))
-    return Outcome(result, report, status_of(result.findings, arguments.fail_on))
+    return Outcome(result, report, status_of(result.findings, given.fail_on))
 
 
-def _inspect(arguments: argparse.Namespace, step: ShowProgress) -> InspectResult:
-    subject = _with_providers(find_model(arguments.model), arguments.provider)
+def _inspect(given: argparse.Namespace, step: ShowProgress) -> InspectResult:
+    subject = _with_providers(find_model(given.model), given.provider)
     settings = subject.options.session
     step(0, "opening the model on the CPU")
     opened, optimized = open_optimized(subject, "cpu")
     signature = opened.signature
-    if arguments.inputs is not None:
-        read_inputs(arguments.inputs, signature)
+    if given.inputs is not None:
+        read_inputs(given.inputs, signature)
     content = describe_content(opened)
     placed = {CPU: (describe_placement(opened, optimized), optimized)}
     axes, unbounded = opened.rows, why_unbounded(opened.graph, signature)
@@ -70,9 +70,9 @@ def _inspect(arguments: argparse.Namespace, step: ShowProgress) -> InspectResult
     on_cuda, cuda_graph = placed.get(CUDA, (None, simplified))
     has_cuda = on_cuda is not None and not on_cuda.problem
     rows, seen, memory, loaded = None, "", None, None
-    if not arguments.no_run:
+    if not given.no_run:
         rows, seen, loaded = load_and_try(subject, step, captures=has_cuda)
-        memory = _memory(arguments, subject, optimized.model, step)
+        memory = _memory(given, subject, optimized.model, step)
     alone_because = _why_alone(signature, axes, rows)
     alone = f"requests run one at a time, and only batches have buffers: {alone_because}" if alone_because else ""
     shapes_vary = alone or unbounded
@@ -138,13 +138,13 @@ def _lacks_rows(signature: ModelSignature) -> bool:
     return not signature.is_batched and (not signature.inputs or any(spec.why_no_rows("") for spec in tensors))
 
 
-def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step: ShowProgress) -> Memory:
+def _memory(given: argparse.Namespace, subject: Subject, graph: Model, step: ShowProgress) -> Memory:
     weights = sum(one.nbytes for one in count_weights(graph))
     step(0, "measuring memory in another process")
     try:
-        return measure_memory(subject, arguments.inputs, sorted({*arguments.batch}), weights, arguments.seconds)
+        return measure_memory(subject, given.inputs, sorted({*given.batch}), weights, given.seconds)
     except ServeError as error:
-        if arguments.inputs is not None:
+        if given.inputs is not None:
             raise
         return Memory(weights, None, [], inputs="", threads=None, problem=error.message)
 

@@ -20,42 +20,42 @@ _WATCH_S: Final = 1.0
 """Interval between two readings."""
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Carry out the action, and show the versions that it concerns.
 
     Raises:
         ServeError: invalid_input, for wrong arguments; otherwise as the server answers.
     """
-    _check_arguments(arguments)
-    server = ModelServer(address_of(arguments.url, arguments, needs_http=True), arguments.timeout_s)
+    _check_arguments(given)
+    server = ModelServer(address_of(given.url, given, needs_http=True), given.timeout_s)
     try:
-        outcome = _shown(server, arguments, _change(server, arguments))
-        while arguments.watch:
+        outcome = _shown(server, given, _change(server, given))
+        while given.watch:
             print_report(outcome.report)
-            outcome = _next(server, arguments, outcome)
+            outcome = _next(server, given, outcome)
         return outcome
     finally:
         server.close()
 
 
-def _check_arguments(arguments: argparse.Namespace) -> None:
+def _check_arguments(given: argparse.Namespace) -> None:
     """Raise ServeError: invalid_input, for arguments that do not fit the action."""
-    action, model = arguments.action, arguments.model
+    action, model = given.action, given.model
     if model and "://" in model:
         raise invalid_input(f"{action}: expected the URL of the server as --url {model}")
     if bool(model) == (action == "list"):
         raise invalid_input(f"{action}: expected {'no model' if model else 'the name of a MODEL'}")
-    if arguments.changes and action not in ("labels", "rollout", "promote"):
-        raise invalid_input(f"{action}: expected nothing after the model, got '{arguments.changes[0]}'")
-    if arguments.watch and (action not in ("list", "status", "rollout") or arguments.changes):
+    if given.changes and action not in ("labels", "rollout", "promote"):
+        raise invalid_input(f"{action}: expected nothing after the model, got '{given.changes[0]}'")
+    if given.watch and (action not in ("list", "status", "rollout") or given.changes):
         raise invalid_input(f"--watch: expected list, status or rollout without a change, got {action}")
-    if arguments.watch and arguments.json:
+    if given.watch and given.json:
         raise invalid_input("--watch: expected tables, got --json")
 
 
-def _change(server: ModelServer, arguments: argparse.Namespace) -> str:
+def _change(server: ModelServer, given: argparse.Namespace) -> str:
     """Carry out the action. Returns why it changed nothing; empty if it did, or only shows the models."""
-    action, model, changes = arguments.action, arguments.model, arguments.changes
+    action, model, changes = given.action, given.model, given.changes
     path = path_of(model)
     match action:
         case "load":
@@ -79,26 +79,26 @@ def _change(server: ModelServer, arguments: argparse.Namespace) -> str:
     return ""
 
 
-def _next(server: ModelServer, arguments: argparse.Namespace, before: Outcome) -> Outcome:
+def _next(server: ModelServer, given: argparse.Namespace, before: Outcome) -> Outcome:
     """Wait until the result changes, and return the new one."""
     while True:
         time.sleep(_WATCH_S)
-        outcome = _shown(server, arguments)
+        outcome = _shown(server, given)
         if outcome.result != before.result:
             return outcome
 
 
-def _shown(server: ModelServer, arguments: argparse.Namespace, note: str = "") -> Outcome:
-    model, action = arguments.model, arguments.action
+def _shown(server: ModelServer, given: argparse.Namespace, note: str = "") -> Outcome:
+    model, action = given.model, given.action
     versions = server.versions(model, with_counts=action == "status")
-    given = server.labels(model) if model else ModelLabels()
+    labels = server.labels(model) if model else ModelLabels()
     rollout = server.rollout(model) if action in ("status", "rollout") else None
     result = ModelsResult(
         action=action,
-        url=arguments.url,
+        url=given.url,
         versions=versions,
-        labels=given.versions,
-        previous=given.previous,
+        labels=labels.versions,
+        previous=labels.previous,
         rollout=None if rollout is None else {"model": model, **asdict(rollout)},
         note=note,
     )

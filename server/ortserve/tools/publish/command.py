@@ -47,23 +47,23 @@ class PublishResult:
     notes: tuple[str, ...]
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(given: argparse.Namespace) -> Outcome:
     """Publish a model.
 
     Raises:
         ServeError: invalid_input: as ``publish_version``.
         OSError: The repository cannot be written.
     """
-    source = find_model(arguments.model)
-    find_place(arguments.target)
+    source = find_model(given.model)
+    find_place(given.target)
     read_graph(source.path)  # first, because a file that cannot be read is a wrong argument
-    provenance, notes = trace(source, arguments.command_line)
-    options_text = _read_options(arguments.options)
-    published = publish_version(source.path, arguments.target, provenance, arguments, options_text)
+    provenance, notes = trace(source, given.command_line)
+    options_text = _read_options(given.options)
+    published = publish_version(source.path, given.target, provenance, given, options_text)
     result = PublishResult(
         model=published.name,
         version=published.version,
-        folder=str(Path(arguments.target) / str(published.version)),
+        folder=str(Path(given.target) / str(published.version)),
         digest=provenance.model.digest,
         nbytes=provenance.model.nbytes,
         provenance=provenance.summary,
