@@ -27,7 +27,7 @@ from ortserve.registry.repository.provenance import PROVENANCE_FILE, provenance_
 from ortserve.tools.command import json_text
 from ortserve.tools.doctor.machine import Files, read_processors
 from ortserve.tools.report import number_text
-from ortserve.tools.speed import Speed
+from ortserve.tools.speed import Speed, speed_text
 from ortserve.tools.subject import Subject
 
 LIBRARIES: Final = ("numpy", "onnxscript", "onnx_ir", "onnxslim", "onnxconverter_common", "sympy", "optuna")
@@ -169,17 +169,6 @@ def with_summary(provenance: Provenance) -> Provenance:
     if speed is not None:
         parts.append(speed_text(speed))
     return replace(provenance, summary=", ".join((*parts, *provenance.notes)))
-
-
-def speed_text(speed: Speed) -> str:
-    """The ratio of a speed in words: ``1.42 times as fast (1.38 to 1.47)``."""
-    ratio = speed.ratio
-    if ratio.low is None or ratio.high is None:
-        return f"{number_text(ratio.value)} times as fast (too few runs for an interval)"
-    interval = f"{number_text(ratio.low)} to {number_text(ratio.high)}"
-    if ratio.low <= 1 <= ratio.high:
-        return f"{number_text(ratio.value)} times as fast, no difference beyond the noise ({interval})"
-    return f"{number_text(ratio.value)} times as fast ({interval})"
 
 
 def read_provenance(model: Path) -> Provenance | None:

@@ -22,6 +22,7 @@ from ortserve.errors import invalid_input
 from ortserve.tools.console import progress
 from ortserve.tools.ensemble import Opened, open_ensemble
 from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.report import number_text
 from ortserve.tools.statistics import Estimate, estimate_ratio
 from ortserve.tools.subject import Subject
 
@@ -107,6 +108,17 @@ class Speed:
     def is_slower(self) -> bool:
         """Whether it is slower than the first model, beyond the noise."""
         return self.ratio.high is not None and self.ratio.high < 1
+
+
+def speed_text(speed: Speed) -> str:
+    """The ratio of a speed in words: ``1.42 times as fast (1.38 to 1.47)``."""
+    ratio = speed.ratio
+    if ratio.low is None or ratio.high is None:
+        return f"{number_text(ratio.value)} times as fast (too few runs for an interval)"
+    interval = f"{number_text(ratio.low)} to {number_text(ratio.high)}"
+    if ratio.low <= 1 <= ratio.high:
+        return f"{number_text(ratio.value)} times as fast, no difference beyond the noise ({interval})"
+    return f"{number_text(ratio.value)} times as fast ({interval})"
 
 
 def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: float) -> tuple[Speed, ...]:

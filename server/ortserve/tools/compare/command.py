@@ -11,9 +11,8 @@ from ortserve.errors import invalid_input
 from ortserve.tools.command import FAILED, OK, Outcome
 from ortserve.tools.compare.measure import compare_models
 from ortserve.tools.compare.result import ComparedModel, CompareResult
-from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import Block, Cell, Facts, Report, Table, Text, bytes_text, number_text, table_of
-from ortserve.tools.speed import Speed, Timed
+from ortserve.tools.speed import Speed, Timed, speed_text
 from ortserve.tools.subject import find_version
 
 _ABOUT_ERRORS: Final = (

@@ -8,8 +8,8 @@ from ortserve.tools.compare.measure import SYNTHETIC_NOTE
 from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.optimize.checking import Look
 from ortserve.tools.optimize.pipeline import Draft
-from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import Finding, FindingCatalog
+from ortserve.tools.speed import speed_text
 
 _RUNTIME: Final = frozenset({"com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
 

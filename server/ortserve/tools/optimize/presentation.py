@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from ortserve.tools.optimize.result import OptimizeResult
-from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import (
     NOTHING,
     Block,
@@ -16,6 +15,7 @@ from ortserve.tools.report import (
     number_text,
     table_of,
 )
+from ortserve.tools.speed import speed_text
 
 _MAX_ROWS = 20
 

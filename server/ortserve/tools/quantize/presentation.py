@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Final
 
-from ortserve.tools.provenance import speed_text
 from ortserve.tools.quantize.result import NodeCost, QuantizeResult
 from ortserve.tools.report import (
     NOTHING,
@@ -18,6 +17,7 @@ from ortserve.tools.report import (
     number_text,
     table_of,
 )
+from ortserve.tools.speed import speed_text
 
 _MAX_ROWS: Final = 20
 
