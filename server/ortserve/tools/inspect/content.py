@@ -30,7 +30,7 @@ def describe_content(opened: OpenModel) -> Content:
         external_nbytes={name: file.stat().st_size for name, file in external.items() if is_file(file)},
         producer=session.get_modelmeta().producer_name,
         opsets={domain or "ai.onnx": version for domain, version in model.opsets.items()},
-        operators=count_operators(model),
+        operators=nodes_by_operator(model),
         weights=count_weights(model),
         initializers_as_inputs=[one.name for one in session.get_overridable_initializers()],
     )
@@ -46,7 +46,7 @@ def describe_tensors(specs: Sequence[TensorSpec]) -> list[TensorInfo]:
     return found
 
 
-def count_operators(model: Model) -> dict[str, int]:
+def nodes_by_operator(model: Model) -> dict[str, int]:
     """Nodes by operator, the most frequent first."""
     return dict(Counter(operator_name(node) for node in all_nodes(model)).most_common())
 

@@ -16,7 +16,7 @@ from ortserve.engine.scratch import scratch_folder
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import UNREADABLE, Model, all_nodes
 from ortserve.model_file.reading import read_model
-from ortserve.tools.inspect import content
+from ortserve.tools.inspect.content import described, nodes_by_operator
 from ortserve.tools.inspect.result import Placement
 from ortserve.tools.opening import OpenModel, open_model, saving_graph
 from ortserve.tools.subject import Subject
@@ -96,7 +96,7 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
 def describe_placement(opened: OpenModel, optimized: Optimized) -> Placement:
     """The placement that a session reports."""
     provider, operators = opened.choice.name, count_operators(opened.session)
-    copies = [content.described(node) for node in all_nodes(optimized.model) if node.op in COPIES]
+    copies = [described(node) for node in all_nodes(optimized.model) if node.op in COPIES]
     return Placement(
         provider,
         problem="",
@@ -104,7 +104,7 @@ def describe_placement(opened: OpenModel, optimized: Optimized) -> Placement:
         operators={name: dict(kinds) for name, kinds in operators.items()},
         elsewhere=describe_elsewhere(provider, operators),
         copies=copies if optimized.is_saved else None,
-        fused=content.count_operators(optimized.model) if optimized.is_saved else None,
+        fused=nodes_by_operator(optimized.model) if optimized.is_saved else None,
     )
 
 

@@ -20,7 +20,7 @@ from ortserve.model_file.graph import all_nodes
 from ortserve.tools.compare.arguments import BATCH
 from ortserve.tools.compare.measure import common_rows, measure_agreement
 from ortserve.tools.inputs import choose_inputs
-from ortserve.tools.inspect.content import count_operators
+from ortserve.tools.inspect.content import nodes_by_operator
 from ortserve.tools.inspect.placement import open_optimized
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.optimize.files import nbytes_of
@@ -144,13 +144,13 @@ def _open_and_look(model: Timed) -> tuple[OpenModel, Look]:
     _check_file(path)
     provider = model.provider or choose_provider(model.subject.options.execution_providers).name
     opened, optimized = open_optimized(model.subject, provider)
-    operators = count_operators(opened.graph)
+    operators = nodes_by_operator(opened.graph)
     run = sum(1 for _ in all_nodes(optimized.model)) if optimized.is_saved else None
     look = Look(
         shape=Shape(sum(operators.values()), run, nbytes_of(path)),
         inputs=tuple(spec.name for spec in opened.signature.inputs),
         operators=operators,
-        fused=fused_operators({}, count_operators(optimized.model)),
+        fused=fused_operators({}, nodes_by_operator(optimized.model)),
         almost=tuple(almost_fused(optimized.model, opened.graph)),
         domains=tuple(sorted({node.domain for node in all_nodes(opened.graph)} - _STANDARD)),
         provider=opened.choice.name,

@@ -19,7 +19,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.reading import read_model
 from ortserve.registry.recording import write_arrays
 from ortserve.tools.console import ShowProgress
-from ortserve.tools.inspect.content import count_operators
+from ortserve.tools.inspect.content import nodes_by_operator
 from ortserve.tools.optimize.checking import Checked, Kind, Look, check
 from ortserve.tools.optimize.files import nbytes_of
 from ortserve.tools.optimize.recognition import fused_operators
@@ -230,7 +230,7 @@ def _may_gain(model: Path, target: Path) -> bool:
 
     Fusions may add nodes to the file, such as reshapes for an attention, and still leave fewer nodes to run.
     """
-    before, after = (count_operators(read_model(path)) for path in (model, target))
+    before, after = (nodes_by_operator(read_model(path)) for path in (model, target))
     if fused_operators(before, after) or sum(after.values()) < sum(before.values()):
         return True
     return nbytes_of(target) < nbytes_of(model) - _MIN_SAVED_BYTES
