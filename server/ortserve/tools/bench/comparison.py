@@ -39,8 +39,19 @@ def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, s
         left.remove(other)
         before, after = _values(one), _values(other)
         for name in (name for name in before if name in after):
-            values, ratio = (before[name].value, after[name].value), compare(before[name], after[name])
-            change = Change(*_key(one), name, *values, ratio.value, ratio.low, ratio.high, ratio.is_significant)
+            ratio = compare(before[name], after[name])
+            change = Change(
+                way=one.way,
+                load=one.load,
+                batch=one.batch,
+                value=name,
+                first=before[name].value,
+                second=after[name].value,
+                ratio=ratio.value,
+                low=ratio.low,
+                high=ratio.high,
+                is_significant=ratio.is_significant,
+            )
             changes.append(change)
         slow = {"first": one.generator.too_slow_because, "second": other.generator.too_slow_because}
         problems += [f"{one.way} {one.load}: {which}: {why[0]}" for which, why in slow.items() if why]

@@ -174,8 +174,15 @@ def _generator(
                 f"answers waited {waited_us:,.0f} µs for the generator, "
                 f"more than {_WAIT_SHARE:.0%} of the median of {median.ms:.3g} ms"
             )
-    processes = len(rounds[0].finished)
-    return Generator(processes, cpu_share, late_p50_us, late_p99_us, sent_share, tuple(reasons), waited_us)
+    return Generator(
+        processes=len(rounds[0].finished),
+        cpu_share=cpu_share,
+        late_p50_us=late_p50_us,
+        late_p99_us=late_p99_us,
+        sent_share=sent_share,
+        too_slow_because=tuple(reasons),
+        waited_us=waited_us,
+    )
 
 
 def judge_generator(cpu_share: float, late_us: np.ndarray, sent_share: float, asked: Percentile | None) -> list[str]:

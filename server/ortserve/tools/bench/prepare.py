@@ -147,9 +147,16 @@ def prepare_model(target: str, way: str, batch: int, given: Namespace) -> Prepar
         signature = interface.client
         arrays = tuple(as_clients_send(model, interface, one) for one in arrays)
         expected = [as_clients_see(interface, one) for one in expected]
-    plan = ModelPlan(subject, way, given.provider, given.threads, arrays, batch)
     return Prepared(
-        target, way, "", batch, plan, inputs.origin, expected, source, lambda _, outputs: _named(signature, outputs)
+        target=target,
+        way=way,
+        server="",
+        batch=batch,
+        plan=ModelPlan(subject, way, given.provider, given.threads, inputs=arrays, rows=batch),
+        origin=inputs.origin,
+        expected=expected,
+        expected_from=source,
+        read=lambda _, outputs: _named(signature, outputs),
     )
 
 
@@ -207,9 +214,25 @@ def prepare_server(address: Address, protocol: str, batch: int, given: Namespace
         ]
     else:
         requests = list(map(encode, tensors))
-    messages = tuple(_message(control, request) for request in requests)
-    plan = ServerPlan(address, messages, protocol == "grpc-stream", given.connections, length)
-    return Prepared(address.url, protocol, server, batch, plan, origin, expected, source, read, control)
+    plan = ServerPlan(
+        address=address,
+        requests=tuple(_message(control, request) for request in requests),
+        is_stream=protocol == "grpc-stream",
+        max_connections=given.connections,
+        sequence_length=length,
+    )
+    return Prepared(
+        target=address.url,
+        way=protocol,
+        server=server,
+        batch=batch,
+        plan=plan,
+        origin=origin,
+        expected=expected,
+        expected_from=source,
+        read=read,
+        control=control,
+    )
 
 
 def _compare_with(

@@ -67,9 +67,13 @@ class UsageMeter:
         used_s, seconds, all_s, idle_s = self._used_s.tolist()
         if not self._processes or not seconds:
             return None
-        busy = 1 - idle_s / max(1e-9, all_s)
-        per_request_us = used_s / max(1, answers) * 1e6
-        return ServerUsage(len(self._processes), used_s / seconds, per_request_us, self._resident, busy)
+        return ServerUsage(
+            processes=len(self._processes),
+            processors=used_s / seconds,
+            cpu_us_per_request=used_s / max(1, answers) * 1e6,
+            resident_bytes=self._resident,
+            machine_busy=1 - idle_s / max(1e-9, all_s),
+        )
 
     def _batches(self) -> dict[int, int] | None:
         return self._control.batches() if self._control else None
