@@ -74,15 +74,21 @@ class _Arm:
         plain = self._plain = self._open(None, {"optimized_model_file": None})
         self._inputs, self._has_samples = choose_inputs(plain, inputs), inputs is not None
         self._rows = rows if plain.signature.is_batched else 1
-        graph, settings = plain.graph, {name: str(value) for name, value in variant.settings.items()}
-        about = (variant.label, plain.choice.name, plain.threads, settings, self._inputs.origin, self._rows)
-        self.runs = Runs(*about, source=graph.graph)
+        self.runs = Runs(
+            label=variant.label,
+            provider=plain.choice.name,
+            threads=plain.threads,
+            settings={name: str(value) for name, value in variant.settings.items()},
+            inputs=self._inputs.origin,
+            rows=self._rows,
+            source=plain.graph.graph,
+        )
         self._graph_file = trace.with_suffix(".onnx")
         if rows > 1 and not plain.signature.is_batched:
             because = plain.signature.unbatched_because
             self.runs.notes.append(f"runs have one row, because the model is not batched: {because}")
         entries = variant.settings.get("entries", variant.subject.options.session.entries)
-        self._profiled = self._open(trace, saving_graph(graph, entries, self._graph_file))
+        self._profiled = self._open(trace, saving_graph(plain.graph, entries, self._graph_file))
         self._overhead = CallOverhead(plain.threads, trace.with_name(f"{trace.name}-overhead"))
         self._runners = [(plain.runner(), self.runs.plain), (self._profiled.runner(), self.runs.profiled)]
 

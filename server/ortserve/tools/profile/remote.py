@@ -63,22 +63,28 @@ def profile_server(address: Address, given: Namespace) -> tuple[Runs, Batches, b
         profile = _PROFILE.validate_python({**orjson.loads(head + b"}"), "trace": rest.removesuffix(b"}")})
         batches = profile.batches
         runs = Runs(
-            given.model,
-            profile.execution_provider,
-            profile.intra_op_threads,
-            profile.settings,
-            "requests of the server",
-            fmean(batch.rows for batch in batches),
-            [RunTime(batch.plain_ns, batch.plain_cpu_ns) for batch in batches],
-            [RunTime(batch.profiled_ns, batch.profiled_cpu_ns) for batch in batches],
-            read_trace(profile.trace.splitlines()),
-            profile.call_overhead_us,
+            label=given.model,
+            provider=profile.execution_provider,
+            threads=profile.intra_op_threads,
+            settings=profile.settings,
+            inputs="requests of the server",
+            rows=fmean(batch.rows for batch in batches),
+            plain=[RunTime(batch.plain_ns, batch.plain_cpu_ns) for batch in batches],
+            profiled=[RunTime(batch.profiled_ns, batch.profiled_cpu_ns) for batch in batches],
+            trace=read_trace(profile.trace.splitlines()),
+            call_overhead_us=profile.call_overhead_us,
         )
         served_ms = fmean(batch.served_ns for batch in batches) / 1e6
     except (ValueError, TypeError):
         raise another_kind(address, "got an answer that is not a profile") from None
-    answered = sum(batch.requests for batch in batches)
-    summary = Batches(profile.version, answered, requests, len(batches), served_ms, profile.ended_because)
+    summary = Batches(
+        version=profile.version,
+        requests=sum(batch.requests for batch in batches),
+        asked=requests,
+        batches=len(batches),
+        served_ms=served_ms,
+        ended_because=profile.ended_because,
+    )
     del runs.trace.runs[: profile.warm_up_runs]
     found = len(runs.trace.runs)
     if found != len(batches):

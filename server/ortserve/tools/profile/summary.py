@@ -97,7 +97,7 @@ def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
             times_us[:, rows[call.node], number] += (self_us, total_us, call.gap_us, call.thread_us, call.wait_us)
     # Times of operators and of whole runs are sums of these values, because typical values of sums would not add up.
     typical_ms = typical(times_us[:3], runs.groups).clip(0).T / 1e3
-    thread_us = times_us[3:].sum(axis=-1).T
+    threads_us = times_us[3:].sum(axis=-1).T
     matches = {} if runs.optimized is None else match_nodes(trace, runs.optimized)
     sums = []
     for row, (key, indices) in enumerate(of_node.items()):
@@ -105,8 +105,20 @@ def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
         node, constants = (matched.node, matched.constants) if matched else (None, {})
         kinds, called = [trace.nodes[index] for index in indices], [calls[index] for index in indices]
         works = [find_work(kind, node, constants) for kind in kinds]
-        amounts = _weighted([one.operations for one in works], called), _weighted([one.nbytes for one in works], called)
-        sums.append(_Sum(kinds, matched, sum(called), *amounts, *typical_ms[row].tolist(), *thread_us[row].tolist()))
+        (self_ms, total_ms, gap_ms), (thread_us, wait_us) = typical_ms[row].tolist(), threads_us[row].tolist()
+        found = _Sum(
+            kinds=kinds,
+            matched=matched,
+            calls=sum(called),
+            operations=_weighted([one.operations for one in works], called),
+            nbytes=_weighted([one.nbytes for one in works], called),
+            self_ms=self_ms,
+            total_ms=total_ms,
+            gap_ms=gap_ms,
+            thread_us=thread_us,
+            wait_us=wait_us,
+        )
+        sums.append(found)
     return sums, times_us[0], times_us[2]
 
 

@@ -169,11 +169,18 @@ class _Reader:
         before_us = execution.start_us
         for event in execution.inner:
             index = self._index_of(event, path)
-            self_us = max(0, event.total_us - sum(inner.total_us for inner in event.inner))
-            gap_us = max(0, event.start_us - before_us)
-            threads = _thread_times(event, blocks)
-            start_us, inside = event.start_us - zero_us, _count_calls(event)
-            calls.append(Call(index, start_us, event.total_us, self_us, inside, gap_us, *threads))
+            thread_us, wait_us = _thread_times(event, blocks)
+            call = Call(
+                node=index,
+                start_us=event.start_us - zero_us,
+                total_us=event.total_us,
+                self_us=max(0, event.total_us - sum(inner.total_us for inner in event.inner)),
+                calls=_count_calls(event),
+                gap_us=max(0, event.start_us - before_us),
+                thread_us=thread_us,
+                wait_us=wait_us,
+            )
+            calls.append(call)
             before_us = event.start_us + event.total_us
             for inner in event.inner:
                 self._add_calls(inner, zero_us, (*path, self.trace.nodes[index].name), calls, blocks)
