@@ -129,8 +129,9 @@ def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureReques
     logs = {"ortserve": server.output, "fetch-models": "MODELS_SHA256: expected 9f86…"}
     kubelet = Kubelet({8000: int(port)}, variables, logs, {"ortserve": LAST_LOG})
     with serving_api(tmp_path / "cluster", kubelet) as kubeconfig:
-        # kubectl caches its discovery of a cluster in the home folder.
-        console = Console(root, {"PATH": path, "HOME": str(tmp_path), "KUBECONFIG": str(kubeconfig)})
+        # kubectl caches its discovery of a cluster in the home folder. Short commands need no garbage collector.
+        environment = {"PATH": path, "HOME": str(tmp_path), "KUBECONFIG": str(kubeconfig), "GOGC": "off"}
+        console = Console(root, environment)
         yield console
     callspec = getattr(request.node, "callspec", None)
     assert not callspec or set(callspec.params.get("commands", [])) <= set(console.typed)
