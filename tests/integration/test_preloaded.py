@@ -118,11 +118,10 @@ def test_system_without_processes_gets_an_answer(monkeypatch: pytest.MonkeyPatch
     def refuse() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(preloaded, "_import_for", lambda kind: None)
     monkeypatch.setattr(os, "fork", refuse)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with mine, theirs:
         mine.send(json.dumps({}).encode())
         mine.shutdown(socket.SHUT_WR)
-        preloaded._serve_orders(theirs, "tools")
+        preloaded._serve_orders(theirs)
         assert mine.recv(4096).startswith(b" BlockingIOError")

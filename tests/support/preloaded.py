@@ -66,6 +66,8 @@ _ALSO_FOR_TOOLS: Final = (
 """Modules that commands import on first use."""
 
 Kind = Literal["servers", "tools"]
+_TOOLS_TEMPLATE: Final = "preloaded"
+"""Named as the module of the order to become the template of tools."""
 
 
 class PreloadedProcess:
@@ -73,7 +75,7 @@ class PreloadedProcess:
 
     Attributes:
         pid: Its process id.
-        stdout: Its standard output and standard error.
+        stdout: Its standard output and standard error; None for a template.
     """
 
     @classmethod
@@ -97,7 +99,7 @@ class PreloadedProcess:
             return None
         return cls(pid, output)
 
-    def __init__(self, pid: int, stdout: TextIO) -> None:
+    def __init__(self, pid: int, stdout: TextIO | None = None) -> None:
         self.pid: Final = pid
         self.stdout: Final = stdout
         self._ended = os.pidfd_open(pid)
@@ -190,7 +192,7 @@ def _is_read_early(env: Mapping[str, str]) -> bool:
 
 
 class _Template:
-    """A process that has imported what the processes need that it forks."""
+    """A process that has imported what the processes need that it forks. That of servers forks that of tools."""
 
     def __init__(self, kind: Kind) -> None:
         # Forked processes become orphans when the intermediate process ends. As a subreaper, this process then adopts
@@ -201,9 +203,8 @@ class _Template:
         for end in (self._orders, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
         self._orders.settimeout(_ANSWER_LIMIT_S)
-        command = [sys.executable, __file__, str(theirs.fileno()), kind]
-        self._process = _Popen(command, pass_fds=[theirs.fileno()], env=_ENVIRONMENT)
-        theirs.close()
+        with theirs:
+            self._process = _start_template(kind, theirs.fileno())
 
     def fork(self, order: Mapping[str, Any], files: Mapping[int, int]) -> int | None:
         """Fork a process with these open files, by the descriptor that each has there.
@@ -233,6 +234,21 @@ class _Template:
         self._process.wait()
 
 
+def _start_template(kind: Kind, orders: int) -> "subprocess.Popen[bytes] | PreloadedProcess":
+    """Start the process that receives its orders from this socket.
+
+    Raises:
+        OSError: The system starts no process.
+    """
+    if kind == "servers":
+        return _Popen([sys.executable, __file__, str(orders)], pass_fds=[orders], env=_ENVIRONMENT)
+    order = {"module": _TOOLS_TEMPLATE, "arguments": [str(orders)], "env": _ENVIRONMENT, "cwd": str(Path.cwd())}
+    pid = _fork("servers", order, {orders: orders})
+    if pid is None:
+        raise BlockingIOError("no process forks the template of tools")
+    return PreloadedProcess(pid)
+
+
 class _FailedStartError(Exception):
     """A forked process could not become what its order says."""
 
@@ -243,8 +259,8 @@ _EXECUTABLE: Final = sys.executable
 _Popen: Final = subprocess.Popen
 """The class itself: tests replace the name by ``PreloadedPopen``."""
 _TEMPLATES: Final[dict[Kind, _Template]] = {}
-_LOCK: Final = threading.Lock()
-"""For the templates, each of which answers one order at a time."""
+_LOCK: Final = threading.RLock()
+"""For the templates, each of which answers one order at a time; entered again to start the one of tools."""
 
 
 def _fork(kind: Kind, order: Mapping[str, Any], files: Mapping[int, int]) -> int | None:
@@ -260,32 +276,29 @@ def _fork(kind: Kind, order: Mapping[str, Any], files: Mapping[int, int]) -> int
             return None
 
 
-def _import_for(kind: str) -> None:
-    """Import what processes need, and make the calls whose first time takes longer."""
+def _import_for_servers() -> None:
+    """Import what servers need, and make the calls whose first time takes longer."""
     from ortserve.app import run  # noqa: F401
     from ortserve.cli.main import main  # noqa: F401
     from ortserve.config.options import read_options
     from ortserve.frontends.http.control_app import make_control_app
 
-    if kind == "tools":
-        for command in _TOOLS:
-            import_module(f"ortserve.tools.{command}.arguments")
-            import_module(f"ortserve.tools.{command}.command")
-        for module in _ALSO_FOR_TOOLS:
-            import_module(module)
-        return
     # The first call takes three times as long, because libraries import modules and compile expressions on first use.
     read_options({})
     unused = (Mock() for _ in range(5))
     make_control_app(*unused, title="never served")
 
 
-def _serve_orders(orders: socket.socket, kind: str) -> None:
-    """Fork a process for each order, until the test run has ended."""
-    statuses: list[int] = []
-    atexit.register(_end_with, statuses)  # before libraries register theirs, because the first one is called last
-    _import_for(kind)
+def _import_for_tools() -> None:
+    for command in _TOOLS:
+        import_module(f"ortserve.tools.{command}.arguments")
+        import_module(f"ortserve.tools.{command}.command")
+    for module in _ALSO_FOR_TOOLS:
+        import_module(module)
 
+
+def _serve_orders(orders: socket.socket) -> None:
+    """Fork a process for each order, until the test run has ended."""
     # A process collects garbage at its start, which would inspect, and so copy, all that was imported here.
     gc.collect()
     gc.freeze()
@@ -316,11 +329,7 @@ def _serve_orders(orders: socket.socket, kind: str) -> None:
             orders.close()
             if problem:
                 os._exit(1)
-            try:
-                _run(order)
-            except SystemExit as ended:
-                statuses += [ended.code or 0] if isinstance(ended.code, int | None) else []
-                raise
+            _run(order)
         for file in files:
             os.close(file)
         if between is not None:
@@ -381,7 +390,11 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
 
 
 def _run(order: Mapping[str, Any]) -> None:
-    """Run the module or the program, as the interpreter does with ``-m`` and ``-c``."""
+    """Run the module or the program, as the interpreter does with ``-m`` and ``-c``, or be the template of tools."""
+    if order.get("module") == _TOOLS_TEMPLATE:
+        _import_for_tools()
+        _serve_orders(_orders_at(int(order["arguments"][0])))
+        sys.exit()
     sys.path[0] = ""
     program = order.get("program")
     sys.argv = ["-c" if program else "ortserve", *order["arguments"]]
@@ -397,8 +410,24 @@ def _run(order: Mapping[str, Any]) -> None:
     sys.exit()
 
 
+def _orders_at(number: int) -> socket.socket:
+    """The socket at this descriptor, moved to one that no forked process gets."""
+    above = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FREE_FILE)
+    os.close(number)
+    return socket.socket(fileno=above)
+
+
+def _main() -> None:
+    """Be the template of servers, and in forked processes what their orders say."""
+    statuses: list[int] = []
+    atexit.register(_end_with, statuses)  # before libraries register theirs, because the first one is called last
+    _import_for_servers()
+    try:
+        _serve_orders(_orders_at(int(sys.argv[1])))
+    except SystemExit as ended:
+        statuses += [ended.code or 0] if isinstance(ended.code, int | None) else []
+        raise
+
+
 if __name__ == "__main__":
-    given = int(sys.argv[1])
-    above = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _FREE_FILE)
-    os.close(given)
-    _serve_orders(socket.socket(fileno=above), sys.argv[2])
+    _main()
