@@ -291,7 +291,7 @@ def test_a_change_of_an_ensemble_that_waits_to_follow_a_member_fails_no_request(
 
 
 def test_an_ensemble_that_is_loaded_during_an_unload_of_its_members_goes_with_them(repository: Path) -> None:
-    slow = add_model(repository, "slow", builders.slow, steps=300_000)
+    slow = add_model(repository, "slow", builders.slow, steps=150_000)
     (slow / "model.yaml").write_text("max_rows: 1\nwarmup_s: 0\n")
     steps: list[Step] = [("chain", {"x": "x"}, {"y": "y"}), ("slow", {"x": "z"}, {"y": "w"})]
     add_ensemble(repository, "busy", ["x", "z"], ["y", "w"], steps)

@@ -276,10 +276,10 @@ def test_a_full_queue_of_a_member_rejects_and_nothing_hangs(slow_server: ServerP
 def test_requests_wait_before_the_queue_of_a_member_is_full_if_the_ensemble_limits_them(
     slow_server: ServerProcess,
 ) -> None:
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(5) as pool:
         url = rest_url(slow_server, "limited")
-        answers = list(pool.map(lambda _: httpx.post(url, json=FOUR, timeout=LONG_S), range(8)))
-    assert [answer.status_code for answer in answers] == [200] * 8
+        answers = list(pool.map(lambda _: httpx.post(url, json=FOUR, timeout=LONG_S), range(5)))
+    assert [answer.status_code for answer in answers] == [200] * 5
     assert get(slow_server, "limited/config")["ensemble_scheduling"]["max_inflight_requests"] == 2
     assert httpx.post(rest_url(slow_server, "e"), json=FOUR, timeout=LONG_S).status_code == 200
 
@@ -372,7 +372,7 @@ def test_a_sequence_through_an_ensemble_and_directly_has_one_state(tmp_path: Pat
 
 def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Path) -> None:
     """Cancel in a step before the model with the sequence, and while the request waits for an earlier one."""
-    add_model(tmp_path, "passes", sequences.slow, steps=300_000)
+    add_model(tmp_path, "passes", sequences.slow, steps=150_000)
     (add_model(tmp_path, "adds", sequences.slow, steps=10) / "model.yaml").write_text(
         "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
     )

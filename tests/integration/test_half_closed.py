@@ -153,7 +153,7 @@ def test_reset_after_a_fin_frees_the_place_in_the_queue(long_server: ServerProce
 
 
 def test_fin_cancels_when_configured(tmp_path: Path) -> None:
-    (add_model(tmp_path, "slow", builders.slow, steps=100_000) / "model.yaml").write_text("warmup_s: 0\n")
+    (add_model(tmp_path, "slow", builders.slow, steps=60_000) / "model.yaml").write_text("warmup_s: 0\n")
     with (
         serving(tmp_path, "--no-http-answer-half-closed") as server,
         connect(server) as first,

@@ -36,16 +36,16 @@ from servers import (
 
 MAX_ROWS: Final = 4
 FIRST: Final = 20
-STORM: Final = 180
+STORM: Final = 100
 WIDE: Final = 2**16
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
-    """``slow`` runs four rows in about 100 ms; ``long`` takes six times as long; ``identity`` answers at once."""
+    """``slow`` runs four rows in about 100 ms; ``long`` takes three times as long; ``identity`` answers at once."""
     repository = tmp_path_factory.mktemp("leaving")
     (add_model(repository, "slow", builders.slow, steps=30_000) / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\n")
-    (add_model(repository, "long", builders.slow, steps=200_000) / "model.yaml").write_text("warmup_s: 0\n")
+    (add_model(repository, "long", builders.slow, steps=100_000) / "model.yaml").write_text("warmup_s: 0\n")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "wide", builders.identity, shape=("batch", WIDE))
     with serving(repository, *SHORT_WARMUP, *ways) as server:
@@ -159,7 +159,7 @@ async def test_disconnected_requests_are_not_run(server: ServerProcess, callers:
     await wait_until_left(server, left + len(leavers))
     assert decisions(server, "slow")["left"] == left + len(leavers)
     ran = rows_run(server) - ran
-    assert decisions(server, "slow")["wasted_rows"] - wasted <= 0.01 * ran
+    assert decisions(server, "slow")["wasted_rows"] - wasted <= 1
     assert ran <= (FIRST + STORM) // 2 + 1
     samples = read_metrics(server)
     assert samples.value("ortserve_queue_rows", model="slow", version="1") == 0

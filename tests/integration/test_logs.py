@@ -1,5 +1,6 @@
 """The log of a real server: machine-readable lines with request ids and without tensor values."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -225,21 +226,22 @@ def test_onnx_runtime_writes_no_lines_among_those_of_the_log(tmp_path: Path) -> 
 
 
 def test_reader_of_the_log_that_stalls_stops_no_request(tmp_path: Path) -> None:
-    """Its pipe is full after some hundred lines."""
+    """Its pipe is full after some dozen lines."""
     _add_models(tmp_path)
     ports = free_ports()
     flags = ("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--metrics-port", str(ports.metrics))
     command = [sys.executable, "-m", "ortserve", "serve", str(tmp_path), "--access-log", *flags, *SHORT_WARMUP]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
         while "initial loading has ended" not in process.stderr.readline():
             pass
         body = {"inputs": [json_input("x", np.ones((1, 4), np.float32))]}
         with httpx.Client(base_url=f"http://127.0.0.1:{ports.http}", timeout=LONG_S) as client:
-            for _ in range(1000):
+            for _ in range(200):
                 assert client.post("/v2/models/numbers/infer", json=body).status_code == 200
         process.terminate()
         lines = process.stderr.read().splitlines()
         assert process.wait(LONG_S) == 0
-    assert sum(" request protocol=http " in line for line in lines) == 1000
+    assert sum(" request protocol=http " in line for line in lines) == 200
     assert lines[-1].endswith(" drained")

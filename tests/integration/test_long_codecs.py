@@ -21,17 +21,18 @@ from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
 from ortserve.codecs.binary_tensor import decode_bytes_elements
 from ortserve.core.dtypes import DataType
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
+from transports import ON_BOTH_TRANSPORTS
 
 WIDE: Final = ("batch", "n")
 
 
-@pytest.fixture(scope="module", params=["native", "grpcio"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def server(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Identities of several datatypes, each with a free second axis."""
     repository = tmp_path_factory.mktemp("models")
     for datatype in (DataType.FP32, DataType.INT64, DataType.BYTES):
         add_model(repository, datatype.value, builders.identity, datatype=datatype, shape=WIDE)
-    with serving(repository, *SHORT_WARMUP, "--grpc-transport", request.param) as process:
+    with serving(repository, *SHORT_WARMUP, *ways) as process:
         yield process
 
 
@@ -62,6 +63,7 @@ def test_non_finite_numbers_of_a_long_answer_are_tokens(server: ServerProcess) -
         assert np.array_equal(client.infer("FP32", [given], outputs=[wanted]).as_numpy("y"), array, equal_nan=True)
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("count", [10, 5_000, 100_000])
 def test_any_number_of_strings_is_returned_in_every_encoding(server: ServerProcess, count: int) -> None:
     texts = np.array([f"text {index} ä" for index in range(count)], object).reshape(1, -1)
@@ -75,6 +77,7 @@ def test_any_number_of_strings_is_returned_in_every_encoding(server: ServerProce
     assert typed(server, "BYTES", "bytes_contents", encoded[0].tolist()) == encoded[0].tolist()
 
 
+@ON_BOTH_TRANSPORTS
 def test_any_number_of_typed_integers_is_returned(server: ServerProcess) -> None:
     for count in (10, 300_000):
         numbers = np.random.default_rng(count).integers(-(2**40), 2**40, count).tolist()

@@ -383,7 +383,7 @@ def test_requests_are_answered_in_a_drain_that_a_sequence_outlives(tmp_path: Pat
     add_model(tmp_path, "slow", builders.slow, steps=3_000)
     inputs = triton_inputs(triton_grpc, {"x": np.zeros((1, 4), np.float32)})
     answers: Queue[tuple[Any, Any]] = Queue()
-    flags = ("--warmup-s", "0.1", "--drain-timeout-s", "4", "--grpc-transport", transport)
+    flags = ("--warmup-s", "0.1", "--drain-timeout-s", "2", "--grpc-transport", transport)
     with starting(tmp_path, *flags) as server, triton_grpc.InferenceServerClient(server.grpc) as client:
         server.wait_until_loaded()
         parameters = {"sequence_id": 1, "sequence_start": True}

@@ -133,7 +133,7 @@ async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Tra
             traffic.answered(request_id, np.frombuffer(response.raw_output_contents[0], np.float32))
 
 
-@pytest.mark.parametrize(("drain_delay_s", "has_tls"), [("0", False), ("0.5", False), ("0", True)])
+@pytest.mark.parametrize(("drain_delay_s", "has_tls"), [("0", False), ("0.5", True)])
 async def test_shutdown_under_load_answers_every_admitted_request(
     tmp_path: Path, drain_delay_s: str, has_tls: bool, ways: tuple[str, ...]
 ) -> None:

@@ -304,6 +304,10 @@ def test_health_command_reaches_a_server_that_requires_certificates(mutual: Mutu
     assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
 
 
+PAUSE_S: Final = 0.01
+"""Between two calls of a client, so that the renewal of the certificate takes most of the test's time."""
+
+
 class Callers:
     """Clients that send requests until ``stop``; a failure of one fails the test."""
 
@@ -336,25 +340,25 @@ class Callers:
 
     def _keep_http(self) -> None:
         with httpx.Client(verify=self._secret.client_context(), timeout=LONG_S) as client:
-            while not self._has_ended.is_set():
+            while not self._has_ended.wait(PAUSE_S):
                 self._ask(client)
                 self.answers["kept http"] += 1
 
     def _renew_http(self) -> None:
         context = self._secret.client_context()
-        while not self._has_ended.is_set():
+        while not self._has_ended.wait(PAUSE_S):
             with httpx.Client(verify=context, timeout=LONG_S) as client:
                 self._ask(client)
             self.answers["new http"] += 1
 
     def _keep_grpc(self) -> None:
         with self._channel() as channel:
-            while not self._has_ended.is_set():
+            while not self._has_ended.wait(PAUSE_S):
                 call_grpc(channel)
                 self.answers["kept grpc"] += 1
 
     def _renew_grpc(self) -> None:
-        while not self._has_ended.is_set():
+        while not self._has_ended.wait(PAUSE_S):
             with self._channel() as channel:
                 call_grpc(channel)
             self.answers["new grpc"] += 1
