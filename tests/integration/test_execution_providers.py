@@ -1,7 +1,7 @@
 """Execution providers of models by configured preference, through a real server."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,23 @@ WISHES_FOR_SOME: dict[str, dict[str, Any]] = {
 """Options of models with ``some_for_others``."""
 
 
+def empty(path: Path) -> Path:
+    return builders.identity(path, shape=(3, 0, 5))
+
+
+def picky(path: Path) -> Path:
+    return builders.pools_images(path, least=500)
+
+
+WISHES_FOR_FAILING_RUNS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "empty_fails": (empty, WISHES["first"]),
+    "empty_falls_back": (empty, WISHES["first"] | {"allow_fallback": True}),
+    "empty_not_warmed": (empty, WISHES["first"] | {"warmup_s": 0}),
+    "picky": (picky, WISHES["first"] | {"allow_fallback": True}),
+}
+"""OpenVINO fails runs with empty tensors; both providers fail runs with images that are too small."""
+
+
 def some_for_others(path: Path) -> Path:
     """A dense layer, and an operator of ONNX Runtime that OpenVINO does not support: FP32 [batch, 64] → the same."""
     nodes = [
@@ -70,6 +87,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         write_options(add_model(repository, name, builders.mlp), options)
     for name, options in WISHES_FOR_SOME.items():
         write_options(add_model(repository, name, some_for_others), options)
+    for name, (build, options) in WISHES_FOR_FAILING_RUNS.items():
+        write_options(add_model(repository, name, build), options)
     with serving(repository, *SHORT_WARMUP, env=environment) as server:
         yield server
 
@@ -139,42 +158,25 @@ def test_failing_provider_is_skipped_with_allow_fallback(server: ServerProcess) 
     assert infer(server, "falls_back", np.zeros((1, 64), np.float32)).shape == (1, 10)
 
 
-def test_provider_that_fails_every_run_has_failed_unless_the_cpu_fails_too(
-    tmp_path: Path,
-) -> None:
-    """OpenVINO fails runs with empty tensors; both providers fail runs with images that are too small."""
-    environment = openvino_environment()
-    wishes: dict[str, Any] = {"execution_providers": ["openvino", "cpu"]}
-
-    def empty(path: Path) -> Path:
-        return builders.identity(path, shape=(3, 0, 5))
-
-    def picky(path: Path) -> Path:
-        return builders.pools_images(path, least=500)
-
-    write_options(add_model(tmp_path, "fails", empty), wishes)
-    write_options(add_model(tmp_path, "falls_back", empty), wishes | {"allow_fallback": True})
-    write_options(add_model(tmp_path, "not_warmed", empty), wishes | {"warmup_s": 0})
-    write_options(add_model(tmp_path, "picky", picky), wishes | {"allow_fallback": True})
-    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
-        failed = f"execution_providers: {OPENVINO} opens the model, but fails on inputs that {CPU} accepts: "
-        words = "Tensor data equal nullptr"
-        shown = reason(server, "fails")
-        assert shown.startswith(failed)
-        assert words in shown
-        assert shown.endswith(f"(with allow_fallback it would be tried on {CPU})")
-        described = {model: properties(server, model) for model in ("falls_back", "not_warmed", "picky")}
-        assert [found["execution_provider"] for found in described.values()] == [CPU, OPENVINO, OPENVINO]
-        passed_over = described["falls_back"]["execution_providers_passed_over"]
-        assert passed_over.startswith(failed)
-        assert words in passed_over
-        assert described["falls_back"]["warm_up"].startswith("1: ")
-        assert infer(server, "falls_back", np.zeros((3, 0, 5), np.float32)).shape == (3, 0, 5)
-        server.wait_for_line("execution provider passed over", "falls_back", words)
-        assert described["not_warmed"]["warm_up"] == "not warmed up"
-        assert described["picky"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
-        images = np.ones((1, 1, 500, 500), np.float32)
-        assert infer(server, "picky", images) == 1
+def test_provider_that_fails_every_run_has_failed_unless_the_cpu_fails_too(server: ServerProcess) -> None:
+    failed = f"execution_providers: {OPENVINO} opens the model, but fails on inputs that {CPU} accepts: "
+    words = "Tensor data equal nullptr"
+    shown = reason(server, "empty_fails")
+    assert shown.startswith(failed)
+    assert words in shown
+    assert shown.endswith(f"(with allow_fallback it would be tried on {CPU})")
+    described = {model: properties(server, model) for model in ("empty_falls_back", "empty_not_warmed", "picky")}
+    assert [found["execution_provider"] for found in described.values()] == [CPU, OPENVINO, OPENVINO]
+    passed_over = described["empty_falls_back"]["execution_providers_passed_over"]
+    assert passed_over.startswith(failed)
+    assert words in passed_over
+    assert described["empty_falls_back"]["warm_up"].startswith("1: ")
+    assert infer(server, "empty_falls_back", np.zeros((3, 0, 5), np.float32)).shape == (3, 0, 5)
+    server.wait_for_line("execution provider passed over", "empty_falls_back", words)
+    assert described["empty_not_warmed"]["warm_up"] == "not warmed up"
+    assert described["picky"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
+    images = np.ones((1, 1, 500, 500), np.float32)
+    assert infer(server, "picky", images) == 1
 
 
 def test_gpu_arena_is_rejected_on_a_plug_in_without_one(server: ServerProcess) -> None:
@@ -230,20 +232,29 @@ def test_nodes_left_to_the_cpu_are_reported_or_forbidden(server: ServerProcess) 
     assert "fallback to CPU EP has been explicitly disabled" in reason(server, "forbidden")
 
 
-def test_plug_in_providers_are_found_in_any_order(tmp_path: Path) -> None:
+def test_plug_in_providers_are_found_in_any_order_and_a_compiled_model_is_no_change(tmp_path: Path) -> None:
     environment = openvino_environment()
     second = f"{OPENVINO}.AUTO"
     write_options(add_model(tmp_path, "a", builders.mlp), {"execution_providers": [second, "cpu"]})
     write_options(add_model(tmp_path, "b", builders.mlp), WISHES["first"])
     write_options(add_model(tmp_path, "c", builders.mlp), {"execution_providers": [f"{OPENVINO}.NO_SUCH", "cpu"]})
     write_options(add_model(tmp_path, "d", builders.mlp), {"execution_providers": [f"{OPENVINO}.NO_SUCH", "cpu"]})
-    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
+    options = WISHES["first"] | {"intra_op_threads": 1, "session": {"entries": {"ep.context_enable": 1}}}
+    folder = add_model(tmp_path, "m", builders.mlp)
+    write_options(folder, options)
+    control = ("--model-control-mode", "explicit", "--load-model", "*")
+    with serving(tmp_path, *SHORT_WARMUP, *control, env=environment) as server:
         assert [properties(server, model)["execution_provider"] for model in "abcd"] == [second, OPENVINO, CPU, CPU]
         for model in "cd":
             reason = (
                 f"{OPENVINO}.NO_SUCH finds no device that it supports, according to the package onnxruntime_ep_openvino"
             )
             assert properties(server, model)["execution_providers_passed_over"] == reason
+        written = {path.name for path in (folder / "1").iterdir()}
+        assert written == {"model.onnx", "model_ctx.onnx", f"model_{OPENVINO}.bin"}
+        for _ in range(2):  # loading an unchanged model is a no-op; ONNX Runtime would not overwrite these files
+            httpx.post(f"http://{server.http}/v2/repository/models/m/load", timeout=LONG_S).raise_for_status()
+        assert sum("model is ready" in line and "model=m " in line for line in server.lines) == 1
 
 
 def test_plug_in_named_by_its_library_is_not_registered_again_for_its_package(tmp_path: Path) -> None:
@@ -254,18 +265,3 @@ def test_plug_in_named_by_its_library_is_not_registered_again_for_its_package(tm
     library = openvino_folder() / "onnxruntime_ep_openvino" / "libonnxruntime_providers_openvino_plugin.so"
     with serving(tmp_path, *SHORT_WARMUP, "--execution-provider-libraries", library, env=environment) as server:
         assert properties(server, "b")["execution_providers_passed_over"] == f"{OPENVINO} has no device 1"
-
-
-def test_compiled_model_written_by_a_plug_in_is_no_change(tmp_path: Path) -> None:
-    environment = openvino_environment()
-    options = WISHES["first"] | {"intra_op_threads": 1, "session": {"entries": {"ep.context_enable": 1}}}
-    folder = add_model(tmp_path, "m", builders.mlp)
-    write_options(folder, options)
-    control = ("--model-control-mode", "explicit", "--load-model", "m")
-    with serving(tmp_path, *SHORT_WARMUP, *control, env=environment) as server:
-        server.wait_for_line("model is ready")
-        written = {path.name for path in (folder / "1").iterdir()}
-        assert written == {"model.onnx", "model_ctx.onnx", f"model_{OPENVINO}.bin"}
-        for _ in range(2):  # loading an unchanged model is a no-op; ONNX Runtime would not overwrite these files
-            httpx.post(f"http://{server.http}/v2/repository/models/m/load", timeout=LONG_S).raise_for_status()
-        assert sum("model is ready" in line for line in server.lines) == 1
