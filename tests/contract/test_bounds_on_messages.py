@@ -433,13 +433,7 @@ def test_many_objects_delay_no_other_method(server: ServerProcess, liveness: Liv
     hold_grpc_to_bounds(server, liveness, Case(f"/inference.GRPCInferenceService/{method}", message, "", ANSWERED))
 
 
-@pytest.mark.parametrize("name", ["empty lists as inputs", "numbers", "short binary texts"])
-def test_asgi_keeps_the_bounds_except_for_its_copies(plain_server: ServerProcess, name: str) -> None:
-    with asking_for_liveness(plain_server.http) as liveness:
-        hold_rest_to_bounds(plain_server, liveness, replace(REST[name], wait_s=CERTAIN_S))
-
-
-@pytest.mark.parametrize("name", ["plain empty raw_input_contents", "plain empty inputs", "short texts", "varints"])
+@pytest.mark.parametrize("name", ["plain empty inputs", "varints"])
 def test_grpcio_keeps_the_bounds_except_for_its_copies(plain_server: ServerProcess, name: str) -> None:
     with asking_for_liveness(plain_server.http) as liveness:
         hold_grpc_to_bounds(plain_server, liveness, replace(GRPC[name], wait_s=CERTAIN_S))

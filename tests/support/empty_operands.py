@@ -31,7 +31,7 @@ _PATTERNS: Final = (0x55, 0xAB)
 _M_PERTURB: Final = -6
 """The number of the option of glibc's mallopt that fills memory."""
 _MAX_SECONDS: Final = 10
-_MAX_CPU_SECONDS: Final = 2
+_MAX_CPU_SECONDS: Final = 1
 """A Conv with an empty kernel does not return."""
 _WHOLE: Final = {"from": np.array([0]), "to": np.array([2**40])}
 """Bounds of slices."""

@@ -174,7 +174,7 @@ def test_a_process_that_ends_in_the_middle_fails_one_request(path: Path) -> None
     decode(session, small)
     (helper,) = helpers()
     idle_s = helper.cpu_times().user
-    slow = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), np.uint8)), "JPEG2000")
+    slow = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)), "JPEG2000")
     with ThreadPoolExecutor(1) as thread:
         decoding = thread.submit(decode, session, slow)
         while helper.cpu_times().user < idle_s + 0.05:

@@ -346,4 +346,4 @@ class MischiefMachine(RuleBasedStateMachine):
 
 
 TestMischief = MischiefMachine.TestCase
-TestMischief.settings = schedules(300, steps=30)
+TestMischief.settings = schedules(150, steps=30)
