@@ -26,13 +26,23 @@ class Atom:
         lowest: A lower bound; None if none is known.
         is_whole: Whether the number is certainly an integer.
         key: The expression that the atom represents; empty for a fresh atom.
-        is_free: Whether the number follows from free sizes of inputs, so that ONNX Runtime cannot know it at the load.
+        varies_by_request: Whether the number follows from free sizes of inputs.
         is_inferred: Whether ONNX Runtime may infer another number for this size of a tensor when it loads the model.
         is_unbounded: Whether the number may be too large for an element type, infinite or not a number.
         magnitude: A bound of the absolute value (``_magnitude_of``).
     """
 
-    __slots__ = ("is_free", "is_inferred", "is_unbounded", "is_whole", "key", "lowest", "magnitude", "serial", "terms")
+    __slots__ = (
+        "is_inferred",
+        "is_unbounded",
+        "is_whole",
+        "key",
+        "lowest",
+        "magnitude",
+        "serial",
+        "terms",
+        "varies_by_request",
+    )
 
     def __init__(
         self,
@@ -41,17 +51,17 @@ class Atom:
         key: tuple[Hashable, ...] = (),
         terms: "tuple[Number, ...]" = (),
         is_whole: bool = True,
-        is_free: bool = False,
+        varies_by_request: bool = False,
     ) -> None:
         self.serial = serial
         self.lowest = lowest
         self.key = key
         self.terms = terms
         self.is_whole = is_whole
-        self.is_free = is_free
+        self.varies_by_request = varies_by_request
         self.is_inferred = key[:1] == (WINDOWS,) or any(map(is_inferred, key))
         self.is_unbounded = key[:1] == (UNBOUNDED,) or any(map(is_unbounded, key))
-        self.magnitude = _magnitude(key) if key else (1, 1) if is_free else (1 << SIZE_BITS, 0)
+        self.magnitude = _magnitude_of_expression(key) if key else (1, 1) if varies_by_request else (1 << SIZE_BITS, 0)
 
     def __repr__(self) -> str:
         return f"a{self.serial}"
@@ -99,12 +109,15 @@ def contains_rows(number: Number) -> bool:
     return not isinstance(number, int) and ((isinstance(number, Product) and number.rows > 0) or number is DEPENDENT)
 
 
-def is_free(operand: object) -> bool:
-    """Whether a number, or one of several in a collection, follows from N or from free sizes of inputs."""
+def varies_by_request(operand: object) -> bool:
+    """Whether a number, or one of several in a collection, follows from N or from free sizes of inputs.
+
+    Requests then differ in it, so ONNX Runtime cannot know it at the load.
+    """
     if isinstance(operand, (frozenset, tuple)):
-        return any(map(is_free, operand))
+        return any(map(varies_by_request, operand))
     return operand is DEPENDENT or (
-        isinstance(operand, Product) and (operand.rows > 0 or any(atom.is_free for atom, _ in operand.atoms))
+        isinstance(operand, Product) and (operand.rows > 0 or any(atom.varies_by_request for atom, _ in operand.atoms))
     )
 
 
@@ -168,8 +181,8 @@ def _magnitude_of(number: object) -> tuple[Rational, int]:
     return (max(number, -number), 0) if isinstance(number, (int, Fraction)) else (0, 0)
 
 
-def _magnitude(key: tuple[Hashable, ...]) -> tuple[Rational, int]:
-    """The bound of an expression of numbers."""
+def _magnitude_of_expression(key: tuple[Hashable, ...]) -> tuple[Rational, int]:
+    """``_magnitude_of`` the number that an atom's key expresses."""
     operands = key[1:-1] if key[0] == "bounded" else key[1:]  # not the limit of the type
     numbers = [each for one in operands for each in (one if isinstance(one, (frozenset, tuple)) else (one,))]
     if key[0] == UNBOUNDED or any(map(is_unbounded, numbers)):
@@ -233,6 +246,12 @@ def lowest(number: Number) -> Rational | None:
             bound = bound * atom.lowest**power
         return bound
     return None if isinstance(number, Dependent) else number
+
+
+def lowest_of(one: Number, other: Number) -> Rational | None:
+    """A lower bound of both numbers; None if one of them has none."""
+    low, other_low = lowest(one), lowest(other)
+    return None if low is None or other_low is None else min(low, other_low)
 
 
 def _highest(number: Product) -> Rational | None:

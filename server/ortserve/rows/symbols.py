@@ -23,7 +23,6 @@ from ortserve.rows.number import (
     contains_rows,
     exact_quotient,
     factor_of,
-    is_free,
     is_inferred,
     is_nonnegative,
     is_positive,
@@ -31,6 +30,7 @@ from ortserve.rows.number import (
     key_of,
     largest,
     lowest,
+    lowest_of,
     lowest_sum,
     make_product,
     may_be_rounded,
@@ -40,6 +40,7 @@ from ortserve.rows.number import (
     rows_power,
     scaled,
     terms_of,
+    varies_by_request,
 )
 
 FLOAT_LIMIT: Final = 1 << 24
@@ -94,7 +95,7 @@ class Symbols:
         ``instead_of`` are the sizes for any of which the atom stands.
         """
         self.made += 1
-        atom = Atom(self.made, lowest, is_free=name is not None)
+        atom = Atom(self.made, lowest, varies_by_request=name is not None)
         atom.is_inferred = is_inferred(instead_of)
         if name is not None:
             self.names[atom] = name
@@ -153,7 +154,9 @@ class Symbols:
         found = self._atoms.get(key)
         if found is None:
             self.made += 1
-            found = self._atoms[key] = Atom(self.made, lowest, key, terms, is_whole, is_free=any(map(is_free, key)))
+            found = self._atoms[key] = Atom(
+                self.made, lowest, key, terms, is_whole, varies_by_request=any(map(varies_by_request, key))
+            )
         return found
 
     def multiply(self, one: Number, other: Number) -> Number:
@@ -337,10 +340,8 @@ class Symbols:
             return other
         if self.at_least(other, one):
             return one
-        lows = [lowest(one), lowest(other)]
-        least = min(low for low in lows if low is not None) if None not in lows else None
         whole = is_whole(one) and is_whole(other)
-        return self.opaque("minimum", frozenset((one, other)), lowest=least, is_whole=whole)
+        return self.opaque("minimum", frozenset((one, other)), lowest=lowest_of(one, other), is_whole=whole)
 
     def maximum(self, one: Number, other: Number) -> Number:
         if self.at_least(one, other):

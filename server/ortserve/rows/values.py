@@ -23,6 +23,7 @@ from ortserve.rows.number import (
     is_whole,
     largest,
     lowest,
+    lowest_of,
 )
 from ortserve.rows.symbols import DOUBLE_LIMIT, MOST_FINITE, Symbols
 
@@ -325,9 +326,8 @@ def choice(symbols: Symbols, condition: Number, one: Number, other: Number) -> N
         return DEPENDENT
     if one == other:
         return one
-    lows = [lowest(one), lowest(other)]
-    least = min(low for low in lows if low is not None) if None not in lows else None
-    return symbols.opaque("choice", condition, one, other, lowest=least, is_whole=is_whole(one) and is_whole(other))
+    whole = is_whole(one) and is_whole(other)
+    return symbols.opaque("choice", condition, one, other, lowest=lowest_of(one, other), is_whole=whole)
 
 
 def cast_number(symbols: Symbols, to: int, number: Number) -> Number:

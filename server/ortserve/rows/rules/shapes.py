@@ -12,11 +12,11 @@ from ortserve.rows.number import (
     Number,
     atoms_of,
     contains_rows,
-    is_free,
     is_inferred,
     is_nonnegative,
     is_positive,
     multiple_of,
+    varies_by_request,
 )
 from ortserve.rows.rules.call import (
     Call,
@@ -187,7 +187,7 @@ def _has_several_computed(dims: Sequence[Number], target: Sequence[Number]) -> b
     for position, length in enumerate(target):
         is_size = length == N or any(length == multiple_of(atom) and not atom.key for atom in atoms_of(length))
         is_copied = is_size or length in dims[position : position + 1]
-        computed += is_free(length) and not is_copied
+        computed += varies_by_request(length) and not is_copied
     return computed > 1
 
 
