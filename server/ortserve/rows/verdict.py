@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, TypeAlias
 
-from ortserve.model_file.graph import Declared, Model, names_read
+from ortserve.model_file.graph import Declared, Dims, Model, names_read
 from ortserve.rows.number import MAX_TERMS, SIZE_BITS, N, Number
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
@@ -56,22 +56,15 @@ def hypotheses(model: Model) -> Iterator[Axes]:
 
     Inputs with equal declarations have the rows on the same axis.
     """
-    groups: dict[tuple[object, ...], list[str]] = {}
-    choices: dict[tuple[object, ...], tuple[int, ...]] = {}
+    groups: dict[tuple[Dims | None, tuple[int, ...]], list[str]] = {}
     fixed: dict[str, int | None] = {}
     for declared in real_inputs(model):
         axes = _choices(declared)
         if not axes:
             fixed[declared.name] = None
             continue
-        key = (declared.dims, axes)
-        groups.setdefault(key, []).append(declared.name)
-        choices[key] = axes
-    if len(groups) > _MAX_GROUPS:
-        combinations = [tuple(axes[0] for axes in choices.values())]
-    else:
-        combinations = _lowest_first([choices[key] for key in groups])
-    for combination in combinations:
+        groups.setdefault((declared.dims, axes), []).append(declared.name)
+    for combination in _lowest_first([axes for _, axes in groups]):
         axes_by_name = dict(fixed)
         for axis, names in zip(combination, groups.values(), strict=True):
             axes_by_name.update(dict.fromkeys(names, axis))
@@ -79,7 +72,9 @@ def hypotheses(model: Model) -> Iterator[Axes]:
 
 
 def _lowest_first(choices: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The combinations of axes with the lowest sums, in ascending order."""
+    """The combinations of axes with the lowest sums, in ascending order; for very many groups only the first one."""
+    if len(choices) > _MAX_GROUPS:
+        return [tuple(axes[0] for axes in choices)]
     combinations = product(*choices) if len(choices) <= _MAX_COMBINED_GROUPS else _nearly_lowest(choices)
     return sorted(combinations, key=sum)[:MAX_HYPOTHESES]
 
@@ -108,7 +103,6 @@ class InitialClaims:
 
     def __init__(self, model: Model, symbols: Symbols, axes: Axes, *, believe_names: bool) -> None:
         self.claims: dict[str, Value] = {}
-        self.problem = ""
         self._symbols = symbols
         self._atoms: dict[str, Number] = {}
         self._uses: dict[str, int] = {}
@@ -119,23 +113,22 @@ class InitialClaims:
             for declared in inputs
             if (axis := axes.get(declared.name)) is not None and declared.dims and -1 < axis < len(declared.dims)
         }
-        for declared in inputs:
-            self._claim(declared, axes.get(declared.name))
+        problems = [self._claim(declared, axes.get(declared.name)) for declared in inputs]
+        self.problem = next(filter(None, problems), "")
         self.equal_sizes = tuple(sorted(name for name, uses in self._uses.items() if uses > 1))
 
-    def _claim(self, declared: Declared, axis: int | None) -> None:
+    def _claim(self, declared: Declared, axis: int | None) -> str:
+        """Add the claim about an input. Returns the reason why it has none; empty if it has one."""
         dims = declared.dims
-        if not declared.is_tensor or dims is None:
-            if axis is None and declared.is_tensor:
-                self.claims[declared.name] = free(None, declared.dtype)
-            else:
-                self.problem = self.problem or f"input '{declared.name}' " + (
-                    "is declared without a shape" if declared.is_tensor else "is not a tensor"
-                )
-            return
+        if not declared.is_tensor:
+            return f"input '{declared.name}' is not a tensor"
+        if dims is None and axis is None:
+            self.claims[declared.name] = free(None, declared.dtype)
+            return ""
+        if dims is None:
+            return f"input '{declared.name}' is declared without a shape"
         if axis is not None and not 0 <= axis < len(dims):
-            self.problem = self.problem or f"input '{declared.name}' has no axis {axis}"
-            return
+            return f"input '{declared.name}' has no axis {axis}"
         lengths = tuple(1 if position == axis else self._length(size) for position, size in enumerate(dims))
         for position, (name, length) in enumerate(zip(dims, lengths, strict=True)):
             if isinstance(name, str):
@@ -144,6 +137,7 @@ class InitialClaims:
             self.claims[declared.name] = free(lengths, declared.dtype)
         else:
             self.claims[declared.name] = rows(self._symbols, lengths, axis, dtype=declared.dtype)
+        return ""
 
     def _length(self, size: int | str | None) -> Number:
         if isinstance(size, int):
