@@ -203,6 +203,11 @@ def all_nodes(model: Model) -> Iterator[Node]:
         yield from function.nodes
 
 
+def makers_of(nodes: Iterable[Node]) -> dict[str, Node]:
+    """The nodes that make tensors, by the tensor's name. Outputs that are left out have an empty name."""
+    return {name: node for node in nodes for name in node.outputs}
+
+
 def graphs_of(nodes: Iterable[Node]) -> Iterator[Graph]:
     """The graphs that are attributes of these nodes, without graphs nested in them."""
     return (value for node in nodes for value in node.attributes.values() if isinstance(value, Graph))

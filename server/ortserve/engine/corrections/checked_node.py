@@ -21,22 +21,22 @@ class NodeContext:
         declared: The inputs of the model with their shapes.
         narrow: Constants, and the scales of DynamicQuantizeLinear, which are single numbers.
         makers: The nodes that make tensors.
-        find_sizes: Returns the properties of the computed tensors, see ``rows.find_sizes``. Called only if a check asks
-            for one, because the analysis takes as long as the proof of independent rows.
+        find_tensors: Returns the properties of the computed tensors, see ``rows.find_sizes``. Called only if a check
+            asks for one, because the analysis takes as long as the proof of independent rows.
     """
 
     graph: Graph
     declared: Mapping[str, Dims | None]
     narrow: Set[str]
     makers: Mapping[str, Node]
-    find_sizes: FindTensors
+    find_tensors: FindTensors
 
     def value(self, name: str) -> Value | None:
         """The known properties of a tensor that the graph reads or makes; None if none are known."""
         constant = self.graph.constants.get(name)
         if constant is not None and name not in self.declared:
             return constant_value(constant)
-        return self.find_sizes().get(id(self.graph), {}).get(name)
+        return self.find_tensors().get(id(self.graph), {}).get(name)
 
 
 class CheckedNode:

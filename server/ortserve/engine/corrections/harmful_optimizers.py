@@ -4,7 +4,17 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, permutations
 from typing import Final
 
-from ortserve.model_file.graph import BFLOAT16, FLOAT16, Model, Node, Tensor, all_graphs, all_nodes, names_read
+from ortserve.model_file.graph import (
+    BFLOAT16,
+    FLOAT16,
+    Model,
+    Node,
+    Tensor,
+    all_graphs,
+    all_nodes,
+    makers_of,
+    names_read,
+)
 
 _AVERAGES: Final = frozenset({"AveragePool", "QLinearAveragePool"})
 _QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinearConv"})
@@ -119,7 +129,7 @@ def _has_half_precision(model: Model, nodes: Sequence[Node]) -> bool:
 
 def _multiplies_cast(model: Model, nodes: Sequence[Node]) -> bool:
     """Whether an operand of a product may be the result of a Cast after other optimizers removed nodes between."""
-    makers = _makers(nodes)
+    makers = makers_of(nodes)
     passed = {name for function in model.functions.values() for name in function.inputs}
     pending = [name for node in nodes if node.op in _PRODUCTS for name in node.inputs]
     seen: set[str] = set()
@@ -138,7 +148,7 @@ def _multiplies_cast(model: Model, nodes: Sequence[Node]) -> bool:
 
 def _compares_with_padding(nodes: Sequence[Node]) -> bool:
     """Whether a MaxPool may find that its padding, which an operator Pad adds, is larger than the entries beside it."""
-    makers = _makers(nodes)
+    makers = makers_of(nodes)
     for node in nodes:
         pad = _made_by("Pad", node.inputs, makers) if node.op == "MaxPool" else None
         if pad is not None:
@@ -162,7 +172,7 @@ def _has_wide_scales(model: Model, nodes: Sequence[Node]) -> bool:
         value = node.attributes.get("value")
         if node.op == "Constant" and isinstance(value, Tensor):
             constants[node.outputs[0]] = value
-    makers = _makers(nodes)
+    makers = makers_of(nodes)
 
     def is_narrow(scale: str, product: Node) -> bool:
         if scale not in constants:
@@ -181,10 +191,6 @@ def _has_wide_scales(model: Model, nodes: Sequence[Node]) -> bool:
             if not all(is_narrow(scale, product) for scale in product_of_scales.inputs):
                 return True
     return False
-
-
-def _makers(nodes: Sequence[Node]) -> Mapping[str, Node]:
-    return {name: node for node in nodes for name in node.outputs}
 
 
 def _made_by(operator: str, names: Sequence[str], makers: Mapping[str, Node]) -> Node | None:

@@ -16,7 +16,7 @@ from ortserve.engine.corrections.empty_checks import EMPTY_CHECKS
 from ortserve.engine.corrections.least_axes import axes_needed_by
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.editing import GRAPH_NODE, Edits, Rewired, first_output, inner_scope
-from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes, graphs_of
+from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Graph, Model, Node, all_nodes, graphs_of, makers_of
 from ortserve.rows import find_sizes
 
 _MIN_OPSET: Final = 9
@@ -38,12 +38,17 @@ def check_edits(model: Model, find_tensors: FindTensors | None = None) -> Edits:
     if not has_any_rank and not any((node.domain, node.op) in kinds for node in all_nodes(model)):
         return {}
     declared = {declared.name: declared.dims for declared in model.graph.inputs}
-    sizes = find_tensors or cache(lambda: find_sizes(model).tensors)
+    find_tensors = find_tensors or cache(lambda: find_sizes(model).tensors)
     edits: dict[tuple[int, str], bytes | Rewired] = {}
     for scope, graph in _graphs(model.graph):
         scales = {node.outputs[1] for node in graph.nodes if node.op == "DynamicQuantizeLinear" and node.outputs[1:]}
-        makers = {name: node for node in graph.nodes for name in node.outputs}
-        context = NodeContext(graph, declared, graph.constants.keys() | scales, makers, sizes)
+        context = NodeContext(
+            graph,
+            declared=declared,
+            narrow=graph.constants.keys() | scales,
+            makers=makers_of(graph.nodes),
+            find_tensors=find_tensors,
+        )
         for node in graph.nodes:
             if graph.constants.keys() >= set(node.inputs) - {""}:
                 continue
