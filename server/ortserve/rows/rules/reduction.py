@@ -1,6 +1,6 @@
 """Rules of operators that reduce, search, sort, accumulate or normalize along axes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ortserve.model_file.graph import DOUBLE, FLOAT, INT64
@@ -19,7 +19,7 @@ from ortserve.rows.rules.call import (
 from ortserve.rows.rules.elementwise import reduce_over
 from ortserve.rows.rules.index_bounds import LIMITS
 from ortserve.rows.rules.matmul import check_one_number
-from ortserve.rows.values import Facts, Value
+from ortserve.rows.values import NO_FACTS, Facts, Value
 
 _REDUCTIONS: Final = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 
@@ -40,13 +40,26 @@ def reduced(call: Call, value: Value, axes: tuple[int, ...]) -> Value:
     dims = call.dims(value)
     if value.is_rows and 0 in dims:
         raise NotKnownError("has an operand without entries")
-    elements = _reduced_elements(call, value)
+    return _without_axes(call, value, axes, value.dtype, elements=_reduced_elements(call, value))
+
+
+def _without_axes(
+    call: Call,
+    value: Value,
+    axes: Sequence[int],
+    dtype: int,
+    *,
+    elements: tuple[Number, ...] | None = None,
+    facts: Facts = NO_FACTS,
+) -> Value:
+    """A result with one entry along ``axes``, which keep the length 1 or are removed, as ``keepdims`` says."""
+    dims = call.dims(value)
     if call.integer("keepdims", 1):
         lengths = [1 if axis in axes else length for axis, length in enumerate(dims)]
-        return call.result(lengths, value, value.axis, value.dtype, elements)
+        return call.result(lengths, value, value.axis, dtype, elements, facts)
     kept = [axis for axis in range(len(dims)) if axis not in axes]
     shifted = kept.index(value.axis) if value.is_rows else 0
-    return call.result([dims[axis] for axis in kept], value, shifted, value.dtype, elements)
+    return call.result([dims[axis] for axis in kept], value, shifted, dtype, elements, facts)
 
 
 def _reduced_elements(call: Call, value: Value) -> tuple[Number, ...] | None:
@@ -86,10 +99,7 @@ def arg(call: Call) -> Output:
     if value.is_rows and 0 in dims:
         raise NotKnownError("has an operand without entries")
     facts = Facts(nonnegative=True, below=dims[axis])
-    if call.integer("keepdims", 1):
-        return call.result((*dims[:axis], 1, *dims[axis + 1 :]), value, value.axis, INT64, facts=facts)
-    shifted = value.axis - 1 if value.axis > axis else value.axis
-    return call.result((*dims[:axis], *dims[axis + 1 :]), value, shifted, INT64, facts=facts)
+    return _without_axes(call, value, (axis,), INT64, facts=facts)
 
 
 def top_k(call: Call) -> Output:
