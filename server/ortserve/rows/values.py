@@ -175,7 +175,7 @@ _LARGEST_DIVIDEND: Final = 1 << 40
 """Quotients of such numbers are at most ``MOST_FINITE``."""
 
 
-def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) -> tuple[Number, ...] | None:
+def paired_elements(values: Sequence[Value], dims: Sequence[Number], compute: Compute) -> tuple[Number, ...] | None:
     """Compute the elements of a result of these dimensions from the operands' elements; None if they are unknown."""
     count = element_count(dims)
     if count is None or count > MAX_ELEMENTS:
@@ -203,7 +203,7 @@ def element_count(dims: Sequence[Number]) -> int | None:
     return count
 
 
-def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ...] | None:
+def taken_elements(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ...] | None:
     """The known elements at some positions along an axis; None if they are unknown."""
     dims = value.dims or ()
     if value.elements is None or element_count(dims) != len(value.elements):
@@ -217,7 +217,7 @@ def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ..
     return tuple(element for start in starts for element in value.elements[start : start + after])
 
 
-def transposed(value: Value, order: Sequence[int]) -> tuple[Number, ...] | None:
+def transposed_elements(value: Value, order: Sequence[int]) -> tuple[Number, ...] | None:
     """The known elements with their axes in another order; None if they are unknown."""
     dims = [length for length in value.dims or () if isinstance(length, int)]
     if value.elements is None or len(value.elements) > MAX_ELEMENTS or len(dims) != len(order):

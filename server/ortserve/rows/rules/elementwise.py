@@ -54,7 +54,7 @@ from ortserve.rows.values import (
     equal,
     less,
     negation,
-    paired,
+    paired_elements,
     power,
     quotient,
     remainder_of,
@@ -318,7 +318,7 @@ def _computed(
         return result
     if len(values) > 1 and any(is_unbounded(value.elements) for value in values if value.dtype in _FLOATS):
         return result
-    known = paired(values, result.dims, compute)
+    known = paired_elements(values, result.dims, compute)
     if known is not None and (limit := LIMITS.get(dtype)):
         known = tuple(call.symbols.bounded(number, limit) for number in known)
     return result if known is None else call.result(result.dims, dtype=dtype, elements=known)

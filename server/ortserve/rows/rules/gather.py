@@ -16,7 +16,7 @@ from ortserve.rows.rules.call import (
     check_sizes,
     off_axis,
 )
-from ortserve.rows.values import MAX_ELEMENTS, NO_FACTS, Facts, Kind, Value, taken
+from ortserve.rows.values import MAX_ELEMENTS, NO_FACTS, Facts, Kind, Value, taken_elements
 
 _WRONG_ROWS: Final = "has operands that do not all have the same rows along the same axis"
 
@@ -72,7 +72,7 @@ def _picked(value: Value, indices: Value, axis: int) -> tuple[Number, ...] | Non
         if not isinstance(index, int) or not -count <= index < count:
             return None
         positions.append(index % count)
-    return taken(value, axis, positions)
+    return taken_elements(value, axis, positions)
 
 
 def gather_elements(call: Call) -> Output:

@@ -26,7 +26,7 @@ from ortserve.rows.rules.call import (
     check_sizes,
     normal_axis,
 )
-from ortserve.rows.values import MAX_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
+from ortserve.rows.values import MAX_ELEMENTS, Facts, Value, element_count, rows, taken_elements, uniform
 
 TO_THE_END: Final = 10**9
 """Converters write a number of at least this value to denote the end of the axis."""
@@ -161,7 +161,7 @@ def slice_(call: Call) -> Output:
             and isinstance(end, int)
             and (step > 0 or end < TO_THE_END)
         ):
-            elements = taken(value, axes[0], _positions(length, start, end, step))
+            elements = taken_elements(value, axes[0], _positions(length, start, end, step))
     like = replace(value, outer=outer)
     return call.result(dims, like, value.axis, value.dtype, elements, replace(value.facts, columns=()))
 

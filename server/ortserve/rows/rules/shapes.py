@@ -30,7 +30,7 @@ from ortserve.rows.rules.call import (
     off_axis,
 )
 from ortserve.rows.rules.movement import as_length
-from ortserve.rows.values import Value, element_count, free, transposed
+from ortserve.rows.values import Value, element_count, free, transposed_elements
 
 
 def shape(call: Call) -> Output:
@@ -251,7 +251,7 @@ def transpose(call: Call) -> Output:
     order = call.integers("perm") or tuple(reversed(range(len(dims))))
     if sorted(order) != list(range(len(dims))):
         raise NotKnownError("has an order of axes that does not fit its operand")
-    elements = transposed(value, order)
+    elements = transposed_elements(value, order)
     axis = order.index(value.axis) if value.is_rows else 0
     rank, turned = len(dims), value.facts.transposed
     overtaken = {at - rank for at, old in enumerate(order) if at > axis and (old < value.axis or old - rank in turned)}
