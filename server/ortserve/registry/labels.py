@@ -5,13 +5,14 @@ Labels and rollouts are set in ``model.yaml`` and by calls. Those of calls take 
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.config.rollout import RolloutOptions
 from ortserve.core.version_names import STABLE
 from ortserve.registry.catalog import Catalog
-from ortserve.registry.repository.source import ModelSource, versions_to_serve
+from ortserve.registry.repository.source import ModelSource, VersionSource, versions_to_serve
 from ortserve.registry.state_file import StateFile
 from ortserve.telemetry.logs import log_event
 
@@ -67,6 +68,12 @@ class Labels:
         texts = (f"{label}={'-' if version is None else version}" for label, version in moved.items())
         log_event(logger, logging.INFO, "labels changed", model=name, labels=", ".join(texts))
 
+    def mix(self, source: ModelSource, serving: Mapping[int, VersionSource]) -> ModelSource:
+        """Combine a source with versions that serve, and with the labels and the rollout in effect."""
+        labels, rollout = self._configured.get(source.name, {}), self._rollouts.get(source.name)
+        versions = {**source.versions, **serving}
+        return replace(source, versions=versions, problem="", labels=labels, rollout=rollout, is_mixed=True)
+
     def rollout(self, name: str) -> RolloutOptions | None:
         """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""
         state, given = self._state.of(name), self._rollouts.get(name)
@@ -107,10 +114,14 @@ def move_labels(before: Mapping[str, int], given: Mapping[str, int], ready: Coll
 def needed_versions(source: ModelSource, named: Collection[int]) -> set[int]:
     """The versions of a model that should serve: those chosen by its policy and those named by labels.
 
+    All versions of a source with several configurations should.
+
     Args:
         source: Source of the model, which includes all these versions.
         named: Versions named by labels, by a rollout or as the target of a rollback.
     """
+    if source.is_mixed:
+        return set(source.versions)
     options: ModelOptions | None = next((one.configuration.options for one in source.versions.values()), None)
     if options is None:
         return set()

@@ -162,7 +162,8 @@ class Reconciler:
     async def _show_problem(self, source: ModelSource, *, is_forced: bool, is_awaited: bool) -> None:
         """Show why a source cannot be loaded. If the model should be in memory, what served before is loaded again."""
         if is_forced:
-            await self._restore(source, self._drained_early.pop(source.name, {}), is_awaited=is_awaited)
+            drained, serving = self._drained_early.pop(source.name, {}), self._catalog.ready(source.name)
+            await self._restore(source, drained, was_in_memory=bool(serving), is_awaited=is_awaited)
         self._versions.show_problem(source)
         self._retries.forget(source.name)
 
@@ -232,7 +233,7 @@ class Reconciler:
         named = self._labels.named_versions(source.name)
         kept = {record.version: record.source for record in offered if record.version in named and record.source}
         if kept:
-            await self._restore(source, kept, is_awaited=True)
+            await self._restore(source, kept, was_in_memory=True, is_awaited=True)
         self._versions.forget(one for one in offered if self._catalog.of(source.name).get(one.version) is one)
 
     def _keep_source(self, before: ModelSource, source: ModelSource, *, was_offered: bool) -> None:
@@ -241,12 +242,9 @@ class Reconciler:
         If the model was on demand, its other versions are on demand again.
         """
         name = before.name
-        serving = {record.version: record.source for record in self._catalog.ready(name)}
-        loaded = {number: version for number, version in source.versions.items() if serving.get(number) == version}
-        earlier = {number: version for number, version in before.versions.items() if number not in loaded}
-        # The policy of the first version applies, which is that of the source before if any of its versions is left.
-        kept = replace(before, versions=earlier | loaded, problem="" if loaded else before.problem)
-        self._sources[name] = kept
+        serving = {record.version: record.source for record in self._catalog.ready(name) if record.source}
+        is_partial = any(serving.get(number) == version for number, version in source.versions.items())
+        kept = self._sources[name] = self._labels.mix(before, serving) if is_partial else before
         if was_offered:
             self._versions.offer_on_demand(kept)
         elif serving:
@@ -285,7 +283,7 @@ class Reconciler:
         drained = self._drained_early.pop(name, {})
         if failures and not is_unloading:
             drained |= {record.version: record.source for record in serving if record.is_unloaded and record.source}
-            await self._restore(source, drained, is_awaited=is_awaited)
+            await self._restore(source, drained, was_in_memory=bool(serving), is_awaited=is_awaited)
         return failures
 
     def _known_failures(self, source: ModelSource) -> dict[int, str]:
@@ -298,22 +296,35 @@ class Reconciler:
             if record.state is State.FAILED and record.source == source.versions.get(record.version)
         }
 
-    async def _restore(self, source: ModelSource, drained: Mapping[int, VersionSource], *, is_awaited: bool) -> None:
+    async def _restore(
+        self, source: ModelSource, drained: Mapping[int, VersionSource], *, was_in_memory: bool, is_awaited: bool
+    ) -> None:
         """Load the versions again that were ``drained`` for a change to ``source``, which has failed.
 
-        If the model was evicted before, all that served then are loaded: they would serve on if they had stayed in
-        memory. A version whose files were removed is left out.
+        If the model was not in memory, all that served before are loaded: they would serve on if they had stayed in
+        memory. A version whose files were removed or have changed is left out.
         """
         name = source.name
-        versions = drained if self._catalog.ready(name) else {**self._last_serving.get(name, {}), **drained}
-        earlier = replace(source, versions=versions)
-        due = sorted(versions.keys() - source.versions.keys())
-        for record in self._versions.announce(earlier, due, is_awaited=is_awaited):
+        versions = drained if was_in_memory else {**self._last_serving.get(name, {}), **drained}
+        known = self._catalog.of(name).values()
+        reasons = {record.version: record.reason for record in known if record.state is State.FAILED}
+        due = [
+            number
+            for number, version in sorted(versions.items())
+            if (wanted := source.versions.get(number)) is None
+            or (number in reasons and wanted != version and (wanted.is_sent or wanted.has_files_of(version)))
+        ]
+        for record in self._versions.announce(replace(source, versions=versions), due, is_awaited=is_awaited):
             await self._versions.load(record)
+            number = record.version
             if record.is_superseded and record.state is not State.READY:
-                self._drained_early.setdefault(name, {})[record.version] = versions[record.version]
-            if record.state is State.FAILED:
+                self._drained_early.setdefault(name, {})[number] = versions[number]
+            if record.state is State.FAILED and number not in source.versions:
                 self._versions.forget([record])
+            elif record.state in (State.READY, State.FAILED):
+                record.reason = reasons.get(number, record.reason)
+                if record.state is State.FAILED:
+                    record.source = source.versions[number]
 
     async def settle_labels(self, name: str) -> None:
         """Let the ensembles follow the labels of a model, and drain the versions that nothing needs any more."""

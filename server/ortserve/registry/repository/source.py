@@ -47,6 +47,10 @@ class VersionSource:
         """Size of all files that the version may consist of."""
         return sum(file.nbytes for file in self.fingerprints)
 
+    def has_files_of(self, other: "VersionSource") -> bool:
+        """Whether the files are those of another source, of which the configuration may differ."""
+        return (self.path, self.fingerprints) == (other.path, other.fingerprints)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -61,6 +65,7 @@ class ModelSource:
         without_effect: For each part of the configuration that has no effect here, its path and the reason.
         labels: Configured versions by label. A change of labels does not change the versions.
         rollout: Configured rollout, or None. A change of it does not change the versions.
+        is_mixed: Whether a load by a client failed for some versions, so that the versions have several configurations.
     """
 
     name: str
@@ -71,6 +76,7 @@ class ModelSource:
     without_effect: tuple[str, ...] = ()
     labels: Mapping[str, int] = field(default_factory=dict)
     rollout: RolloutOptions | None = None
+    is_mixed: bool = False
 
     @property
     def is_pinned(self) -> bool:

@@ -997,18 +997,37 @@ async def test_evicted_version_for_which_a_load_by_a_client_failed_is_on_demand_
     config = {"version_policy": {"all": {}}, "input": [{"name": "a", "data_type": "TYPE_FP32", "dims": [-1, 2]}]}
     with pytest.raises(ServeError, match="version 1 is at UNAVAILABLE state: unexpected inference input 'a'"):
         await registry.load("m", config=json.dumps(config))
-    for _ in range(2):
+    for reason in ("unexpected inference input 'a', allowed inputs are: x", ""):
         assert await ask(registry, "m") == "1"
         assert await ask(registry, "m", "2") == "2"
-        assert states(registry, "m") == dict.fromkeys((1, 2), (State.READY, ""))
+        assert states(registry, "m") == {1: (State.READY, reason), 2: (State.READY, "")}
         assert registry.labels("m") == {"stable": 1}
         registry._draining.evict("m")
     content = members.affine(tmp_path.parent / "sent.onnx").read_bytes()
     files = {"file:1/model.onnx": b"no model", "file:2/model.onnx": content, "file:3/model.onnx": b"no model"}
     with pytest.raises(ServeError, match=r"version 1 is at .*; version 3 is at UNAVAILABLE state: "):
         await registry.load("m", config=json.dumps({"version_policy": {"all": {}}}), files=files)
-    assert states(registry, "m") == {1: (State.GONE, ON_DEMAND), 2: (State.READY, "")}
+    assert {version: state for version, (state, _) in states(registry, "m").items()} == dict.fromkeys(
+        (1, 2), State.READY
+    )
     assert await ask(registry, "m") == "1"
+
+
+async def test_evicted_version_serves_on_if_its_new_configuration_does_not_fit(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    registry = make()
+    await registry.load_all()
+    await ask(registry, "m")
+    registry._draining.evict("m")
+    (tmp_path / "m" / "model.yaml").write_text("{load_policy: on_demand, inputs: {z: {dims: [2]}}}")
+    await registry.poll()
+    assert await ask(registry, "m") == "1"
+    assert states(registry, "m") == {1: (State.READY, "unexpected inference input 'z', allowed inputs are: a")}
+    registry._draining.evict("m")
+    (tmp_path / "m" / "1" / "model.onnx").write_bytes(b"no model")
+    await registry.poll()
+    assert "expected an ONNX model" in (await refused(registry, "m")).message
+    assert states(registry, "m")[1][0] is State.FAILED
 
 
 async def test_load_begins_when_the_evicted_model_has_answered_and_is_freed(tmp_path: Path, make: Make) -> None:
