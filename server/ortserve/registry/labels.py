@@ -40,6 +40,8 @@ class Labels:
         there = {*source.versions, *ready}
         before = {label: version for label, version in self._configured.get(name, {}).items() if version in there}
         configured = move_labels(before, source.labels, ready)
+        if not ready and any(record.is_on_demand for record in self._catalog.of(name).values()):
+            ready = list(source.versions)  # The next request loads them.
         if ready and configured.get(STABLE) not in ready and STABLE not in self._catalog.labels(name):
             configured.pop(STABLE, None)  # The first one must not take the requests from the highest version either.
         self._configured[name] = configured

@@ -166,3 +166,14 @@ async def test_load_by_a_client_without_an_evicted_version_loads_it_for_its_labe
     await registry.load("m", config="{}", files={"file:2/model.onnx": content})
     assert states(registry) == {1: State.READY, 2: State.READY}
     assert registry.find("m", "").version == "1"
+
+
+async def test_first_stable_label_for_a_missing_version_leaves_the_requests_of_an_evicted_model_alone(
+    tmp_path: Path, registry: Registry
+) -> None:
+    folder = put(tmp_path, 1, options="")
+    await registry.load_all()
+    registry._draining.evict("m")
+    (folder / "model.yaml").write_text("labels: {stable: 2}")
+    await registry.load("m")
+    assert registry.find("m", "").version == "1"
