@@ -82,7 +82,8 @@ def decode_generate_request(
         if tensor.name in names:
             raise invalid_input(f"input '{tensor.name}' already exists in request")
         tensors.append(tensor)
-    parameters = _parameters(document | nested, inputs, model_name, is_stream=is_stream)
+    given = document | {key: value for key, value in nested.items() if value is not None}
+    parameters = _parameters(given, inputs, model_name, is_stream=is_stream)
     return InferRequest(model_name, model_version, request_id, tensors, (), parameters)
 
 
@@ -216,8 +217,8 @@ def _parameters(
     stream = given.get("stream")
     if stream is False or (stream is True and is_stream):
         del given["stream"]
-    for key, value in given.items():
-        if key in _SAMPLING and value is not None:
+    for key in given:
+        if key in _SAMPLING:
             raise ServeError(
                 ErrorKind.UNSUPPORTED,
                 f"parameter '{key}' is not supported: it is not an input of model '{model}', "

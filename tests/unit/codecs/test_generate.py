@@ -107,6 +107,7 @@ def test_keys_that_are_null_count_as_absent() -> None:
     assert [tensor.name for tensor in request.inputs] == ["number"]
     assert (request.id, request.parameters) == ("", {})
     assert decode({"number": 1, "parameters": None}).parameters == {}
+    assert decode({"number": 1, "timeout": 5, "parameters": {"timeout": None}}).parameters == {"timeout": 5}
 
 
 def test_input_named_like_a_parameter_stays_an_input() -> None:
