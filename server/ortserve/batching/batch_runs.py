@@ -284,15 +284,15 @@ class BatchRuns:
 
     def _free_ahead(self) -> bool:
         """Whether an instance may take a second batch while none is free; if not yet, set the timer."""
-        due_ns = self.instances.ahead_due_ns()
+        now_ns = self._clock()
+        due_ns = self.instances.ahead_due_ns(now_ns)
         if due_ns is None:
             return False
-        now_ns = self._clock()
         if due_ns > now_ns:
             if self._scheduler:
                 self._timer.set(due_ns, now_ns)
             return False
-        self.instances.free_ahead()
+        self.instances.free_ahead(now_ns)
         return True
 
     def _on_done(self, runner: Runner, group: RequestGroup, outcome: BatchResult | Exception) -> None:

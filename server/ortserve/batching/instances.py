@@ -8,6 +8,8 @@ from ortserve.core.batch import Runner
 
 _STAGING_GAIN: Final = 0.1
 """Weight of an observation in the mean staging time."""
+_MAX_DELAY_NS: Final = 1_000_000_000
+"""An instance whose run exceeds its prediction by more takes no second batch, which might wait for as long."""
 _LEND_MARGIN_NS: Final = 100_000
 """Additional lead time of a second batch beyond its predicted staging time: about the delay of timers and threads."""
 
@@ -75,14 +77,14 @@ class Instances:
         """Learn the staging time of a batch: from the time it is chosen until its rows are staged."""
         self._staging_ns += _STAGING_GAIN * (staging_ns - self._staging_ns)
 
-    def ahead_due_ns(self) -> int | None:
+    def ahead_due_ns(self, now_ns: int) -> int | None:
         """When the first instance may take a second batch, while no instance is free; None if no instance may."""
-        dues = [self._busy_until_ns[runner] for runner in self._can_take_second()]
+        dues = [self._busy_until_ns[runner] for runner in self._can_take_second(now_ns)]
         return int(min(dues) - 1.5 * self._staging_ns - _LEND_MARGIN_NS) if dues else None
 
-    def free_ahead(self) -> None:
+    def free_ahead(self, now_ns: int) -> None:
         """Free the instance of ``ahead_due_ns`` for a second batch."""
-        self.free.append(min(self._can_take_second(), key=self._busy_until_ns.__getitem__))
+        self.free.append(min(self._can_take_second(now_ns), key=self._busy_until_ns.__getitem__))
 
     def retire(self, runner: Runner) -> None:
         """Stop lending an instance, because its device is lost."""
@@ -107,9 +109,13 @@ class Instances:
             return 0.0
         return max(1.0, min(self._busy_until_ns.values(), default=now_ns) - now_ns)
 
-    def _can_take_second(self) -> list[Runner]:
+    def _can_take_second(self, now_ns: int) -> list[Runner]:
+        least_ns = now_ns - _MAX_DELAY_NS
         return [
             runner
             for runner, in_flight in self._in_flight.items()
-            if 0 < len(in_flight) < self._depth and runner not in self.free and runner not in self._lost
+            if 0 < len(in_flight) < self._depth
+            and runner not in self.free
+            and runner not in self._lost
+            and self._busy_until_ns[runner] > least_ns
         ]

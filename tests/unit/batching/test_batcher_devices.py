@@ -171,6 +171,25 @@ def test_a_batch_behind_one_that_does_not_end_runs_on_another_instance() -> None
     play(main, instances=2, run_limits=RunLimits(5 * RUN_NS, 3 * RUN_NS))
 
 
+def test_no_batch_waits_behind_a_run_that_takes_far_longer_than_predicted() -> None:
+    async def main(stage: Stage) -> None:
+        stuck = stage.runners[1]  # the last one is used first
+        stuck.latency_ns = lambda rows: 20_000 * MS
+        slow = stage.submit(rows_of(0))
+        await asyncio.sleep(2)
+        began_ns = stage.clock()
+        answers = []
+        for value in (1, 2, 3):
+            answers.append(stage.submit(rows_of(value)))
+            await asyncio.sleep(0.001)
+        for future, value in zip(answers, (1, 2, 3), strict=True):
+            np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
+        assert stage.clock() - began_ns <= 2.1 * RUN_NS
+        np.testing.assert_array_equal((await slow)[0], answer(rows_of(0))[0])
+
+    play(main, instances=2)
+
+
 def test_a_hundred_callers_get_their_own_answers_two_batches_at_a_time() -> None:
     async def main(stage: Stage) -> None:
         async def call(number: int) -> None:

@@ -49,29 +49,29 @@ def test_overdue_run_is_not_taken_for_an_idle_instance(predicted_ns: float, afte
 def test_a_second_batch_is_due_when_its_rows_will_just_be_staged_by_the_end_of_the_first() -> None:
     (runner,) = runners = [Idler()]
     instances = Instances(runners, depth=2)
-    assert instances.ahead_due_ns() is None
+    assert instances.ahead_due_ns(NOW) is None
     instances.lend_next(10_000_000, NOW)
     assert not instances.free
-    assert instances.ahead_due_ns() == NOW + 10_000_000 - 100_000
+    assert instances.ahead_due_ns(NOW) == NOW + 10_000_000 - 100_000
     for _ in range(100):
         instances.observe_staging(2_000_000)
-    assert instances.ahead_due_ns() == pytest.approx(NOW + 10_000_000 - 3_100_000, abs=1000)
-    instances.free_ahead()
+    assert instances.ahead_due_ns(NOW) == pytest.approx(NOW + 10_000_000 - 3_100_000, abs=1000)
+    instances.free_ahead(NOW)
     assert instances.free == [runner]
     assert instances.busy_ns(NOW) == 10_000_000, "it is free for a second batch, and not idle"
     instances.lend_next(10_000_000, NOW)
-    assert instances.ahead_due_ns() is None, "it takes no third"
+    assert instances.ahead_due_ns(NOW) is None, "it takes no third"
 
 
 def test_a_second_batch_is_measured_from_the_end_of_the_first() -> None:
     (runner,) = runners = [Idler()]
     instances = Instances(runners, depth=2)
     instances.lend_next(500, NOW)
-    instances.free_ahead()
+    instances.free_ahead(NOW)
     assert instances.lend_next(500, NOW + 100) == NOW + 500
     assert instances.give_back(runner, NOW, NOW + 550) == NOW
     assert (instances.free, instances.are_busy) == ([], True), "it is not the next one's turn yet"
-    assert instances.ahead_due_ns() == NOW + 550 + 500 - 100_000
+    assert instances.ahead_due_ns(NOW) == NOW + 550 + 500 - 100_000
     assert instances.give_back(runner, NOW + 100, NOW + 900) == NOW + 550
     assert (instances.free, instances.are_busy) == ([runner], False)
     assert instances.busy_ns(NOW) == 0
@@ -85,4 +85,4 @@ def test_lost_instance_gets_no_more_runs() -> None:
     instances.retire(lost)
     instances.give_back(lost, NOW, NOW + 10)
     assert (instances.count, instances.free) == (1, [kept])
-    assert instances.ahead_due_ns() is None
+    assert instances.ahead_due_ns(NOW) is None
