@@ -224,7 +224,7 @@ def _measure_variants(experiment: Experiment, variants: Mapping[int, Path], chan
                         logs = experiment.compare(reference, side, pairs)
                         why = experiment.goal.misses(side.readings, reference.readings[first:])
                         ratio = None if why else experiment.noise.estimate(logs)
-                        error = side.figures(experiment.goal).error
+                        error = experiment.goal.figures(side.readings).error
                 except ServeError as failure:
                     why = failure.message
             yield Variant(number, provenance.commands if provenance else (), ratio, error, why)

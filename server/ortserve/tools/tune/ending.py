@@ -78,10 +78,10 @@ def confirm(experiment: Experiment, point: Point, guess: float) -> Ending:
             if number == processes - 1 and goal.rate_per_s is None and budget.left_s > budget.cost_s(0, _MAX_STEPS):
                 experiment.show("looking for the constant rates that both sustain")
                 rates = [sustain(experiment, side) for side in (before, after)]
-        current, best = before.readings + current, after.readings + best
-    before.readings, after.readings = current, best
-    ratio, figures = estimate_ratio(logs), before.figures(goal)
-    of_best = goal.scaled(after.figures(goal), figures, ratio.value)
+        current += before.readings
+        best += after.readings
+    ratio, figures = estimate_ratio(logs), goal.figures(current)
+    of_best = goal.scaled(goal.figures(best), figures, ratio.value)
     confirmation = Confirmation(ratio, len(logs), figures, of_best, *rates)
     too_few = len(logs) < min(pairs, MIN_PAIRS)
     why = "no time was left to confirm it; allow more with --max-minutes" if too_few else goal.misses(best, current)

@@ -138,7 +138,8 @@ class Search:
         if key_of({}) not in self._journal.trials:
             self._journal.enqueue({})
             self._journal.ask()
-            figures = self._current.figures(self._experiment.goal) if self._current.readings else None
+            readings = self._current.readings
+            figures = self._experiment.goal.figures(readings) if readings else None
             ratio = Estimate(1.0, 1.0, 1.0)
             trial = Trial(0, {}, state="measured", why="", ratio=ratio, pairs=0, figures=figures)
             self._journal.tell({}, trial, 0.0)
@@ -186,7 +187,7 @@ class Search:
             with closing(experiment.open(changes)) as contender:
                 side = current.beside(contender)
                 logs = experiment.compare(current, side, _PAIRS, is_hopeless)
-                figures = side.figures(experiment.goal)
+                figures = experiment.goal.figures(side.readings)
                 why = experiment.goal.misses(side.readings, current.readings[before:])
         except ServeError as error:
             if current.has_failed:  # no trial can be compared any more

@@ -82,6 +82,17 @@ class Goal:
             case "memory":
                 return 1 / max(1, reading.memory_nbytes)
 
+    def figures(self, readings: Sequence[Reading]) -> Figures:
+        """Medians of the rounds, and the largest error."""
+        return Figures(
+            throughput_per_s=median(one.rate_per_s for one in readings) if self.rate_per_s is None else None,
+            p50_ms=median(one.p50_ms for one in readings),
+            tail_ms=median(one.tail_ms for one in readings),
+            cpu_ms=median(one.cpu_ms for one in readings),
+            memory_nbytes=int(median(one.memory_nbytes for one in readings)),
+            error=max(one.error for one in readings),
+        )
+
     def scaled(self, figures: Figures, current: Figures, ratio: float) -> Figures:
         """The figures of a candidate, with the compared one replaced by the current configuration's times the ratio.
 
@@ -160,18 +171,6 @@ class Side:
                 break
         self.readings.append(reading)
         return math.log(goal.figure(reading))
-
-    def figures(self, goal: Goal) -> Figures:
-        """Medians of the rounds, and the largest error."""
-        readings = self.readings
-        return Figures(
-            throughput_per_s=median(one.rate_per_s for one in readings) if goal.rate_per_s is None else None,
-            p50_ms=median(one.p50_ms for one in readings),
-            tail_ms=median(one.tail_ms for one in readings),
-            cpu_ms=median(one.cpu_ms for one in readings),
-            memory_nbytes=int(median(one.memory_nbytes for one in readings)),
-            error=max(one.error for one in readings),
-        )
 
 
 def take_pair(current: Side, candidate: Side, goal: Goal, *, is_swapped: bool) -> float:
