@@ -83,7 +83,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
 
 def address_of(url: str, given: argparse.Namespace, *, needs_http: bool = False) -> Address:
     """As ``parse_address``, with the flags of ``add_access``. ``needs_http`` rejects gRPC ports."""
-    address = parse_address(url, given.header, given.ca, given.key_file, given.cert)
+    address = parse_address(url, headers=given.header, ca=given.ca, key_file=given.key_file, cert=given.cert)
     if address.is_grpc and needs_http:
         raise invalid_input(f"{url}: expected the server's HTTP port, such as http://{address.host}:8000, got gRPC")
     return address
@@ -91,6 +91,7 @@ def address_of(url: str, given: argparse.Namespace, *, needs_http: bool = False)
 
 def parse_address(
     url: str,
+    *,
     headers: Sequence[str] = (),
     ca: Path | None = None,
     key_file: Path | None = None,
@@ -118,14 +119,24 @@ def parse_address(
     is_known = is_grpc or parts.scheme in ("http", "https")
     if not host or not is_known or (prefix and is_grpc) or parts.query or parts.fragment:
         raise invalid_input(f"'{url}': {expected}")
-    given = {"authorization": f"Bearer {_read_key(key_file)}"} if key_file else {}
+    sent = {"authorization": f"Bearer {_read_key(key_file)}"} if key_file else {}
     for header in headers:
         parsed = _HEADER.fullmatch(header)
         if parsed is None:
             raise invalid_input(f"--header: expected NAME: VALUE in printable ASCII, got '{header}'")
-        given[parsed[1].lower()] = parsed[2].strip()
+        sent[parsed[1].lower()] = parsed[2].strip()
     usual = 8001 if is_grpc else 443 if is_tls else 80
-    address = Address(url, host, usual if port is None else port, is_tls, is_grpc, given, ca, cert, prefix)
+    address = Address(
+        url=url,
+        host=host,
+        port=usual if port is None else port,
+        is_tls=is_tls,
+        is_grpc=is_grpc,
+        headers=sent,
+        ca=ca,
+        cert=cert,
+        prefix=prefix,
+    )
     flag, expected = f"--ca {ca}", "certificates in PEM"
     try:
         replace(address, cert=None).tls()

@@ -17,7 +17,7 @@ from ortserve.tools.models.server import ModelServer
 def test_address_has_what_its_url_and_the_flags_say(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# keys\n\n  secret-1  \nsecret-2\n")
 
-    address = parse_address("https://[::1]:8443/of-a-proxy/v2/", ["X-Tenant: a"], key_file=tmp_path / "keys")
+    address = parse_address("https://[::1]:8443/of-a-proxy/v2/", headers=["X-Tenant: a"], key_file=tmp_path / "keys")
 
     assert (address.host, address.port, address.authority) == ("::1", 8443, "[::1]:8443")
     assert (address.is_tls, address.is_grpc, address.prefix) == (True, False, "/of-a-proxy")
@@ -55,7 +55,7 @@ def test_schemes_have_any_case() -> None:
 @pytest.mark.parametrize("header", ["", "name", ": value", "two names: x", "x-ü: x", "x: ü", "x: a\r\ny: b"])
 def test_headers_that_a_protocol_does_not_permit_are_refused(header: str) -> None:
     with pytest.raises(ServeError, match="--header: expected NAME: VALUE") as raised:
-        parse_address("http://h", [header])
+        parse_address("http://h", headers=[header])
     assert raised.value.kind is ErrorKind.INVALID_INPUT
 
 
