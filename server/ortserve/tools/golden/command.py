@@ -81,10 +81,15 @@ def _check_options(given: argparse.Namespace) -> None:
     """Raise ServeError: invalid_input, for too many samples, and for options that would have no effect."""
     if given.samples > MAX_SAMPLES:
         raise invalid_input(f"--samples: expected at most {MAX_SAMPLES:,}, got {given.samples:,}")
-    of_record = ("inputs", given.inputs), ("from", given.source), ("tolerance", given.tolerance)
-    for name, value in (*of_record, ("replace", given.replace)):
+    of_record = {
+        "--inputs": given.inputs,
+        "--from": given.source,
+        "--tolerance": given.tolerance,
+        "--replace": given.replace,
+    }
+    for flag, value in of_record.items():
         if value and given.action == "check":
-            raise invalid_input(f"--{name}: expected the action record, got check")
+            raise invalid_input(f"{flag}: expected the action record, got check")
     for flag in ("--model", "--version", *ACCESS_FLAGS):
         if getattr(given, flag[2:].replace("-", "_")) and not is_url(given.source or ""):
             raise invalid_input(f"{flag}: expected --from URL, too, got {given.source or 'none'}")

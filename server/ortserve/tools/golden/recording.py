@@ -85,13 +85,14 @@ def record_samples(
             raise invalid_input("the model rejects synthetic inputs; pass real samples with --inputs")
         samples = list(_take(given, signature, count))
         if source is None:
-            count = len(signature.outputs)  # without the states of sequences
-            samples = [replace(sample, outputs=runs.run([sample])[0][:count]) for sample in samples]
+            outputs = len(signature.outputs)  # without the states of sequences
+            samples = [replace(sample, outputs=runs.run([sample])[0][:outputs]) for sample in samples]
         elif isinstance(source, Subject):
             samples = _run_source(source, signature, samples)
         else:
-            visible = (loaded.interface.client.inputs, loaded.interface.client.outputs)
-            if loaded.interface.sequences is not None or visible != (signature.inputs, signature.outputs):
+            client = loaded.interface.client
+            is_reshaped = (client.inputs, client.outputs) != (signature.inputs, signature.outputs)
+            if loaded.interface.sequences is not None or is_reshaped:
                 raise invalid_input("--from URL: expected a model without sequences and reshaped tensors")
             samples = _ask(source, signature, samples)
         golden = GoldenSamples(1, tuple(samples), tolerances)

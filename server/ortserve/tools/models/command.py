@@ -137,17 +137,17 @@ def _rollout_facts(shown: Rollout) -> Iterator[Facts]:
             f"worst {name} error": "infinite" if error is None else error for name, error in shown.worst_errors.items()
         }
         figures = {name.replace("_", " "): value for name, value in shown.figures.items()}
-        yield Facts("Rollout", {**dict(_given(shown.rollout)), **problem})
+        yield Facts("Rollout", {**dict(_set_options(shown.rollout)), **problem})
         yield Facts("Candidate", {**figures, **worst})
     if shown.ended is not None:
         yield Facts("Last rollout", shown.ended)
 
 
-def _given(options: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+def _set_options(options: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
     """The set options of a rollout, named as in ``KEY=VALUE``."""
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _given(value, f"{name}.")
+            yield from _set_options(value, f"{name}.")
         elif value not in (None, ""):
             yield group + name, value
 

@@ -141,20 +141,20 @@ def _stage_version(
     name, companions = place.companions()
     path = version / name
     newest = place.newest()
-    copies = {path: model}
+    copies = {path: model}  # files to copy, by their paths in the version
     for other in graph.external_files:
         if "\0" in other or not (path.parent / other).resolve().is_relative_to(version.resolve()):
             raise invalid_input(f"{model}: expected external data beside the model, got '{other}'")
         copies[path.parent / other] = model.parent / other
     if newest is not None:
         before = place.folder / str(newest.version)
-        companions = [path for path in companions if keeps_golden or path.parts[0] != GOLDEN_FOLDER]
-        copies = {version / companion: before / companion for companion in companions} | copies
-    for place_of, file in copies.items():
+        kept = [one for one in companions if keeps_golden or one.parts[0] != GOLDEN_FOLDER]
+        copies = {version / companion: before / companion for companion in kept} | copies
+    for target, file in copies.items():
         step(0, f"copying {file.name}")
-        place_of.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            shutil.copyfile(file, place_of)
+            shutil.copyfile(file, target)
         except FileNotFoundError:
             raise invalid_input(f"{model}: its file {file.name} is missing") from None
     write_provenance(provenance, version / PROVENANCE_FILE)
