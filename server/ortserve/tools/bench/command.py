@@ -13,12 +13,12 @@ from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import invalid_input
 from ortserve.tools.address import Address, address_of, is_url
 from ortserve.tools.bench.arguments import PROTOCOLS, WAYS
-from ortserve.tools.bench.comparison import compare_results, read_result
+from ortserve.tools.bench.comparison import compare_results, present_comparison, read_result
 from ortserve.tools.bench.generators import Generators
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.measure import Measurement, result_problems
 from ortserve.tools.bench.prepare import prepare_model, prepare_server
-from ortserve.tools.bench.presentation import present, present_comparison
+from ortserve.tools.bench.presentation import present
 from ortserve.tools.bench.result import BenchResult
 from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome
 from ortserve.tools.console import printable, progress

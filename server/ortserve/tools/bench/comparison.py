@@ -1,12 +1,48 @@
-"""Reads results of ``--json``, and compares two of them."""
+"""``ortserve bench --compare``: reads two results of ``--json``, compares them, and presents the comparison."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from ortserve.errors import invalid_input
-from ortserve.tools.bench.result import BenchComparison, BenchResult, Change, Point
+from ortserve.tools.bench.result import BenchResult, Point
+from ortserve.tools.report import Block, Cell, Facts, FindingCatalog, Findings, Report, Table
 from ortserve.tools.statistics import Estimate, compare
+
+_CATALOG: Final = FindingCatalog("""
+not_compared (warning): It was not compared.
+    → Measure again.
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value in two results: the ratio of the second to the first, and whether the difference is beyond the noise."""
+
+    way: str
+    load: str
+    batch: int
+    value: str
+    first: float
+    second: float
+    ratio: float
+    low: float | None
+    high: float | None
+    is_significant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BenchComparison:
+    """The result of ``--compare``: changes from the first to the second result, and the loads of only one of them."""
+
+    schema: Literal["ortserve.bench.comparison/1"]
+    first: str
+    second: str
+    changes: tuple[Change, ...]
+    only_in_one: tuple[str, ...]
+    problems: tuple[str, ...]
 
 
 def read_result(file: Path) -> BenchResult:
@@ -68,3 +104,23 @@ def _key(point: Point) -> tuple[str, str, int]:
 def _values(point: Point) -> dict[str, Estimate]:
     percentiles = {f"p{one.percent:g} ms": Estimate(one.ms, one.low_ms, one.high_ms) for one in point.percentiles}
     return {"throughput per s": point.throughput, **percentiles}
+
+
+def present_comparison(comparison: BenchComparison) -> Report:
+    """The report of ``--compare``."""
+    rows: list[list[Cell]] = []
+    for one in comparison.changes:
+        interval = None if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+        verdict = ("more" if one.ratio > 1 else "less") if one.is_significant else "within the noise"
+        cells: list[Cell] = [one.way, one.load, one.batch, one.value, one.first, one.second]
+        rows.append([*cells, f"{one.ratio:.3f}", interval, verdict])
+    columns = ["way", "load", "rows", "value", "first", "second", "second / first", "95 %", "difference"]
+    note = (
+        "The noise is the spread within each result. It does not cover conditions that changed between the results: "
+        "measure both targets in one run with --rounds."
+    )
+    texts = [*comparison.problems, *(f"only in one of the results: {name}" for name in comparison.only_in_one)]
+    findings = [_CATALOG.finding("not_compared", text) for text in texts]
+    facts = Facts("Results", {"first": comparison.first, "second": comparison.second})
+    blocks: list[Block] = [facts, Table("Changes", columns, rows, note)]
+    return Report("ortserve bench: comparison", [*blocks, *([Findings(findings)] if findings else [])])

@@ -6,7 +6,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
 
 from ortserve.tools.bench.points import NO_VERDICT, PERCENTS
-from ortserve.tools.bench.result import BenchComparison, BenchResult, Point
+from ortserve.tools.bench.result import BenchResult, Point
 from ortserve.tools.page import chart
 from ortserve.tools.report import (
     Block,
@@ -42,8 +42,6 @@ missed (problem): The exit status is not 0.
     → See the tables.
 overloaded (warning): More and more requests waited, so the latencies grow with the duration of the measurement.
     → Take percentiles at a lower rate; --find-capacity finds the highest rate that is sustained.
-not_compared (warning): It was not compared.
-    → Measure again.
 outputs_not_compared (warning): Wrong answers are not detected.
     → Give random operators a seed, or compare with a model without them: --compare-outputs MODEL. For a model with
     sequences, compare the answers to whole sequences in a test of your own. If a request before the load failed,
@@ -238,23 +236,3 @@ def _histogram(point: Point, number: int) -> str:
         axes.set(xlabel="latency in ms", ylabel="answers", xscale="log", yscale="symlog")
 
     return chart(draw, name=f"latencies{number}", height=2.4)
-
-
-def present_comparison(comparison: BenchComparison) -> Report:
-    """The report of ``--compare``."""
-    rows: list[list[Cell]] = []
-    for one in comparison.changes:
-        interval = None if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
-        verdict = ("more" if one.ratio > 1 else "less") if one.is_significant else "within the noise"
-        cells: list[Cell] = [one.way, one.load, one.batch, one.value, one.first, one.second]
-        rows.append([*cells, f"{one.ratio:.3f}", interval, verdict])
-    columns = ["way", "load", "rows", "value", "first", "second", "second / first", "95 %", "difference"]
-    note = (
-        "The noise is the spread within each result. It does not cover conditions that changed between the results: "
-        "measure both targets in one run with --rounds."
-    )
-    texts = [*comparison.problems, *(f"only in one of the results: {name}" for name in comparison.only_in_one)]
-    findings = [_CATALOG.finding("not_compared", text) for text in texts]
-    facts = Facts("Results", {"first": comparison.first, "second": comparison.second})
-    blocks: list[Block] = [facts, Table("Changes", columns, rows, note)]
-    return Report("ortserve bench: comparison", [*blocks, *([Findings(findings)] if findings else [])])

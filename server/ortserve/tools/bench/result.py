@@ -253,31 +253,3 @@ class BenchResult:
     capacities: tuple[Capacity, ...]
     is_interrupted: bool
     problems: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A value in two results: the ratio of the second to the first, and whether the difference is beyond the noise."""
-
-    way: str
-    load: str
-    batch: int
-    value: str
-    first: float
-    second: float
-    ratio: float
-    low: float | None
-    high: float | None
-    is_significant: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BenchComparison:
-    """The result of ``--compare``: changes from the first to the second result, and the loads of only one of them."""
-
-    schema: Literal["ortserve.bench.comparison/1"]
-    first: str
-    second: str
-    changes: tuple[Change, ...]
-    only_in_one: tuple[str, ...]
-    problems: tuple[str, ...]
