@@ -768,7 +768,7 @@ def test_targets_take_turns_and_are_compared(server: ServerProcess, tmp_path: Pa
 def test_models_in_this_process_are_measured(name: str) -> None:
     ways = "run,batcher" if name == "text_stats" else "run,bound,batcher"
 
-    ran = bench(EXAMPLE / name, "--way", ways, "--batch", "1,4", "--seconds", "0.5", "--warmup", "0.1", "--json")
+    ran = bench(EXAMPLE / name, "--way", ways, "--batch", "1,4", "--seconds", "0.25", "--warmup", "0.05", "--json")
 
     points = ran.result["points"]
     assert [(one["way"], one["batch"]) for one in points] == [(w, rows) for w in ways.split(",") for rows in (1, 4)]
@@ -780,7 +780,7 @@ def test_models_in_this_process_are_measured(name: str) -> None:
 
 
 def test_inputs_that_requests_may_omit_are_not_bound(tmp_path: Path) -> None:
-    ran = bench(interfaces.optional_bias(tmp_path / "optional.onnx"), "--way", "bound", "--seconds", "2", "--json")
+    ran = bench(interfaces.optional_bias(tmp_path / "optional.onnx"), "--way", "bound", *SHORT, "--json")
 
     assert (ran.status, ran.result["problems"]) == (0, [])
     assert ran.point["outputs"]["checked"] > 0
