@@ -603,7 +603,7 @@ def test_api_documentation_works_without_a_network(browser: Browser, server: Ser
 
 
 def test_pictures_of_the_documentation_can_be_taken(browser: Browser, tmp_path: Path) -> None:
-    console_pictures.take(browser, tmp_path, load_s=2)
+    console_pictures.take(browser, tmp_path, load_s=0.2)
 
     taken = {file.name: picture_size(file) for file in tmp_path.iterdir()}
     assert taken == {file.name: picture_size(file) for file in console_pictures.FOLDER.iterdir()}

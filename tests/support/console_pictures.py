@@ -46,7 +46,10 @@ def send(url: str, ends: Event) -> None:
 
 
 def take(browser: Browser, folder: Path, load_s: float) -> None:
-    """Take all pictures into a folder, from a server that has answered requests for ``load_s``."""
+    """Take all pictures into a folder, from a server that has answered requests for ``load_s``.
+
+    Charts of later pictures also fill for ``load_s``, but at most 3 s.
+    """
     ends = Event()
     temporary = tempfile.TemporaryDirectory()
     repository = Path(temporary.name) / "repository"
@@ -79,10 +82,10 @@ def take(browser: Browser, folder: Path, load_s: float) -> None:
                 page.get_by_role("heading", name="Actions").evaluate("element => element.scrollIntoView()")
                 page.screenshot(path=folder / "rollout.png")
                 page.get_by_role("link", name="Models", exact=True).click()
-                time.sleep(2)
+                time.sleep(min(load_s, 2))
                 page.screenshot(path=folder / "models.png", clip={"x": 0, "y": 0, "width": SIZE[0], "height": 560})
             with open_page(browser, f"{server.url}/#/models/digits/1", size=PHONE, scheme="dark") as page:
-                time.sleep(3)
+                time.sleep(min(load_s, 3))
                 page.screenshot(path=folder / "phone.png")
         finally:
             ends.set()
