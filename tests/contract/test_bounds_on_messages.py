@@ -173,8 +173,9 @@ def _unpacked(count: int) -> bytes:
 
 
 def _map_entries(count: int) -> bytes:
-    """Parameters with different names and without values."""
-    return b"".join(crafted.field(4, crafted.field(1, f"k{number}".encode())) for number in range(count))
+    """At most 10 million parameters with different names and without values."""
+    head = crafted.field(4, crafted.field(1, bytes(7)))[:-7]
+    return b"".join(b"%b%07d" % (head, number) for number in range(count))
 
 
 REST: Final[dict[str, Case]] = {

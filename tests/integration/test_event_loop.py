@@ -82,6 +82,15 @@ def test_stall_is_reported_while_it_lasts(tmp_path: Path) -> None:
         assert server.wait() == -signal.SIGTERM
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("turns")
+    add_model(repository, "m", builders.identity)
+    (add_model(repository, "wide", builders.many_tensors, count=2000) / "model.yaml").write_text("warmup_s: 0\n")
+    with serving(repository, *SHORT_WARMUP) as server:
+        yield server
+
+
 CHUNKED: Final = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 CALL: Final = (
     (":method", "POST"),
@@ -117,9 +126,9 @@ def leaves_others_their_turns(liveness: LivenessCaller, act: Callable[[], object
 
 @pytest.mark.parametrize(("port", "make"), [("http", chunks), ("grpc", data_frames)], ids=["http", "grpc"])
 def test_request_in_tiny_parts_leaves_others_their_turns(
-    tmp_path: Path, port: str, make: Callable[[int], bytes]
+    server: ServerProcess, port: str, make: Callable[[int], bytes]
 ) -> None:
-    with serving(tmp_path, "--grpc-transport", "native") as server, asking_for_liveness(server.http) as liveness:
+    with asking_for_liveness(server.http) as liveness:
         host, _, number = getattr(server, port).rpartition(":")
 
         def send() -> None:
@@ -133,31 +142,27 @@ def test_request_in_tiny_parts_leaves_others_their_turns(
         assert leaves_others_their_turns(liveness, send)
 
 
-def test_request_in_tiny_chunks_is_answered_and_so_is_the_next_one(tmp_path: Path) -> None:
+def test_request_in_tiny_chunks_is_answered_and_so_is_the_next_one(server: ServerProcess) -> None:
     """Meanwhile the connection is read in short parts."""
-    add_model(tmp_path, "m", builders.identity)
     body = json.dumps({"inputs": [json_input("x", ROW)]}).encode().ljust(300_000)
     chunked = CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     sized = CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(body)) + body
-    with serving(tmp_path, *SHORT_WARMUP) as server:
-        host, _, port = server.http.rpartition(":")
-        with (
-            socket.create_connection((host, int(port)), timeout=LONG_S) as connection,
-            connection.makefile("rb") as answers,
-        ):
-            connection.sendall((chunked + sized) * 3)
-            for _ in range(6):
-                assert answers.readline().startswith(b"HTTP/1.1 200 ")
-                headers = dict(line.lower().split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
-                answer = json.loads(answers.read(int(headers[b"content-length"])))
-                assert answer["outputs"][0]["data"] == [1, 2, 3, 4]
+    host, _, port = server.http.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=LONG_S) as connection,
+        connection.makefile("rb") as answers,
+    ):
+        connection.sendall((chunked + sized) * 2)
+        for _ in range(4):
+            assert answers.readline().startswith(b"HTTP/1.1 200 ")
+            headers = dict(line.lower().split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+            answer = json.loads(answers.read(int(headers[b"content-length"])))
+            assert answer["outputs"][0]["data"] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_configuration_of_thousands_of_tensors_leaves_others_their_turns(tmp_path: Path, protocol: str) -> None:
-    add_model(tmp_path, "wide", builders.many_tensors, count=2000)
+def test_configuration_of_thousands_of_tensors_leaves_others_their_turns(server: ServerProcess, protocol: str) -> None:
     with (
-        serving(tmp_path, *SHORT_WARMUP) as server,
         asking_for_liveness(server.http) as liveness,
         triton_clients(server) as (http, grpc),
     ):
