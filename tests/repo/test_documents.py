@@ -320,6 +320,6 @@ def test_pages_of_the_site_are_legible_and_commands_are_copied_without_prompts_a
     with file_site(site) as url, chromium() as browser:
         for path, scheme in product(("", "quickstart/", "migrate/", "tools/golden/"), SCHEMES):
             with open_page(browser, f"{url}/{path}", scheme=scheme) as page:
-                assert not [one for one in violations(page) if re.match("color-contrast|link-in-text-block", one)]
+                assert violations(page, "color-contrast", "link-in-text-block") == []
                 prompted = re.findall(r"^\$ (.*)", (DOCS / f"{path[:-1] or 'index'}.md").read_text(), re.MULTILINE)
                 assert page.evaluate(copy) == prompted
