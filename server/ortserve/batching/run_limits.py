@@ -217,9 +217,14 @@ class RunWatch:
             return None
         del self._runs[group]
         following = self._first_of(runner)
-        if following is not None and not following.is_overdue:
+        if following is not None:
             now_ns = self._clock()
-            following.begin(max(following.begins_ns, float(now_ns)))
+            begins_ns = max(following.begins_ns, float(now_ns))
+            if following.is_overdue:
+                has_callers = any(request.state != CANCELLED for request in following.group.requests)
+                following.due_ns = begins_ns + self._limits.grace_ns + (0 if has_callers else following.limit_ns)
+            else:
+                following.begin(begins_ns)
             if following.due_ns < self._fires_ns:
                 self._set(following.due_ns, now_ns)
         return run
@@ -243,9 +248,13 @@ class RunWatch:
             if run.due_ns > now_ns or run.group not in self._runs:  # abandoned together with a run before it
                 continue
             late_ns = latest_deadline_ns(run.group)
+            waits = self._first_of(run.runner) is not run
             if run.is_overdue:
-                self._abandon(run, now_ns)
-            elif late_ns > now_ns and self._first_of(run.runner) is not run:
+                if waits:
+                    run.due_ns = math.inf  # it cannot end before the run before it, which may take its own limit
+                else:
+                    self._abandon(run, now_ns)
+            elif late_ns > now_ns and waits:
                 run.due_ns = late_ns  # its own limit counts from the end of the run before it
             else:
                 run.is_overdue = True

@@ -21,6 +21,7 @@ from ortserve.batching.queue import RequestQueue
 from ortserve.batching.run_limits import NO_CALLBACKS, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
+from ortserve.core.inflight import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, RunTimeoutError, ServeError
 
@@ -169,6 +170,55 @@ def test_a_batch_behind_one_that_does_not_end_runs_on_another_instance() -> None
         assert (stuck._in_flight, len(healthy.runs)) == (2, 2)
 
     play(main, instances=2, run_limits=RunLimits(5 * RUN_NS, 3 * RUN_NS))
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_late_batch_behind_a_long_run_costs_no_instance(*, is_cancelled: bool) -> None:
+    async def main(stage: Stage) -> None:
+        runner = stage.runners[0]
+        runner.is_endless = True  # a batch that waits behind a run does not end when it is terminated
+        durations_ns = iter((20_000 * MS, RUN_NS, RUN_NS))
+        runner.latency_ns = lambda rows: next(durations_ns)
+        first = stage.submit(rows_of(0))
+        await asyncio.sleep(0.001)
+        terms = Terms(answer_by_ns=stage.clock() + 500 * MS)
+        second = submit(stage.batcher, (rows_of(1),), 1, None, Timing(stage.clock()), terms)
+        await asyncio.sleep(0.05)
+        if is_cancelled:
+            second.cancel()
+        np.testing.assert_array_equal((await first)[0], answer(rows_of(0))[0])
+        with pytest.raises(asyncio.CancelledError if is_cancelled else RunTimeoutError):
+            await second
+        await asyncio.sleep(60)
+        np.testing.assert_array_equal((await stage.submit(rows_of(2)))[0], answer(rows_of(2))[0])
+        assert (runner.terminated, runner.is_abandoned) == (1, False)
+
+    play(main, run_limits=RunLimits(25_000 * MS, 2_000 * MS))
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_late_batch_that_does_not_end_after_a_long_run_costs_its_instance(*, is_cancelled: bool) -> None:
+    async def main(stage: Stage) -> None:
+        runner = stage.runners[0]
+        runner.is_endless = True
+        durations_ns = iter((20_000 * MS, 3600_000 * MS))
+        runner.latency_ns = lambda rows: next(durations_ns)
+        first = stage.submit(rows_of(0))
+        await asyncio.sleep(0.001)
+        terms = Terms(answer_by_ns=stage.clock() + 500 * MS)
+        second = submit(stage.batcher, (rows_of(1),), 1, None, Timing(stage.clock()), terms)
+        await asyncio.sleep(0.05)
+        if is_cancelled:
+            second.cancel()
+        await first
+        await asyncio.sleep(26 if is_cancelled else 1)
+        assert not runner.is_abandoned
+        await asyncio.sleep(2)
+        assert runner.is_abandoned
+        with pytest.raises(asyncio.CancelledError if is_cancelled else RunTimeoutError):
+            await second
+
+    play(main, run_limits=RunLimits(25_000 * MS, 2_000 * MS))
 
 
 def test_no_batch_waits_behind_a_run_that_takes_far_longer_than_predicted() -> None:
