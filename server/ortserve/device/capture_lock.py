@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_ATTEMPTS_S: Final = (1, 2, 4, *(8,) * 7)
+_ATTEMPTS_S: Final = (1, 2, *(4,) * 15)
 """How long each attempt to hold the lock exclusively delays shared requests. As much time passes before the next one,
-so that a run that takes minutes, or never ends, does not stop all other GPU work meanwhile. Longer delays could make
-runs that wait for the lock exceed their own time limits."""
+so that a run that takes minutes, or never ends, does not stop all other GPU work meanwhile. A run that waits for the
+lock may be terminated after ``run_limits.MIN_LATE_RUN_NS``, and its instance is abandoned if it has not ended 5 s
+later, so delays must be shorter than both together."""
 
 
 class StillHeldError(Exception):

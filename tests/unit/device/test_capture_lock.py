@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from device_models import wait_for_capture
+from ortserve.batching.run_limits import MIN_LATE_RUN_NS, RunLimits
 from ortserve.device import capture_lock
 from ortserve.device.capture_lock import CaptureLock, StillHeldError
 
@@ -73,6 +74,12 @@ def test_an_exclusive_request_lets_others_pass_if_a_hold_does_not_end(monkeypatc
         wait_for_capture(lock)
         lock.release_shared()
         following.result(10)
+
+
+def test_a_capture_delays_no_run_until_its_instance_would_be_abandoned() -> None:
+    abandoned_after_ns = MIN_LATE_RUN_NS + RunLimits().grace_ns
+    assert max(capture_lock._ATTEMPTS_S) * 1e9 < abandoned_after_ns
+    assert 2 * sum(capture_lock._ATTEMPTS_S) == pytest.approx(120, abs=10)  # the documented two minutes
 
 
 def test_another_thread_may_release_a_shared_hold() -> None:
