@@ -82,6 +82,8 @@ class CallTimeouts:
         self._options = options
         self._progress = SendProgress(options.grpc_send_timeout_s)
         self._reading = ReadRate(options.grpc_min_message_bytes_per_s, options.grpc_send_timeout_s)
+        self._unsent_since_ns: dict[int, int] = {}
+        """When a check first saw the unsent bytes of a stream, by stream id."""
         self._timer: asyncio.TimerHandle | None = None
         self.next_deadline_ns = _NEVER_NS
         self.slow_ns = 0
@@ -136,6 +138,7 @@ class CallTimeouts:
             self._ends.add(self._end_each(requests, _TOO_SLOW, text, self._is_stalled_now))
         sent = self._sending.sent_by_stream()
         self._reading.note(now_ns, None, self._writer.count_sent() if sent else 0, has_unsent=bool(sent))
+        self._unsent_since_ns = {stream_id: self._unsent_since_ns.get(stream_id, now_ns) for stream_id in sent}
         is_slow = not sent or self._reading.is_slow(now_ns)
         is_slow = is_slow and all(self._is_slow(stream, now_ns) for stream in self._streams.values())
         self.slow_ns = now_ns if is_slow else 0
@@ -192,11 +195,11 @@ class CallTimeouts:
         return waited_s >= for_s and received < waited_s * self._options.grpc_min_message_bytes_per_s
 
     def _is_slow(self, stream: Stream, now_ns: int) -> bool:
-        """Whether a call waits for a slow caller. The rate of answers is that of the connection, for calls of some age:
-        behind a proxy, new calls share the connection with those of slow callers.
+        """Whether a call waits for a slow caller. The rate of answers is that of the connection, for answers that have
+        waited for some time: behind a proxy, other calls share the connection with those of slow callers.
         """
         if stream.unsent:
-            return now_ns - stream.begun_ns >= SLOW_SHARE * self._options.grpc_send_timeout_s * 1e9
+            return now_ns - self._unsent_since_ns[stream.id] >= SLOW_SHARE * self._options.grpc_send_timeout_s * 1e9
         return self._arrives_slowly(stream, now_ns, SLOW_SHARE * self._options.grpc_message_timeout_s)
 
 

@@ -1029,6 +1029,24 @@ def test_connection_with_another_call_does_not_yield(path: str) -> None:
     on_wire(test)
 
 
+def test_connection_does_not_yield_at_the_answer_of_a_long_call() -> None:
+    """Behind a proxy, a slow caller must not cost the answer of another one that has just been computed."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        await client.send_all(client.open(ECHO), framed(bytes(80_000)))
+        await client.send_all(client.open(HOLD), framed(bytes(80_000)))
+        await client.exchange()
+        await asyncio.sleep(30)
+        wire.release()
+        await asyncio.sleep(2)
+        assert not wire.idle_connections.evict_one()
+        await asyncio.sleep(10)  # nothing of it was read meanwhile
+        assert wire.idle_connections.evict_one()
+
+    on_wire(test)
+
+
 def test_queued_answers_on_a_slow_connection_do_not_time_out() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
