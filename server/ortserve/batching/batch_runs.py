@@ -201,6 +201,8 @@ class BatchRuns:
     def _start_batch(self) -> None:
         """Start a batch if an instance is free and requests wait; called again while there may be more."""
         self._is_woken = False
+        if self.instances.lends_ahead:
+            self.instances.withdraw_ahead(self._clock())
         if not self.instances.free and not (self.instances.lends_ahead and self._free_ahead()):
             self._withdraw_share()  # the instance for which it waited may be lost
             return

@@ -1,5 +1,6 @@
 """Lends the instances of a model to its runs."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -85,6 +86,13 @@ class Instances:
     def free_ahead(self, now_ns: int) -> None:
         """Free the instance of ``ahead_due_ns`` for a second batch."""
         self.free.append(min(self._can_take_second(now_ns), key=self._busy_until_ns.__getitem__))
+
+    def withdraw_ahead(self, now_ns: int) -> None:
+        """Lend no second batch to instances freed by ``free_ahead`` whose run has exceeded its prediction since."""
+        least_ns = now_ns - _MAX_DELAY_NS
+        late = [runner for runner in self.free if self._busy_until_ns.get(runner, math.inf) <= least_ns]
+        for runner in late:
+            self.free.remove(runner)
 
     def retire(self, runner: Runner) -> None:
         """Stop lending an instance, because its device is lost."""

@@ -240,6 +240,29 @@ def test_no_batch_waits_behind_a_run_that_takes_far_longer_than_predicted() -> N
     play(main, instances=2)
 
 
+def test_no_batch_waits_behind_such_a_run_after_a_request_that_was_cancelled() -> None:
+    async def main(stage: Stage) -> None:
+        stage.runners[1].latency_ns = lambda rows: 20_000 * MS  # the last one is used first
+        slow = stage.submit(rows_of(0))
+        await asyncio.sleep(0.001)
+        beside = stage.submit(rows_of(1))
+        await asyncio.sleep(0.009)
+        stage.submit(rows_of(2)).cancel()  # when the slow run should end, so that its instance may take a second batch
+        await beside
+        await asyncio.sleep(2)
+        began_ns = stage.clock()
+        answers = []
+        for value in (3, 4):
+            answers.append(stage.submit(rows_of(value)))
+            await asyncio.sleep(0.001)
+        for future, value in zip(answers, (3, 4), strict=True):
+            np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
+        assert stage.clock() - began_ns <= 2.1 * RUN_NS
+        np.testing.assert_array_equal((await slow)[0], answer(rows_of(0))[0])
+
+    play(main, instances=2)
+
+
 def test_a_hundred_callers_get_their_own_answers_two_batches_at_a_time() -> None:
     async def main(stage: Stage) -> None:
         async def call(number: int) -> None:
