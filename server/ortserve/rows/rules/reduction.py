@@ -319,7 +319,6 @@ RULES: Final[Rules] = {
     ("", "Trilu"): Rule(last_two_axes, parameters=(1,)),
     ("com.microsoft", "Trilu"): Rule(last_two_axes, parameters=(1,)),
     ("com.microsoft", "Inverse"): Rule(last_two_axes),
-    ("", "Inverse"): Rule(last_two_axes),
     ("", "Det"): Rule(determinant),
     ("", "DFT"): Rule(fourier, arguments=(1, 2)),
     ("", "STFT"): Rule(short_time_fourier, parameters=(1, 2, 3)),
@@ -338,8 +337,6 @@ RULES: Final[Rules] = {
             ("", "LayerNormalization"),
             ("", "RMSNormalization"),
             ("", "SimplifiedLayerNormalization"),
-            ("com.microsoft", "LayerNormalization"),
-            ("com.microsoft", "SimplifiedLayerNormalization"),
         )
     },
     **{
