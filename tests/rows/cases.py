@@ -34,6 +34,7 @@ class Case:
         body: Nodes; results named ``y``, ``y1``, ... are the outputs.
         weights: Initializers, with or without values.
         opset: Version of the default domain.
+        ml_opset: Version of ai.onnx.ml.
         functions: Local functions.
         below: Integers of the inputs are at least 0 and less than this.
         scale: Factor of the floats of the inputs, which are normally distributed.
@@ -49,6 +50,7 @@ class Case:
     body: str
     weights: str = ""
     opset: int = 17
+    ml_opset: int = 3
     functions: str = ""
     below: int = 4
     scale: float = 3.0
@@ -61,8 +63,9 @@ class Case:
     @cached_property
     def model(self) -> onnx.ModelProto:
         outputs = sorted(set(re.findall(r"\by\d?\b", self.body)))
-        text = f"""<ir_version: {_IR_VERSION}, opset_import: ["": {self.opset}, "com.microsoft": 1, "ai.onnx.ml": 3,
-            "local": 1]> model ({self.inputs}) => ({", ".join(outputs)}) <{self.weights}> {{ {self.body} }}"""
+        text = f"""<ir_version: {_IR_VERSION}, opset_import: ["": {self.opset}, "com.microsoft": 1,
+            "ai.onnx.ml": {self.ml_opset}, "local": 1]>
+            model ({self.inputs}) => ({", ".join(outputs)}) <{self.weights}> {{ {self.body} }}"""
         if self.functions:
             text += f'<domain: "{self.function_domain}", opset_import: ["": {self.function_opset or self.opset}]>'
             text += self.functions

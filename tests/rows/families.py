@@ -18,10 +18,16 @@ _BYTES: Final = "uint8[N,4] x"
 
 APART: Final[list[Case]] = []
 MEET: Final[list[Case]] = []
+NOT_RUN: Final[list[Case]] = []
+"""Models with independent rows, and with an operator for which ONNX Runtime has no kernel on CPUs."""
 
 
 def _apart(name: str, inputs: str, body: str, weights: str = "", **options: Any) -> None:
     APART.append(Case(name, inputs, body, weights, **options))
+
+
+def _not_run(name: str, inputs: str, body: str, weights: str = "") -> None:
+    NOT_RUN.append(Case(name, inputs, body, weights))
 
 
 def _meet(name: str, inputs: str, body: str, weights: str = "", **options: Any) -> None:
@@ -396,3 +402,59 @@ _apart("function: its own operators", _X, "y = local.f(x)", functions="f (a) => 
 _apart("function: an attribute", _X, "y = local.f<axis=1>(x)", functions="f <axis> (a) => (b) { b = Softmax<axis: int = @axis>(a) }")
 _meet("function: its own operators over rows", _X, "y = local.f(x)", functions="f (a) => (b) { c = Exp(a) b = Softmax<axis=0>(c) }")
 _meet("function: an attribute that is the rows' axis", _X, "y = local.f<axis=0>(x)", functions="f <axis> (a) => (b) { b = Softmax<axis: int = @axis>(a) }")
+
+# Operators that no model above has.
+for _op in ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cos", "Cosh", "Gelu", "HardSigmoid", "LeakyRelu", "Log", "Reciprocal", "Shrink", "Sin", "Sinh", "Softsign", "Tan", "ThresholdedRelu"):
+    _apart(f"elementwise: {_op}", _X, f"y = {_op}(x)", opset=20)
+for _op in ("Affine", "ParametricSoftplus", "ScaledTanh"):
+    _apart(f"elementwise: {_op}", _X, f"y = {_op}<alpha=2.0, beta=0.5>(x)", opset=9)
+_apart("elementwise: Swish", _X, "y = Swish(x)", opset=24)
+_apart("elementwise: tests of numbers", _X, "l = Log(x) a = IsNaN(l) b = IsInf(l) c = Xor(a, b) d = LessOrEqual(x, z) e = GreaterOrEqual(x, z) f = And(d, e) y = Or(c, f)", "float[4] z = {0, 1, 2, 3}", opset=20)
+_apart("elementwise: least and type of another", "float[N,4] x, float[N,4] z", "a = Min(x, z) y = CastLike(a, k)", "int64 k = {0}")
+_apart("elementwise: bits", _BYTES, 'a = BitShift<direction="LEFT">(x, w) b = BitwiseAnd(a, x) c = BitwiseOr(b, w) y = BitwiseXor(c, x)', "uint8[4] w", opset=18)
+_apart("elementwise: texts joined and tested", "string[N,3] x", 'y1 = StringConcat(x, w) y2 = RegexFullMatch<pattern="[a-z]+">(x)', 'string[1] w = {"red"}', opset=20)
+_apart("elementwise: hashes", "int32[N,3] x", "y = com.microsoft.MurmurHash3(x)")
+_apart("elementwise: Constant", _X, "c = Constant<value=float[4]{1, 2, 3, 4}>() y = Add(x, c)")
+_apart("elementwise: the number of a table's entries", _X, "n = Size(w) f = Cast<to=1>(n) y = Mul(x, f)", "float[3,2] w")
+_apart("elementwise: EyeLike", "float[N,4] x", "e = EyeLike(w) y = MatMul(x, e)", "float[4,4] w")
+_apart("axis: CumProd", _X, "y = CumProd(x, a)", "int64 a = {1}", opset=26)
+_apart("axis: inverses", "float[N,3,3] x", "y = com.microsoft.Inverse(x)")
+_apart("axis: Trilu of com.microsoft", "float[N,3,3] x", "y = com.microsoft.Trilu(x)")
+_apart("conv: GlobalLpPool", _IMAGE, "y = GlobalLpPool(x)")
+_apart("normalization: simplified", _SEQUENCE, "y = SimplifiedLayerNormalization(x, s)", "float[8] s")
+_apart("matmul: distances from a table", _X, 'y = com.microsoft.CDist<metric="euclidean">(x, w)', "float[3,4] w")
+_apart("matmul: FusedGemm", _X, 'y = com.microsoft.FusedGemm<activation="Relu">(x, w, b)', "float[4,3] w, float[3] b")
+_apart("matmul: TransposeMatMul", _X, "y = com.microsoft.TransposeMatMul<transB=1>(x, w)", "float[3,4] w")
+_apart("matmul: MatMulNBits", "float[N,32] x", "y = com.microsoft.MatMulNBits<K=32, N=3, bits=4, block_size=32>(x, w, s)", "uint8[3,1,16] w, float[3,1] s")
+_apart("matmul: MatMulBnb4", "float[N,32] x", "y = com.microsoft.MatMulBnb4<K=32, N=4, block_size=32, quant_type=1>(x, w, s)", "uint8[64] w, float[4] s")
+_apart("matmul: QGemm", _BYTES, "y = com.microsoft.QGemm(x, s, z, w, s, z, b, s, z)", "uint8[4,3] w, float s = {0.5}, uint8 z = {2}, int32[3] b")
+_apart("gather: ScatterND", "float[4,N] x, float[1,N] z", "y = ScatterND(x, i, z)", "int64[1,1] i = {2}")
+_apart("gather: Scatter", "float[N,4] x, int64[N,1] i, float[N,1] z", "y = Scatter<axis=1>(x, i, z)", opset=10)
+_apart("gather: GatherND of com.microsoft", "int64[N,1] i", "y = com.microsoft.GatherND(w, i)", "float[5,3] w")
+_apart("slice: Pad of com.microsoft", _X, "y = com.microsoft.Pad(x, p)", "int64[4] p = {0, 1, 0, 2}")
+_apart("quantize: of com.microsoft", _X, "q = com.microsoft.QuantizeLinear(x, s, z) y = com.microsoft.DequantizeLinear(q, s, z)", "float s = {0.1}, uint8 z = {7}")
+_apart("quantize: weights with their own scale", _X, "q, s, z = DynamicQuantizeLinear(w) d = DequantizeLinear(q, s, z) y = Add(x, d)", "float[4] w = {1, 2, 3, 4}")
+_apart("quantize: products and choices", "uint8[N,4] x, bool[N,4] c", "a = com.microsoft.QLinearMul(x, s, z, w, s, z, s, z) b = com.microsoft.QLinearWhere(c, a, s, z, x, s, z, s, z) y = com.microsoft.QLinearSoftmax<axis=1, opset=13>(b, s, z, s, z)", "uint8[4] w, float s = {0.5}, uint8 z = {2}")
+_apart("quantize: pools", "uint8[N,2,6,6] x", "a = com.microsoft.QLinearAveragePool<kernel_shape=[2,2]>(x, s, z, s, z) y = com.microsoft.QLinearGlobalAveragePool(a, s, z, s, z)", "float s = {0.5}, uint8 z = {2}")
+_apart("quantize: channels last", "uint8[N,6,6,2] x", "a = com.microsoft.QLinearConv<channels_last=1, kernel_shape=[3,3]>(x, s, z, w, s, z, s, z) y = com.microsoft.NhwcMaxPool<kernel_shape=[2,2]>(a)", "uint8[3,2,3,3] w, float s = {0.5}, uint8 z = {2}")
+_apart("attention: QAttention", "uint8[N,L,8] x", "y = com.microsoft.QAttention<num_heads=2>(x, w, b, s, s, , z, z)", "uint8[8,24] w, float[24] b, float s = {0.1}, uint8 z = {2}")
+_apart("attention: rotary of ONNX", "float[N,2,L,4] x, int64[N,L] p", "y = RotaryEmbedding(x, c, s, p)", "float[9,2] c, float[9,2] s", opset=23)
+_meet("count: Unique of com.microsoft", "float[N] x", "y, i, c = com.microsoft.Unique(x)")
+_apart("text: words that are counted", "string[N] x", 't = com.microsoft.Tokenizer<mark=0, mincharnum=1, pad_value="#", separators=[" "]>(x) y = TfIdfVectorizer<mode="TF", min_gram_length=1, max_gram_length=1, max_skip_count=0, ngram_counts=[0], ngram_indexes=[0, 1], pool_strings=["a", "red"]>(t)')
+_apart("text: StringNormalizer", "string[1,N] x", 'y = StringNormalizer<case_change_action="UPPER", locale="C">(x)')
+_apart("trees: CategoryMapper", "string[N,3] x", 'y = ai.onnx.ml.CategoryMapper<cats_int64s=[1,2], cats_strings=["red","blue"], default_int64=-1>(x)')
+_apart("trees: TreeEnsembleRegressor", _X, 'y = ai.onnx.ml.TreeEnsembleRegressor<n_targets=1, nodes_treeids=[0,0,0], nodes_nodeids=[0,1,2], nodes_featureids=[1,0,0], nodes_values=[0.5,0.0,0.0], nodes_modes=["BRANCH_LEQ","LEAF","LEAF"], nodes_truenodeids=[1,0,0], nodes_falsenodeids=[2,0,0], target_treeids=[0,0], target_nodeids=[1,2], target_ids=[0,0], target_weights=[1.0,2.0]>(x)')
+_apart("trees: SVMClassifier", _X, 'y1, y2 = ai.onnx.ml.SVMClassifier<kernel_type="LINEAR", kernel_params=[0.0,0.0,3.0], coefficients=[1.0,0.5,-1.0,0.2,0.3,-0.4,0.6,0.1], rho=[0.1], classlabels_ints=[0,1]>(x)')
+_apart("trees: TreeEnsemble", _X, "y = ai.onnx.ml.TreeEnsemble<n_targets=1, tree_roots=[0], nodes_splits=float[1]{0.5}, nodes_modes=uint8[1]{0}, nodes_featureids=[1], nodes_truenodeids=[0], nodes_falsenodeids=[1], nodes_trueleafs=[1], nodes_falseleafs=[1], leaf_targetids=[0,0], leaf_weights=float[2]{1, 2}>(x)", ml_opset=5)
+_apart("trees: ZipMap", _X, "c, s = ai.onnx.ml.LinearClassifier<coefficients=[1.0,0.5,-1.0,0.2,0.3,-0.4,0.6,0.1], intercepts=[0.1,0.2], classlabels_ints=[0,1]>(x) y = ai.onnx.ml.ZipMap<classlabels_int64s=[0,1]>(s)")
+_meet("quantize: DynamicQuantizeLSTM", "float[T,N,3] x", "y = com.microsoft.DynamicQuantizeLSTM<hidden_size=2>(x, w, r, , , , , , s, z, s, z)", "uint8[1,3,8] w, uint8[1,2,8] r, float[1] s = {0.1}, uint8[1] z = {2}")
+
+# Operators for which ONNX Runtime has no kernel on CPUs.
+_not_run("normalization: groups of channels that lie last", "float[N,5,5,4] x", "y = com.microsoft.GroupNorm<groups=2, activation=0>(x, s, b)", "float[4] s, float[4] b")
+_not_run("normalization: skip and groups", "float[N,5,5,4] x, float[N,5,5,4] z", "y = com.microsoft.SkipGroupNorm<groups=2, activation=0>(x, s, b, z)", "float[4] s, float[4] b")
+_not_run("softmax: BiasSoftmax", "float[N,2,5] x, float[N,1,5] z", "y = com.microsoft.BiasSoftmax<axis=2, is_inner_broadcast=0>(x, z)")
+_not_run("fused: BiasAdd", "float[N,5,320] x, float[N,5,320] z", "y = com.microsoft.BiasAdd(x, b, z)", "float[320] b")
+_not_run("fused: BiasSplitGelu", "float[N,5,2560] x", "y = com.microsoft.BiasSplitGelu(x, b)", "float[2560] b")
+_not_run("quantize: QLinearReduceMean", _BYTES, "y = com.microsoft.QLinearReduceMean<axes=[1], keepdims=1>(x, s, z, s, z)", "float s = {0.5}, uint8 z = {2}")
+_not_run("conv: channels last", "float[N,6,6,2] x", "y = com.microsoft.NhwcConv<kernel_shape=[3,3]>(x, w)", "float[3,3,3,2] w")
+_not_run("conv: channels last, with an activation", "float[N,6,6,2] x", 'y = com.microsoft.NhwcFusedConv<kernel_shape=[3,3], activation="Relu">(x, w)', "float[3,3,3,2] w")

@@ -1,16 +1,31 @@
 """Every family of operators in both directions, and every known trap, against the proof and against ONNX Runtime."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
 import onnx
 import pytest
 
 from ortserve.model_file.reading import parse_model
 from ortserve.rows import Outcome, prove_axes, prove_model
+from ortserve.rows.rules import RULES
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from rows import brute_force
 from rows.brute_force import BATCHES, Claim, RefusedError, disagreement, observe
 from rows.cases import Case, rows_meet
 from rows.claims import check_model
-from rows.families import APART, MEET
+from rows.families import APART, MEET, NOT_RUN
 from rows.traps import BRANCH, TRAPS
+
+NEVER_PROVEN: Final = {
+    ("", "NonMaxSuppression"): "the number of results depends on all boxes",
+    ("", "Unique"): "the number of results depends on all entries",
+    ("com.microsoft", "Unique"): "the number of results depends on all entries",
+    ("com.microsoft", "DynamicQuantizeLSTM"): "one scale quantizes all entries",
+    ("com.microsoft", "DynamicQuantizeMatMul"): "one scale quantizes all entries",
+}
+"""Operators whose rules claim nothing about any operand, with the reason."""
 
 
 def _names(cases: list[Case]) -> list[str]:
@@ -27,6 +42,50 @@ def test_rows_that_stay_apart_are_proven_and_do(case: Case) -> None:
         axis = verdict.output_axes[name]
         kind = brute_force.Kind.FREE if axis is None else brute_force.Kind.ROWS
         assert disagreement(Claim(kind, axis or 0), seen) == "", name
+
+
+@pytest.mark.parametrize("case", NOT_RUN, ids=_names(NOT_RUN))
+def test_rows_that_stay_apart_in_operators_without_a_kernel_on_cpus_are_proven(case: Case) -> None:
+    verdict = prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes)
+    assert verdict.outcome is Outcome.PROVEN, f"{verdict.node}: {verdict.reason}"
+    with pytest.raises(RefusedError, match="Could not find an implementation"):
+        case.observe(inside=False)
+
+
+def _outcomes(cases: Iterable[Case], patch: pytest.MonkeyPatch) -> dict[tuple[str, str], set[type]]:
+    """For each rule, the types of the errors that it raises in these models, and ``Rule`` if it returns a claim."""
+    outcomes: dict[tuple[str, str], set[type]] = {key: set() for key in RULES}
+
+    def watched(rule: Rule, outcomes: set[type]) -> Rule:
+        def apply(call: Call) -> Output:
+            try:
+                claim = rule.apply(call)
+            except Exception as error:
+                outcomes.add(type(error))
+                raise
+            outcomes.add(Rule)
+            return claim
+
+        return replace(rule, apply=apply)
+
+    with patch.context() as patched:
+        for key, rule in RULES.items():
+            patched.setitem(RULES, key, watched(rule, outcomes[key]))
+        for case in cases:
+            prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes)
+    return outcomes
+
+
+def test_each_rule_is_part_of_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = _outcomes(APART + NOT_RUN, monkeypatch)
+    assert {key for key, seen in proofs.items() if Rule not in seen} == NEVER_PROVEN.keys()
+
+
+def test_no_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {Rule, NotKnownError, RowsMeetError, RandomError}
+    outcomes = _outcomes(APART + NOT_RUN + MEET + TRAPS, monkeypatch)
+    assert {key: seen - expected for key, seen in outcomes.items() if seen - expected} == {}
+    assert {key for key in NEVER_PROVEN if RowsMeetError not in outcomes[key]} == set()
 
 
 @pytest.mark.parametrize("case", MEET + TRAPS, ids=_names(MEET + TRAPS))
