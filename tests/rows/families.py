@@ -403,7 +403,7 @@ _apart("function: an attribute", _X, "y = local.f<axis=1>(x)", functions="f <axi
 _meet("function: its own operators over rows", _X, "y = local.f(x)", functions="f (a) => (b) { c = Exp(a) b = Softmax<axis=0>(c) }")
 _meet("function: an attribute that is the rows' axis", _X, "y = local.f<axis=0>(x)", functions="f <axis> (a) => (b) { b = Softmax<axis: int = @axis>(a) }")
 
-# Operators that no model above has.
+# Operators that the families above leave out.
 for _op in ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cos", "Cosh", "Gelu", "HardSigmoid", "LeakyRelu", "Log", "Reciprocal", "Shrink", "Sin", "Sinh", "Softsign", "Tan", "ThresholdedRelu"):
     _apart(f"elementwise: {_op}", _X, f"y = {_op}(x)", opset=20)
 for _op in ("Affine", "ParametricSoftplus", "ScaledTanh"):
@@ -448,6 +448,27 @@ _apart("trees: SVMClassifier", _X, 'y1, y2 = ai.onnx.ml.SVMClassifier<kernel_typ
 _apart("trees: TreeEnsemble", _X, "y = ai.onnx.ml.TreeEnsemble<n_targets=1, tree_roots=[0], nodes_splits=float[1]{0.5}, nodes_modes=uint8[1]{0}, nodes_featureids=[1], nodes_truenodeids=[0], nodes_falsenodeids=[1], nodes_trueleafs=[1], nodes_falseleafs=[1], leaf_targetids=[0,0], leaf_weights=float[2]{1, 2}>(x)", ml_opset=5)
 _apart("trees: ZipMap", _X, "c, s = ai.onnx.ml.LinearClassifier<coefficients=[1.0,0.5,-1.0,0.2,0.3,-0.4,0.6,0.1], intercepts=[0.1,0.2], classlabels_ints=[0,1]>(x) y = ai.onnx.ml.ZipMap<classlabels_int64s=[0,1]>(s)")
 _meet("quantize: DynamicQuantizeLSTM", "float[T,N,3] x", "y = com.microsoft.DynamicQuantizeLSTM<hidden_size=2>(x, w, r, , , , , , s, z, s, z)", "uint8[1,3,8] w, uint8[1,2,8] r, float[1] s = {0.1}, uint8[1] z = {2}")
+
+_meet("softmax: QLinearSoftmax over rows", _BYTES, "y = com.microsoft.QLinearSoftmax<axis=0, opset=13>(x, s, z, t, z)", "float s = {0.5}, float t = {0.01}, uint8 z = {0}")
+_meet("quantize: a product of a column and a vector", "uint8[N,1] x, uint8[N] v", "y = com.microsoft.QLinearMul(x, s, z, v, s, z, s, z)", "float s = {0.5}, uint8 z = {0}", below=9)
+_meet("quantize: a choice from a vector of rows", "uint8[N,1] x, bool[N] c", "y = com.microsoft.QLinearWhere(c, x, s, z, w, s, z, s, z)", "uint8[1] w = {99}, float s = {0.5}, uint8 z = {2}")
+_meet("quantize: the mean of all rows", "uint8[1,2,N,6] x", "y = com.microsoft.QLinearGlobalAveragePool(x, s, z, t, z)", "float s = {0.5}, float t = {0.01}, uint8 z = {0}", below=9)
+_meet("quantize: pools over rows", "uint8[1,2,N,6] x", "y = com.microsoft.QLinearAveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x, s, z, t, z)", "float s = {0.5}, float t = {0.01}, uint8 z = {0}", below=9)
+_meet("quantize: channels last, with rows along the image", "uint8[1,N,6,2] x", "y = com.microsoft.QLinearConv<channels_last=1, kernel_shape=[3,3], pads=[1,1,1,1]>(x, s, z, w, s, z, s, z)", "uint8[3,2,3,3] w, float s = {0.5}, uint8 z = {2}")
+_meet("quantize: a maximum of rows, with channels last", "uint8[1,N,6,2] x", "y = com.microsoft.NhwcMaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>(x)")
+_meet("matmul: QGemm of all by all", "uint8[N,4] x, uint8[4,N] v", "y = com.microsoft.QGemm(x, s, z, v, s, z, , s, z)", "float s = {0.5}, uint8 z = {2}")
+_meet("matmul: FusedGemm of all by all", "float[N,4] x, float[N,4] z", 'y = com.microsoft.FusedGemm<transB=1, activation="Relu">(x, z)')
+_meet("matmul: TransposeMatMul over rows", "float[N,4] x, float[N,3] z", "y = com.microsoft.TransposeMatMul<transA=1>(x, z)")
+_meet("matmul: distances of all rows from all", "float[N,4] x, float[N,4] z", 'y = com.microsoft.CDist<metric="euclidean">(x, z)')
+_meet("axis: CumProd over rows", _X, "y = CumProd(x, a)", "int64 a = {0}", opset=26)
+_meet("axis: Trilu of com.microsoft over rows", _X, "y = com.microsoft.Trilu(x)")
+_meet("conv: a norm of all rows", "float[1,2,N,6] x", "y = GlobalLpPool(x)")
+_meet("normalization: simplified, over rows", _X, "y = SimplifiedLayerNormalization<axis=0>(x, s)", "float[1,4] s")
+_meet("slice: Pad of com.microsoft with a row", _X, "y = com.microsoft.Pad(x, p)", "int64[4] p = {1, 0, 0, 0}")
+_meet("gather: GatherND of com.microsoft by rows", "float[N,4] x, int64[N,1] i", "y = com.microsoft.GatherND(x, i)", feeds={"i": [[[0]], [[-1]], [[-1]]]})
+_meet("gather: Scatter over rows", "float[N,4] x, int64[N,4] i, float[N,4] z", "y = Scatter<axis=0>(x, i, z)", opset=10, feeds={"i": [[[0, 0, 0, 0]], [[0, 0, -1, -1]], [[0, 0, 0, 0]]]})
+_meet("gather: ScatterND of the last row", "float[N,4] x", "y = ScatterND(x, i, u)", "int64[1,1] i = {-1}, float[1,4] u")
+_meet("attention: QAttention over rows", "uint8[1,N,8] x", "y = com.microsoft.QAttention<num_heads=2>(x, w, b, s, s, , z, z)", "uint8[8,24] w, float[24] b, float s = {0.1}, uint8 z = {2}", below=9)
 
 # Operators for which ONNX Runtime has no kernel on CPUs.
 _not_run("normalization: groups of channels that lie last", "float[N,5,5,4] x", "y = com.microsoft.GroupNorm<groups=2, activation=0>(x, s, b)", "float[4] s, float[4] b")
