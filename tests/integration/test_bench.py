@@ -250,8 +250,8 @@ def test_slow_targets_are_prepared_with_fewer_requests(monkeypatch: pytest.Monke
 
 def test_a_measurement_that_is_shorter_than_a_request_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_REPEATED_S", 0.0)
-    with small_server(service_s=0.5) as slow:
-        ran = bench(slow.url, "--model", "m", "--seconds", "0.2", "--warmup", "0.1", "--json")
+    with small_server(service_s=0.9) as slow:  # a request that begins in the warm-up lasts longer than the measurement
+        ran = bench(slow.url, "--model", "m", "--seconds", "0.2", "--warmup", "0.4", "--json")
     (problem,) = ran.problems
     assert "no request could be sent within 0.2 s, because earlier ones took longer: allow more --seconds" in problem
 
