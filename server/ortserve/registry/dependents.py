@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Final
 
 from ortserve.clock import Clock
-from ortserve.registry.catalog import Catalog, State, VersionRecord
+from ortserve.registry.catalog import Catalog, State
 from ortserve.registry.changes import Changes, LoadRetries
 from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.members import is_connected
@@ -124,15 +124,15 @@ class Dependents:
                 self._catalog.of(name)[record.version].reason = why_not_replaced
                 if record.state is State.READY and name not in self._retrying:
                     self._retrying.add(name)
-                    self._loop.call_later(_RETRY_S, self._begin_retry, record)
+                    self._loop.call_later(_RETRY_S, self._begin_retry, name)
         if failures:
             self._retries.note_failure(name, self._clock())
         return failures
 
-    def _begin_retry(self, record: VersionRecord) -> None:
-        self._retrying.discard(record.model)
-        if record.state is State.READY:  # Otherwise it was replaced, or drained.
-            self._start(self._retry(record.model))
+    def _begin_retry(self, name: str) -> None:
+        self._retrying.discard(name)
+        if self._catalog.ready(name):  # also if the version was replaced meanwhile, and its successor not
+            self._start(self._retry(name))
 
     async def _retry(self, name: str) -> None:
         async with self._changes.lock(name):
