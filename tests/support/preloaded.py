@@ -10,7 +10,8 @@ use ``subprocess``; so do all starts for which the template cannot fork.
 Three things differ from a start by the interpreter. All processes of one template share the seed of the hashes of
 texts. Commands are called as ``main(arguments)``, so they neither run ``__main__.py`` nor restart with huge pages: at
 least one test of each such command starts it by ``subprocess``. And a process that exits with a status waits for its
-threads, calls the functions of ``atexit`` and writes its output, but destroys no modules, which would take 0.16 s.
+threads, calls the functions of ``atexit`` and writes its output. It neither destroys modules, which would take 0.16 s,
+nor runs the exit handlers and destructors of native libraries.
 """
 
 import atexit
