@@ -232,8 +232,8 @@ class BatchRuns:
         ``limit`` compares the batch, which has another size than usual, with others; None for a batch of usual size.
         """
         now_ns = self._clock()  # again: callbacks of late requests may have taken long, and enqueued requests
-        is_whole = group.is_unpadded or group.shape_class.runs_alone or not self.policy.buckets
-        batch = form_batch(group, group.rows if is_whole else self.policy.bucket_for(group.rows))
+        is_unpadded = group.shape_class.is_unpadded or not self.policy.buckets
+        batch = form_batch(group, group.rows if is_unpadded else self.policy.bucket_for(group.rows))
         if self.share.overtakes and not self.share.may_start(group.shape_class.run_latency.predict_ns(batch.bucket)):
             self._scheduler.put_back(group)
             if not self._scheduler:  # a callback of a late request has cancelled the group

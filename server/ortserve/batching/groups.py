@@ -27,7 +27,6 @@ class RequestGroup:
             it. The whole request runs afterwards if it has more rows.
         is_check: Whether a request that was answered runs again for ``row_checks``. No client waits for it, and no
             metric counts it as a batch.
-        is_unpadded: Whether the batch has no padding rows, because outputs with such rows could not be cut back.
     """
 
     shape_class: ShapeClass
@@ -36,7 +35,6 @@ class RequestGroup:
     search: "Search | None"
     tries_one_row: bool
     is_check: bool
-    is_unpadded: bool
 
     def __init__(
         self,
@@ -47,7 +45,6 @@ class RequestGroup:
         *,
         tries_one_row: bool = False,
         is_check: bool = False,
-        is_unpadded: bool = False,
     ) -> None:
         self.shape_class = shape_class
         self.requests = requests
@@ -55,17 +52,18 @@ class RequestGroup:
         self.search = search
         self.tries_one_row = tries_one_row
         self.is_check = is_check
-        self.is_unpadded = is_unpadded
 
     def whole(self) -> "RequestGroup":
         """The group of the same request to run after a trial of its first row, even if that row failed."""
         return RequestGroup(self.shape_class, self.requests, self.rows)
 
     def without_padding(self) -> "RequestGroup":
-        """The group to run after outputs of one request with padding rows could not be cut back."""
-        return RequestGroup(
-            self.shape_class, self.requests, self.rows, Search(0), is_check=self.is_check, is_unpadded=True
-        )
+        """The group to run after outputs of one request with padding rows could not be cut back.
+
+        Later batches of its shape class have no padding rows either.
+        """
+        self.shape_class.is_unpadded = True
+        return RequestGroup(self.shape_class, self.requests, self.rows, Search(0), is_check=self.is_check)
 
 
 @dataclass(slots=True)

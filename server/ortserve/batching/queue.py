@@ -51,6 +51,8 @@ class ShapeClass:
             answered that ran on a worker while the policy allowed such delays.
         has_limits: Whether a queued request may have a deadline or a timeout; False again once the class is empty.
         runs_alone: Whether the class holds a single request, which runs undivided at any size.
+        is_unpadded: Whether batches have no padding rows: the class holds a single request, or outputs with such rows
+            could not be cut back.
         last_due_ns: When the request that was enqueued last would be due without a deadline.
         accepts_one_row: Whether batches may run without a trial of one row: the model accepted one row of this shape,
             or needs no trial. A model may accept a shape in a batch that it rejects in one row, and mix the rows.
@@ -69,6 +71,7 @@ class ShapeClass:
         self.closed_loop: ClosedLoopWait | None = None
         self.has_limits = False
         self.runs_alone = isinstance(key, Alone)
+        self.is_unpadded = self.runs_alone
         self.accepts_one_row = accepts_one_row
         self.last_due_ns = 0.0
         self._due_after_ns = 0.0

@@ -453,7 +453,9 @@ def test_outputs_of_padding_rows_that_cannot_be_cut_off_reach_no_request(others:
         requests = [stage.submit(rows_of(value, value)) for value in range(1 + others)]
         for value, outputs in enumerate(await asyncio.gather(*requests)):
             assert outputs[0].tolist() == [value] * 4
-        assert [run.bucket for run in stage.runner.runs if run.rows == 2] == [*[8] * (1 + others), *[2] * (1 + others)]
+        await stage.submit(rows_of(7, 7))
+        # One padded run shows it; no later request of the shape is padded.
+        assert [run.bucket for run in stage.runner.runs if run.rows == 2] == [8, *[2] * (1 + others), 2]
 
     play(main, buckets=(8,), compute=lambda rows: (rows.reshape(-1),))
 
