@@ -96,6 +96,13 @@ def test_exit_whose_output_nobody_reads_has_the_status_of_the_interpreter() -> N
     assert (done.returncode, b"BrokenPipeError" in done.stderr) == (120, True)
 
 
+@pytest.mark.parametrize("change", ["sys.stdout.close()", "sys.stdout = None", "sys.stderr = None"])
+def test_exit_without_a_stream_has_its_status(change: str) -> None:
+    program = f"from ortserve.core import dtypes; import sys; {change}; sys.exit(3)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
 def test_processes_do_not_share_random_numbers() -> None:
     program = "import numpy; print(numpy.random.random())"
     assert run(program) != run(program)

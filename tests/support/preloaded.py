@@ -33,6 +33,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TextIO
@@ -277,6 +278,14 @@ def _fork(kind: Kind, order: Mapping[str, Any], files: Mapping[int, int]) -> int
             return None
 
 
+@dataclass
+class _Exit:
+    """How a forked process has exited."""
+
+    status: int | None = None
+    """None if it has not exited, or with a text or an exception, for which the interpreter has the status."""
+
+
 def _import_for_servers() -> None:
     """Import what servers need, and make the calls whose first time takes longer."""
     from ortserve.app import run  # noqa: F401
@@ -337,14 +346,17 @@ def _serve_orders(orders: socket.socket) -> None:
             os.waitpid(between, 0)
 
 
-def _end_with(statuses: Sequence[int]) -> None:
+def _end_with(exit_: _Exit) -> None:
     """End the process with the status that it has exited with, if there is one; otherwise as any process."""
-    with suppress(OSError):  # of output that nobody reads: the interpreter has a status of its own for that
-        for status in statuses:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            ctypes.CDLL(None).fflush(None)  # the output of native libraries
-            os._exit(status)
+    if exit_.status is None:
+        return
+    # If nobody reads the output, writing it fails. The interpreter then writes it again, and sets its own status.
+    with suppress(OSError):
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        ctypes.CDLL(None).fflush(None)  # the output of native libraries
+        os._exit(exit_.status)
 
 
 def _fork_or_answer(orders: socket.socket) -> int | None:
@@ -420,13 +432,14 @@ def _orders_at(number: int) -> socket.socket:
 
 def _main() -> None:
     """Be the template of servers, and in forked processes what their orders say."""
-    statuses: list[int] = []
-    atexit.register(_end_with, statuses)  # before libraries register theirs, because the first one is called last
+    exit_ = _Exit()
+    atexit.register(_end_with, exit_)  # before libraries register theirs, because the first one is called last
     _import_for_servers()
     try:
         _serve_orders(_orders_at(int(sys.argv[1])))
     except SystemExit as ended:
-        statuses += [ended.code or 0] if isinstance(ended.code, int | None) else []
+        if isinstance(ended.code, int | None):
+            exit_.status = ended.code or 0
         raise
 
 
