@@ -1,7 +1,7 @@
 """Instances on devices: two batches at a time, out of memory, lost devices."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -221,20 +221,25 @@ def test_a_late_batch_that_does_not_end_after_a_long_run_costs_its_instance(*, i
     play(main, run_limits=RunLimits(25_000 * MS, 2_000 * MS))
 
 
+async def answered_beside_a_slow_run(stage: Stage, values: Sequence[int]) -> None:
+    """Send requests one after another. All are answered within the time of two runs."""
+    began_ns = stage.clock()
+    answers = []
+    for value in values:
+        answers.append(stage.submit(rows_of(value)))
+        await asyncio.sleep(0.001)
+    for future, value in zip(answers, values, strict=True):
+        np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
+    assert stage.clock() - began_ns <= 2.1 * RUN_NS
+
+
 def test_no_batch_waits_behind_a_run_that_takes_far_longer_than_predicted() -> None:
     async def main(stage: Stage) -> None:
         stuck = stage.runners[1]  # the last one is used first
         stuck.latency_ns = lambda rows: 20_000 * MS
         slow = stage.submit(rows_of(0))
         await asyncio.sleep(2)
-        began_ns = stage.clock()
-        answers = []
-        for value in (1, 2, 3):
-            answers.append(stage.submit(rows_of(value)))
-            await asyncio.sleep(0.001)
-        for future, value in zip(answers, (1, 2, 3), strict=True):
-            np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
-        assert stage.clock() - began_ns <= 2.1 * RUN_NS
+        await answered_beside_a_slow_run(stage, (1, 2, 3))
         np.testing.assert_array_equal((await slow)[0], answer(rows_of(0))[0])
 
     play(main, instances=2)
@@ -250,14 +255,7 @@ def test_no_batch_waits_behind_such_a_run_after_a_request_that_was_cancelled() -
         stage.submit(rows_of(2)).cancel()  # when the slow run should end, so that its instance may take a second batch
         await beside
         await asyncio.sleep(2)
-        began_ns = stage.clock()
-        answers = []
-        for value in (3, 4):
-            answers.append(stage.submit(rows_of(value)))
-            await asyncio.sleep(0.001)
-        for future, value in zip(answers, (3, 4), strict=True):
-            np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
-        assert stage.clock() - began_ns <= 2.1 * RUN_NS
+        await answered_beside_a_slow_run(stage, (3, 4))
         np.testing.assert_array_equal((await slow)[0], answer(rows_of(0))[0])
 
     play(main, instances=2)

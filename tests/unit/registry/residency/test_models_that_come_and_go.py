@@ -916,6 +916,14 @@ async def test_request_for_a_model_on_demand_waits_for_a_load_by_a_client(
     assert states(registry, "m") == ({2: (State.READY, "")} if is_valid else {1: (State.READY, "")})
 
 
+def ensemble_of(member: str) -> str:
+    """Triton's configuration of an ensemble with one step."""
+    tensors = [{"name": name, "data_type": "TYPE_FP32", "dims": [2]} for name in "xy"]
+    step = {"model_name": member, "model_version": -1, "input_map": {"x": "x"}, "output_map": {"y": "y"}}
+    config = {"platform": "ensemble", "ensemble_scheduling": {"step": [step]}}
+    return json.dumps({**config, "input": tensors[:1], "output": tensors[1:]})
+
+
 async def test_ensemble_on_demand_is_loaded_on_request_after_a_client_made_it_contain_itself(
     tmp_path: Path, make: Make
 ) -> None:
@@ -923,11 +931,8 @@ async def test_ensemble_on_demand_is_loaded_on_request_after_a_client_made_it_co
     add_pair(tmp_path, load_policy="on_demand")
     registry = make()
     await registry.load_all()
-    tensors = [{"name": name, "data_type": "TYPE_FP32", "dims": [2]} for name in "xy"]
-    step = {"model_name": "pair", "model_version": -1, "input_map": {"x": "x"}, "output_map": {"y": "y"}}
-    config = {"platform": "ensemble", "ensemble_scheduling": {"step": [step]}}
     with pytest.raises(ServeError, match="circular dependency between ensembles: pair -> pair"):
-        await registry.load("pair", config=json.dumps({**config, "input": tensors[:1], "output": tensors[1:]}))
+        await registry.load("pair", config=ensemble_of("pair"))
     assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}
     assert await ask(registry, "pair") == "1"
 
@@ -939,11 +944,7 @@ async def test_request_for_an_ensemble_on_demand_waits_for_a_load_by_a_client_th
     add_pair(tmp_path, load_policy="on_demand")
     registry = make()
     await registry.load_all()
-    tensors = [{"name": name, "data_type": "TYPE_FP32", "dims": [2]} for name in "xy"]
-    step = {"model_name": "nope", "model_version": -1, "input_map": {"x": "x"}, "output_map": {"y": "y"}}
-    config = {"platform": "ensemble", "ensemble_scheduling": {"step": [step]}}
-    text = json.dumps({**config, "input": tensors[:1], "output": tensors[1:]})
-    loading = asyncio.ensure_future(registry.load("pair", config=text))
+    loading = asyncio.ensure_future(registry.load("pair", config=ensemble_of("nope")))
     while states(registry, "pair")[1][0] is not State.LOADING:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0)
     assert await ask(registry, "pair") == "1"
