@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -66,15 +66,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         rewrite_share(session.config, files, number, worker["workercount"])
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage before all tests are collected: most objects stay, and each pass inspects them again."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
     """Exclude the thousands of collected tests from later garbage collections."""
-    gc.enable()
     gc.collect()
     gc.freeze()
 
