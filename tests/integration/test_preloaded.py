@@ -96,6 +96,20 @@ def test_exit_whose_output_nobody_reads_has_the_status_of_the_interpreter() -> N
     assert (done.returncode, b"BrokenPipeError" in done.stderr) == (120, True)
 
 
+def test_exit_destroys_no_modules() -> None:
+    program = """from ortserve.core import dtypes
+import os, sys, types
+
+class Left:
+    def __del__(self, write=os.write):
+        write(1, b"destroyed")
+
+sys.modules["holder"] = types.ModuleType("holder")
+sys.modules["holder"].left = Left()
+"""
+    assert run(IS_PRELOADED + "\n" + program) == "forked\n"
+
+
 @pytest.mark.parametrize("change", ["sys.stdout.close()", "sys.stdout = None", "sys.stderr = None"])
 def test_exit_without_a_stream_has_its_status(change: str) -> None:
     status = "3 if 'onnxslim' in sys.modules else 4"
